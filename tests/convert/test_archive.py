@@ -65,8 +65,8 @@ def test_checksums_follow_the_bytes(tmp_path: Path) -> None:
     contents = {name: read.read(name) for name in read.namelist()}
     assert contents == {"a/known": b"hello", "a/tensor": data, "a/nothing": b"", "a/again": data}
     stored = LocalStore(tmp_path).open("x.zip")
-    entries = read_directory(FileRange.whole_file(stored, "x.zip", "x.zip"))
-    assert all(entry.start % 64 == 0 for entry in entries.values())
+    entries = read_directory(FileRange(stored, "x.zip", 0, stored.size, "x.zip"))
+    assert all(entry.offset % 64 == 0 for entry in entries.values())
     assert {name: entry.size for name, entry in entries.items()} == {
         name: len(content) for name, content in contents.items()
     }
@@ -86,9 +86,8 @@ def test_beyond_four_gigabytes_numbers_are_wide(tmp_path: Path) -> None:
     sizes = {each.filename: each.file_size for each in read.infolist()}
     assert sizes["archive/data/0"] == 5 << 30
     assert read.read("archive/version") == b"3\n"
-    entries = read_directory(
-        FileRange.whole_file(LocalStore(tmp_path).open(path.name), path.name, path.name)
-    )
+    stored = LocalStore(tmp_path).open(path.name)
+    entries = read_directory(FileRange(stored, path.name, 0, stored.size, path.name))
     assert {name: entry.size for name, entry in entries.items()} == sizes
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded["large"].shape == (5 << 30,)
@@ -104,9 +103,8 @@ def test_many_entries(tmp_path: Path, count: int) -> None:
         archive.add(f"{number}", b"")
     archive.close()
     write(file, tmp_path / "many.zip", None)
-    entries = read_directory(
-        FileRange.whole_file(LocalStore(tmp_path).open("many.zip"), "many.zip", "many.zip")
-    )
+    stored = LocalStore(tmp_path).open("many.zip")
+    entries = read_directory(FileRange(stored, "many.zip", 0, stored.size, "many.zip"))
     assert len(entries) == count == len(zipfile.ZipFile(tmp_path / "many.zip").namelist())
 
 

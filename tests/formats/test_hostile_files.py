@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import struct
 import tracemalloc
 import zipfile
@@ -56,7 +57,7 @@ class Bytes:
 
 
 def part_of(data: bytes) -> FileRange:
-    return FileRange.whole_file(Bytes(data), "it", "it")
+    return FileRange(Bytes(data), "it", 0, len(data), "it")
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
@@ -230,6 +231,15 @@ def test_a_storage_of_before_that_lies_about_its_size() -> None:
             read_torch_file(part_of(altered))
 
 
+def test_a_list_of_storages_that_are_not_named_by_text_is_refused() -> None:
+    at = LEGACY.rindex(b"\x80\x02]")
+    keys = pickle.loads(LEGACY[at:])
+    numbers = pickle.dumps([int(key) for key in keys], 2)
+    altered = LEGACY[:at] + numbers + LEGACY[at + len(pickle.dumps(keys, 2)) :]
+    with pytest.raises(FormatError, match="list of storages"):
+        read_torch_file(part_of(altered))
+
+
 def safetensors_of(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -362,9 +372,10 @@ def test_an_archive_over_4_gib_is_read(tmp_path: Path) -> None:
         file.write(small[:start] + local_header + name + wide)
         file.seek(after)
         file.write(directory + end64 + locator + full)
-    part = FileRange.whole_file(LocalStore(tmp_path).open("large.pt"), "it", "it")
+    file = LocalStore(tmp_path).open("large.pt")
+    part = FileRange(file, "it", 0, file.size, "it")
     found = read_directory(part)["archive/data/0"]
-    assert (found.start, found.size) == (after - data, data)
+    assert (found.offset, found.size) == (after - data, data)
     assert read_torch_file(part) is None
 
 

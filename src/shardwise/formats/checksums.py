@@ -40,6 +40,10 @@ def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksu
         with tree.open_range(name) as file:
             rows = []
             if file.read(0, min(len(ZIP_START), file.size)) == ZIP_START:
-                rows = [(*entry, crc) for entry, crc in read_entry_checksums(file) if entry.size]
-        table = np.array([row for row in rows if row[2]], np.int64)
+                rows = [
+                    (e.offset, e.size, crc)
+                    for e, crc in read_entry_checksums(file)
+                    if crc and e.size
+                ]
+        table = np.array(rows, np.int64)
         yield FileChecksums(name, table.reshape(len(table), 3))

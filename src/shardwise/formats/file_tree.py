@@ -17,7 +17,6 @@ from shardwise.formats.containers.pickle_values import UnknownObject, allow_as_i
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import BufferedEnds, BytesFile, FileRange
 from shardwise.formats.containers.safetensors import is_safetensors
-from shardwise.formats.containers.sharded_tensors import RANK_TENSOR_NAMES
 from shardwise.formats.containers.torch_files import (
     LARGEST_PICKLE,
     MOST_NAMES_SHOWN,
@@ -298,7 +297,7 @@ class FileTree:
             list(pool.map(read_file, groups))
         return [values[index] for index in range(len(parts))]
 
-    def load(self, name: str, *, classes: Iterable[str] = ()) -> Any:
+    def load(self, name: str, *, classes: Iterable[str] = (), kind: type = object) -> Any:
         """Return the value in a file of torch.save. No tensor is read, and no code runs.
 
         Tensors become `StoredArray`s, and parts of DTensors and ShardedTensors `StoredPart`s.
@@ -306,43 +305,52 @@ class FileTree:
         Args:
             name: the name of the file.
             classes: classes whose instances become `PickledInstance`s: "package.module.Class".
+            kind: the type that the value must have, for example `dict`.
 
         Raises:
-            FormatError: the file is missing or malformed, or contains objects that are not read
-                from pickles.
+            FormatError: the file is missing or malformed, has a value of another kind, or contains
+                objects that are not read from pickles.
         """
-        return self.load_each([name], classes=classes)[name]
+        return self.load_each([name], classes=classes, kind=kind)[name]
 
     def load_each(
         self,
         names: Iterable[str],
         *,
         classes: Iterable[str] = (),
+        kind: type = object,
         skip_unknown: bool | None = None,
         once: bool = False,
     ) -> dict[str, Any]:
         """Return the value in each file of torch.save, by name; see `load`.
 
         Args:
-            classes: as for `load`.
+            classes, kind: as for `load`.
             skip_unknown: leave out objects that are not read from pickles; None for the user's
                 choice.
             once: parse equal pickles of several files once. These files then share one value,
                 whose arrays name one of them.
         """
         cache = ParseCache() if once else None
-        allowed = {**RANK_TENSOR_NAMES, **allow_as_instances(*classes)}
+        allowed = allow_as_instances(*classes)
         skip = self.skip_unknown if skip_unknown is None else skip_unknown
-        return self.read_each(
-            names,
-            lambda file: read_torch_file(
-                file, also_allowed=allowed, skip_unknown=skip, cache=cache
-            ),
-        )
+
+        def load(file: FileRange) -> Any:
+            value = read_torch_file(file, also_allowed=allowed, skip_unknown=skip, cache=cache)
+            if isinstance(value, kind):
+                return value
+            if isinstance(value, UnknownObject):
+                raise FormatError(f"{file.label}: {value.reason}")
+            raise FormatError(
+                f"{file.label}: expected a {kind.__name__}, found {type(value).__name__}: copy the "
+                "file again from an intact source"
+            )
+
+        return self.read_each(names, load)
 
     def load_range(self, file: FileRange) -> Any:
         """Return the value in a range that contains a file of torch.save; see `load`."""
-        return read_torch_file(file, also_allowed=RANK_TENSOR_NAMES, skip_unknown=self.skip_unknown)
+        return read_torch_file(file, skip_unknown=self.skip_unknown)
 
     def load_pickle(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file that is a pickle; see `load`.

@@ -16,78 +16,41 @@ Block: TypeAlias = tuple[int, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]]
 that part with their offsets in the tensor; no boxes if the part is a box at offset 0."""
 
 
-class FlatRanges:
-    """Collects ranges, and converts all of them to pieces at once."""
+def pieces_of_ranges(
+    blocks: Sequence[Block], block: Int, start: Int, stop: Int, file: Int, position: Int, size: int
+) -> Pieces:
+    """Return the pieces of elements `start:stop` of blocks.
 
-    def __init__(self) -> None:
-        self._blocks: dict[Block, int] = {}
-        self._columns: list[tuple[Int, ...]] = []
-
-    def add(
-        self,
-        blocks: Sequence[Block],
-        block: Int,
-        start: Int,
-        stop: Int,
-        file: Int,
-        position: Int,
-        itemsize: int,
-    ) -> None:
-        """Add elements `start:stop` of blocks.
-
-        Args:
-            blocks: the blocks; `block` is an index into them.
-            file: the index of the file of each range.
-            position: the first byte of each range in the file.
-            itemsize: the size of an element in bytes.
-        """
-        index = np.array([self._blocks.setdefault(b, len(self._blocks)) for b in blocks], np.int64)
-        sizes = np.full(len(block), itemsize)
-        self._columns.append((index[block], start, stop, file, position, sizes))
-
-    def to_pieces(self) -> Pieces:
-        """Return the pieces of all ranges."""
-        if not self._columns:
-            return Pieces.empty()
-        block, start, stop, file, position, itemsize = (
-            np.concatenate(columns) for columns in zip(*self._columns, strict=True)
-        )
-        dims = max(len(shape) for _, shape, _ in self._blocks)
-        shapes = padded_rows([shape for _, shape, _ in self._blocks], dims, 1)
-        boxes = boxes_of_ranges(shapes[block], start, stop)
-        row, strides = boxes.range_index, row_major(shapes)
-        parts = _Parts(list(self._blocks), shapes)
-        cut = find_overlaps((block[row], boxes.offset, boxes.shape), parts.columns)
-        row, first = row[cut.left], boxes.first[cut.left]
-        stride = strides[block[row]]
-        first = first + ((cut.offset - boxes.offset[cut.left]) * stride).sum(axis=1)
-        tensor = np.array([tensor for tensor, _, _ in self._blocks], np.int64)
-        return Pieces(
-            tensor[block[row]],
-            file[row],
-            position[row] + (first - start[row]) * itemsize[row],
-            cut.offset + parts.shift[cut.right],
-            cut.shape,
-            np.where(cut.shape > 1, stride, 0),
-        )
-
-
-class _Parts:
-    """The boxes of all blocks.
-
-    Attributes:
-        columns: the index of each box's block, the offset of the box in the block, and its shape.
-        shift: what to add to the offset of a box to get its offset in the tensor.
+    Args:
+        blocks: the blocks; `block` is an index into them.
+        file: the index of the file of each range.
+        position: the first byte of each range in the file.
+        size: the size of an element in bytes.
     """
-
-    def __init__(self, blocks: Sequence[Block], shapes: Int) -> None:
-        rows = [
-            (index, box.offset, box.shape, offset)
-            for index, (_, shape, parts) in enumerate(blocks)
-            for box, offset in parts or ((Box.whole(shape), (0,) * len(shape)),)
-        ]
-        dims = shapes.shape[1]
-        index = np.array([row[0] for row in rows], np.int64)
-        local = padded_rows([row[1] for row in rows], dims, 0)
-        self.columns = index, local, padded_rows([row[2] for row in rows], dims, 1)
-        self.shift = padded_rows([row[3] for row in rows], dims, 0) - local
+    dims = max(len(shape) for _, shape, _ in blocks)
+    shapes = padded_rows([shape for _, shape, _ in blocks], dims, 1)
+    parts = [
+        (index, box.offset, box.shape, offset)
+        for index, (_, shape, own) in enumerate(blocks)
+        for box, offset in own or ((Box.whole(shape), (0,) * len(shape)),)
+    ]
+    offsets = padded_rows([offset for _, offset, _, _ in parts], dims, 0)
+    part_shapes = padded_rows([shape for _, _, shape, _ in parts], dims, 1)
+    shift = padded_rows([offset for *_, offset in parts], dims, 0) - offsets
+    boxes = boxes_of_ranges(shapes[block], start, stop)
+    row = boxes.range_index
+    cut = find_overlaps(
+        (block[row], boxes.offset, boxes.shape),
+        (np.array([index for index, *_ in parts], np.int64), offsets, part_shapes),
+    )
+    row, first = row[cut.left], boxes.first[cut.left]
+    stride = row_major(shapes)[block[row]]
+    first = first + ((cut.offset - boxes.offset[cut.left]) * stride).sum(axis=1)
+    return Pieces(
+        np.array([tensor for tensor, _, _ in blocks], np.int64)[block[row]],
+        file[row],
+        position[row] + (first - start[row]) * size,
+        cut.offset + shift[cut.right],
+        cut.shape,
+        np.where(cut.shape > 1, stride, 0),
+    )

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.flat_ranges import FlatRanges
+from shardwise.formats.flat_ranges import pieces_of_ranges
 from shardwise.formats.foreign import (
     Row,
     StoredArray,
@@ -60,7 +60,8 @@ class Builder:
         tree: the files of the checkpoint.
 
     Attributes:
-        step: the training step; None if unknown.
+        step: the training step; None if unknown. A value that is not a number of steps counts as
+            unknown, so that readers can pass what a file says.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
         missing_files: files that this format usually has but this checkpoint lacks. The key is the
             name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
@@ -68,7 +69,7 @@ class Builder:
     """
 
     def __init__(self, tree: FileTree) -> None:
-        self.step: int | None = None
+        self.step: object = None
         self.world_size = 1
         self.missing_files: dict[str, str] = {}
         self.left_out: list[str] = []
@@ -81,8 +82,7 @@ class Builder:
         # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
-        self._ranges: dict[bool, FlatRanges] = {False: FlatRanges(), True: FlatRanges()}
-        self._contents: dict[str, bytearray] = {}
+        self._content = bytearray()
         self._content_starts: dict[bytes, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -173,9 +173,16 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        zero = np.zeros(1, np.int64)
-        ranges = zero, zero, zero + start, zero + stop, zero
-        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
+        self._require_flat(name, array)
+        for offset, part in array.boxes_in(shape, start):
+            self.add_box(name, offset, part)
+
+    def _require_flat(self, name: str, array: StoredArray) -> None:
+        if len(array.shape) != 1 or array.stride != (1,):
+            raise FormatError(
+                f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
+                "flat: copy all files of one save from an intact source"
+            )
 
     def add_flat_ranges(
         self,
@@ -198,14 +205,9 @@ class Builder:
         Raises:
             FormatError: an array is not contiguous.
         """
-        for array in arrays:
-            if array is not None and (len(array.shape) != 1 or array.stride != (1,)):
-                raise FormatError(
-                    f"{tensors[0][0]}: an array of shape {list(array.shape)} in "
-                    f"{array.file[:200]!r} is not flat: copy all files of one save from an intact "
-                    "source"
-                )
         known = [array for array in arrays if array is not None]
+        for array in known:
+            self._require_flat(tensors[0][0], array)
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
         blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
@@ -216,8 +218,9 @@ class Builder:
                 tensor, holder, start, stop, first = (column[own] for column in ranges)
                 size = known[0].itemsize
                 position = starts[holder] + first * size
-                file = files[holder]
-                self._ranges[replica].add(blocks, tensor, start, stop, file, position, size)
+                self._tables[replica].append(
+                    pieces_of_ranges(blocks, tensor, start, stop, files[holder], position, size)
+                )
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""
@@ -372,10 +375,9 @@ class Builder:
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the layout; return its array. Equal bytes are stored once."""
         data = bytes_of_tensor(tensor)
-        content = self._contents.setdefault(CONTENT_FILE, bytearray())
-        start = self._content_starts.setdefault(data, len(content))
-        if start == len(content):
-            content += data
+        start = self._content_starts.setdefault(data, len(self._content))
+        if start == len(self._content):
+            self._content += data
         dtype = str(tensor.dtype).removeprefix("torch.")
         return StoredArray(CONTENT_FILE, start, dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
@@ -436,8 +438,8 @@ class Builder:
             for each in (self._join_pieces(replica=False), self._join_pieces(replica=True))
         )
         files = tuple(
-            StoredFile(name, len(content), bytes(content))
-            if (content := self._contents.get(name)) is not None
+            StoredFile(name, len(self._content), bytes(self._content))
+            if name == CONTENT_FILE
             else self._tree.file(name)
             for name in self._files
         )
@@ -449,7 +451,7 @@ class Builder:
             replicas=replicas,
             terms=terms,
             objects=tuple(self._objects),
-            step=self.step,
+            step=self.step if type(self.step) is int and self.step >= 0 else None,
             world_size=self.world_size,
             left_out=tuple(self.left_out),
             missing_files=dict(self.missing_files),
@@ -457,7 +459,7 @@ class Builder:
 
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
-        return Pieces.join([*self._tables[replica], boxes, self._ranges[replica].to_pieces()])
+        return Pieces.join([*self._tables[replica], boxes])
 
 
 def make_number_tensor(value: float, name: str) -> torch.Tensor:

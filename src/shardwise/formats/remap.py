@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -52,11 +52,11 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
     catalogue = build_catalogue({}, rows, lambda name: int(stored[index[name]]))
     remapped = apply_spec(spec, catalogue, sizes=sizes, checkpoint=path)
     remapped = _add_unchanged(remapped, layout, stored, np.flatnonzero(inside_values))
-    composition = _Composition(path, layout, remapped)
+    labels = [f"{path}: {tensor.name}" for tensor in remapped.tensors]
     # A replica of a new tensor is either an old tensor that the specification declares to be a
     # copy, or a replica of an old tensor.
     replicas = [
-        composition.compose(new, old)
+        _compose(new, old, layout, labels)
         for new, old in (
             (remapped.replicas, layout.pieces),
             (remapped.pieces, layout.replicas),
@@ -68,7 +68,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
         layout,
         tensors=remapped.tensors,
         objects=tuple(_rename_members(each, remapped, layout.tensors) for each in layout.objects),
-        pieces=composition.compose(remapped.pieces, layout.pieces),
+        pieces=_compose(remapped.pieces, layout.pieces, layout, labels),
         replicas=Pieces.join(replicas),
         left_out=(*layout.left_out, *remapped.left_out),
     )
@@ -107,88 +107,80 @@ def _add_unchanged(remapped: Layout, layout: Layout, stored: Int, rows: Int) -> 
     return replace(remapped, tensors=(*remapped.tensors, *entries), pieces=pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class _Composition:
-    """Translates pieces of new tensors in old tensors into pieces in files.
+def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) -> Pieces:
+    """Return pieces of new tensors in files.
 
-    Attributes:
-        path: the path of the checkpoint, for messages.
-        layout: the old tensors, with their pieces in files.
-        remapped: the new tensors, whose pieces refer to old tensors as their files.
+    Args:
+        new: pieces of new tensors in old tensors, to which they refer as their files.
+        old: pieces of old tensors in files.
+        layout: the old tensors.
+        labels: the names of the new tensors, for messages.
+
+    Raises:
+        StateError: a new tensor joins or splits dimensions across the borders of shards.
     """
+    old = old.padded(layout.dims)
+    dims = old.offset.shape[1]
+    old_shapes = pad_columns(layout.shape, dims, 1)
+    shapes, strides = old_shapes[new.file], row_major(old_shapes)[new.file]
+    itemsize = layout.itemsize
+    first_element = new.start // itemsize[new.file]
+    first_offset = first_element[:, None] // strides % shapes
+    source_dims = _find_source_dims(new, shapes, strides, labels)
+    extent_in_old = np.ones((len(new), dims), np.int64)
+    rows, dims_of_new = np.nonzero(source_dims >= 0)
+    extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
+    _refuse_reshapes(new, first_offset + extent_in_old > shapes, labels)
+    overlaps = find_overlaps(
+        (new.file, first_offset, extent_in_old), (old.tensor, old.offset, old.shape)
+    )
+    new_rows, old_rows = overlaps.left, overlaps.right
+    old_piece, new_piece = old.select(old_rows), new.select(new_rows)
+    skipped = ((overlaps.offset - old_piece.offset) * old_piece.stride).sum(axis=1)
+    old_dims = source_dims[new_rows]
 
-    path: str
-    layout: Layout
-    remapped: Layout
+    def take_along_source(values: Int, fill: int) -> Int:
+        values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
+        return np.where(old_dims >= 0, values_of_old, fill)
 
-    def compose(self, new: Pieces, old: Pieces) -> Pieces:
-        """Return pieces of new tensors in files.
+    shift = take_along_source(overlaps.offset - first_offset[new_rows], 0)
+    return Pieces(
+        new_piece.tensor,
+        old_piece.file,
+        old_piece.start + skipped * itemsize[new_piece.file],
+        new_piece.offset + shift,
+        take_along_source(overlaps.shape, 1),
+        take_along_source(old_piece.stride, 0),
+    )
 
-        Args:
-            new: pieces of new tensors in old tensors.
-            old: pieces of old tensors in files.
-        """
-        old = old.padded(self.layout.dims)
-        dims = old.offset.shape[1]
-        old_shapes = pad_columns(self.layout.shape, dims, 1)
-        shapes, strides = old_shapes[new.file], row_major(old_shapes)[new.file]
-        itemsize = self.layout.itemsize
-        first_element = new.start // itemsize[new.file]
-        first_offset = first_element[:, None] // strides % shapes
-        source_dims = self._find_source_dims(new, shapes, strides)
-        extent_in_old = np.ones((len(new), dims), np.int64)
-        rows, dims_of_new = np.nonzero(source_dims >= 0)
-        extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
-        self._refuse_reshapes(new, first_offset + extent_in_old > shapes)
-        overlaps = find_overlaps(
-            (new.file, first_offset, extent_in_old), (old.tensor, old.offset, old.shape)
+
+def _find_source_dims(new: Pieces, shapes: Int, strides: Int, labels: Sequence[str]) -> Int:
+    """Find which dimension of the old tensor each dimension of each piece comes from.
+
+    The result is -1 for dimensions of size 1.
+
+    Args:
+        shapes, strides: the old tensor of each piece.
+
+    Raises:
+        StateError: a dimension with several elements matches no dimension of the old tensor.
+    """
+    has_several_elements = new.shape > 1
+    matches = new.stride[:, :, None] == strides[:, None, :]
+    matches &= (shapes > 1)[:, None, :]
+    _refuse_reshapes(new, has_several_elements & ~matches.any(axis=2), labels)
+    source_dims: Int = np.where(has_several_elements, matches.argmax(axis=2), -1)
+    return source_dims
+
+
+def _refuse_reshapes(new: Pieces, is_reshaped: Bool, labels: Sequence[str]) -> None:
+    rows = np.flatnonzero(is_reshaped.any(axis=1))
+    if len(rows):
+        raise StateError(
+            f"{labels[int(new.tensor[rows[0]])]}: the specification joins or splits dimensions of "
+            "a stored tensor across the borders of its shards; load the tensor without this rule, "
+            "and reshape it afterwards"
         )
-        new_rows, old_rows = overlaps.left, overlaps.right
-        old_piece, new_piece = old.select(old_rows), new.select(new_rows)
-        skipped = ((overlaps.offset - old_piece.offset) * old_piece.stride).sum(axis=1)
-        old_dims = source_dims[new_rows]
-
-        def take_along_source(values: Int, fill: int) -> Int:
-            values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
-            return np.where(old_dims >= 0, values_of_old, fill)
-
-        shift = take_along_source(overlaps.offset - first_offset[new_rows], 0)
-        return Pieces(
-            new_piece.tensor,
-            old_piece.file,
-            old_piece.start + skipped * itemsize[new_piece.file],
-            new_piece.offset + shift,
-            take_along_source(overlaps.shape, 1),
-            take_along_source(old_piece.stride, 0),
-        )
-
-    def _find_source_dims(self, new: Pieces, shapes: Int, strides: Int) -> Int:
-        """Find which dimension of the old tensor each dimension of each piece comes from.
-
-        The result is -1 for dimensions of size 1.
-
-        Args:
-            shapes, strides: the old tensor of each piece.
-
-        Raises:
-            StateError: a dimension with several elements matches no dimension of the old tensor.
-        """
-        has_several_elements = new.shape > 1
-        matches = new.stride[:, :, None] == strides[:, None, :]
-        matches &= (shapes > 1)[:, None, :]
-        self._refuse_reshapes(new, has_several_elements & ~matches.any(axis=2))
-        source_dims: Int = np.where(has_several_elements, matches.argmax(axis=2), -1)
-        return source_dims
-
-    def _refuse_reshapes(self, new: Pieces, is_reshaped: Bool) -> None:
-        rows = np.flatnonzero(is_reshaped.any(axis=1))
-        if len(rows):
-            name = self.remapped.tensors[int(new.tensor[rows[0]])].name
-            raise StateError(
-                f"{self.path}: {name}: the specification joins or splits dimensions of a stored "
-                "tensor across the borders of its shards; load the tensor without this rule, and "
-                "reshape it afterwards"
-            )
 
 
 def _rename_members(

@@ -17,7 +17,6 @@ from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
-from shardwise.formats.containers.torch_values import DTENSOR_NAMES
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Row, StoredArray, StoredPart
 from shardwise.formats.foreign_builder import Builder
@@ -182,7 +181,7 @@ def _read_rank_file(file_range: FileRange) -> tuple[Mapping[str, StoredArray], M
     """Return the arrays and the plain values of a file by name."""
     if is_safetensors(file_range.read(0, min(64, file_range.size))):
         return read_header(file_range).arrays, {}
-    value = read_torch_file(file_range, also_allowed=DTENSOR_NAMES, skip_unknown=True)
+    value = read_torch_file(file_range, skip_unknown=True)
     arrays: dict[str, StoredArray] = {}
     values: dict[str, Any] = {}
     for path, leaf in _iterate_leaves(value, ""):

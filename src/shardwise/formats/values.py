@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,6 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     UnknownObject,
 )
-from shardwise.formats.containers.torch_values import Storage
 from shardwise.formats.foreign import StoredArray, StoredTensor
 from shardwise.formats.nested import STORED
 from shardwise.state.plain_values import JsonValue, encode
@@ -43,67 +42,50 @@ def encode_plain(value: object, name: str) -> tuple[JsonValue, Arrays, Mapping[s
     Raises:
         StateError: a part of the value has no plain form.
     """
-    encoder = _Encoder(name)
-    encoded = encode(encoder.convert(value), name, encoder.record_array)
-    return encoded, encoder.arrays, encoder.contents
+    arrays: dict[str, StoredArray | StoredTensor] = {}
+    contents: dict[str, torch.Tensor] = {}
+    stored: dict[int, tuple[torch.Tensor, StoredArray | StoredTensor]] = {}
 
-
-@dataclass(slots=True)
-class _Encoder:
-    """Replaces stored arrays with meta tensors, which `encode` returns with their names.
-
-    Attributes:
-        name: the name of the value, for messages.
-        arrays: the stored arrays in the value, by name.
-        contents: the numpy arrays in the value, by name.
-        stored_by_id: for the id of each meta tensor, its stored array.
-    """
-
-    name: str
-    arrays: dict[str, StoredArray | StoredTensor] = field(default_factory=dict)
-    contents: dict[str, torch.Tensor] = field(default_factory=dict)
-    stored_by_id: dict[int, tuple[torch.Tensor, StoredArray | StoredTensor]] = field(
-        default_factory=dict
-    )
-
-    def record_array(self, path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        if isinstance(array, np.ndarray):
-            self.contents[path] = torch.from_numpy(np.array(array, order="C"))
-        else:
-            self.arrays[path] = self.stored_by_id[id(array)][1]
-
-    def _make_meta_tensor(self, array: StoredArray | StoredTensor) -> torch.Tensor:
+    def replace_array(array: StoredArray | StoredTensor) -> torch.Tensor:
+        """Return a meta tensor, which `encode` passes on with its name."""
         tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
-        self.stored_by_id[id(tensor)] = (
-            tensor,
-            array,
-        )  # the tensor is kept, so that its id stays unique
+        stored[id(tensor)] = tensor, array  # the tensor is kept, so that its id stays unique
         return tensor
 
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, STORED):
-            return self._make_meta_tensor(value)
-        if isinstance(value, Storage):
-            return self._make_meta_tensor(
-                StoredArray(value.file, value.start, "uint8", (value.size,), (1,))
-            )
-        if isinstance(value, PickledInstance):
-            fields = {key: self.convert(item) for key, item in value.fields.items()}
-            if value.name in _NAMESPACE_CLASSES:
-                return fields
-            args = {"args": [self.convert(item) for item in value.args]} if value.args else {}
-            return {"class": value.name, **args, **fields}
-        if isinstance(value, AllowedCallable):
-            return {"class": value.name}
-        if isinstance(value, UnknownObject):
-            raise StateError(f"{self.name}: {value.reason}")
-        if type(value) in (list, tuple):
-            return type(value)(self.convert(item) for item in value)
-        if isinstance(value, dict):
-            new_dict = type(value)()
-            new_dict.update({key: self.convert(item) for key, item in value.items()})
-            return new_dict
-        return value
+    def record_array(path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        if isinstance(array, np.ndarray):
+            contents[path] = torch.from_numpy(np.array(array, order="C"))
+        else:
+            arrays[path] = stored[id(array)][1]
+
+    encoded = encode(_make_plain(value, name, replace_array), name, record_array)
+    return encoded, arrays, contents
+
+
+def _make_plain(
+    value: Any, name: str, replace_array: Callable[[StoredArray | StoredTensor], torch.Tensor]
+) -> Any:
+    """Return a value with dicts in place of objects, and other tensors in place of stored ones."""
+    make = partial(_make_plain, name=name, replace_array=replace_array)
+    if isinstance(value, STORED):
+        return replace_array(value)
+    if isinstance(value, PickledInstance):
+        fields = {key: make(item) for key, item in value.fields.items()}
+        if value.name in _NAMESPACE_CLASSES:
+            return fields
+        args = {"args": [make(item) for item in value.args]} if value.args else {}
+        return {"class": value.name, **args, **fields}
+    if isinstance(value, AllowedCallable):
+        return {"class": value.name}
+    if isinstance(value, UnknownObject):
+        raise StateError(f"{name}: {value.reason}")
+    if type(value) in (list, tuple):
+        return type(value)(make(item) for item in value)
+    if isinstance(value, dict):
+        new_dict = type(value)()
+        new_dict.update({key: make(item) for key, item in value.items()})
+        return new_dict
+    return value
 
 
 def are_plain_values_equal(value: object, other: object) -> bool:

@@ -40,8 +40,7 @@ def test_statements_begin_at_the_margin_and_go_on_where_indented() -> None:
 
 def test_captures() -> None:
     (rule,) = parse("a.*.{x}.{rest*} -> *.{x}.{rest}").rules
-    captures = [part for part in rule.pattern.parts if not isinstance(part, str)]
-    assert [str(part) for part in captures] == ["*", "{x}", "{rest*}"]
+    assert str(rule.pattern) == "a.*.{x}.{rest*}"
     match = rule.pattern.compile(())
     assert match("a.b.c.d.e") == {"*0": "b.c", "x": "d", "rest": "e"}
     assert match("a.b.c") is None

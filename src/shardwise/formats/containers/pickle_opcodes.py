@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+import torch
+
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import (
     MALFORMED_ERRORS,
@@ -16,12 +18,11 @@ from shardwise.formats.containers.pickle_errors import (
     UnsafeValueError,
     UnsupportedValueError,
 )
-from shardwise.formats.containers.pickle_parts import find_unknown
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
-    Constant,
     UnknownObject,
+    find_unknown,
     set_state,
 )
 from shardwise.state.hash_collisions import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
@@ -31,16 +32,15 @@ _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 PersistentLoad: TypeAlias = Callable[[Any], object]
 """A function that returns the value of a persistent id, or raises one of `MALFORMED_ERRORS`."""
-Operation: TypeAlias = Callable[["PickleMachine", int], int]
-"""A function that runs an opcode.
-
-It takes the position of the opcode's argument, and returns the position of the next opcode."""
+Operation: TypeAlias = Callable[["PickleMachine"], None]
+"""A function that runs an opcode. The position is that of the opcode's argument."""
 
 
 class PickleMachine:
     """The stack, marks and memo of a pickle that is being read.
 
     Attributes:
+        position: the offset of the next byte to read.
         allowed: the global names that the pickle may use.
         globals: the values of the global names that the pickle used so far.
         unknown_names: global names that are not in `allowed`.
@@ -50,6 +50,7 @@ class PickleMachine:
         self, data: bytes, allowed: AllowedNames, persistent_load: PersistentLoad | None
     ) -> None:
         self.data = data
+        self.position = 0
         self.allowed = allowed
         self.persistent_load = persistent_load
         self.stack: list[Any] = []
@@ -59,18 +60,47 @@ class PickleMachine:
         self.unknown_names: set[str] = set()
         self._key_counters: dict[int, tuple[object, KeyCounter]] = {}
 
-    def read_bytes(self, position: int, count: int) -> bytes:
-        """Return `count` bytes from a position; raise TruncatedError if there are fewer."""
-        if count > len(self.data) - position:
+    def take(self, count: int) -> bytes:
+        """Read the next bytes; raise TruncatedError if there are fewer than `count`."""
+        if count > len(self.data) - self.position:
             raise TruncatedError("a value continues after the end of the data")
-        return self.data[position : position + count]
+        self.position += count
+        return self.data[self.position - count : self.position]
 
-    def read_line(self, position: int) -> tuple[str, int]:
-        """Return the text up to the end of the line, and the start of the next line."""
-        end = self.data.find(b"\n", position)
+    def take_count(self, width: int) -> int:
+        """Read a number of `width` bytes."""
+        return int.from_bytes(self.take(width), "little")
+
+    def take_counted(self, width: int) -> bytes:
+        """Read a number of `width` bytes, and as many bytes as it says."""
+        return self.take(self.take_count(width))
+
+    def take_line(self) -> str:
+        """Read the text up to the end of the line."""
+        end = self.data.find(b"\n", self.position)
         if end < 0:
             raise TruncatedError("a line continues after the end of the data")
-        return self.data[position:end].decode(), end + 1
+        return self.take(end + 1 - self.position)[:-1].decode()
+
+    def pop_to_mark(self) -> list[Any]:
+        """Remove and return the values above the last mark."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def find_target(self, kind: type, action: str) -> Any:
+        """Return the container at the top of the stack; None for an unknown object.
+
+        Raises:
+            FormatError: it is not of this kind.
+        """
+        target = self.stack[-1]
+        if isinstance(target, UnknownObject):
+            return None
+        if not isinstance(target, kind):
+            raise FormatError(f"it {action} a {type(target).__name__}")
+        return target
 
     def refuse_hash_collisions(self, target: object, new_keys: Sequence[object]) -> None:
         """Check the hashes of keys before they are added to a dict or set; see `KeyCounter.add`.
@@ -87,13 +117,6 @@ class PickleMachine:
         except UnsafeKeysError as error:
             raise UnsafeValueError(str(error)) from error
 
-    def pop_to_mark(self) -> list[Any]:
-        """Remove and return the values above the last mark."""
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
-
     def resolve_global(self, module: str, name: str) -> object:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
         if (value := self.globals.get((module, name))) is None:
@@ -101,8 +124,8 @@ class PickleMachine:
             if (allowed_value := self.allowed.get(full_name)) is None:
                 self.unknown_names.add(full_name[:200])
                 value = UnknownObject(full_name[:200])
-            elif isinstance(allowed_value, Constant):
-                value = allowed_value.value
+            elif isinstance(allowed_value, torch.dtype):
+                value = allowed_value
             else:
                 value = AllowedCallable(full_name, allowed_value)
             self.globals[module, name] = value
@@ -132,8 +155,8 @@ class PickleMachine:
             raise FormatError(f"invalid arguments of {constructor.name}: {error}") from error
 
 
-def _refuse_opcode(machine: PickleMachine, position: int) -> int:
-    code = machine.data[position - 1]
+def _refuse_opcode(machine: PickleMachine) -> None:
+    code = machine.data[machine.position - 1]
     opcode = next((op for op in pickletools.opcodes if op.code == chr(code)), None)
     if opcode is None:
         raise FormatError(f"byte {code:#04x} is not an opcode")
@@ -143,196 +166,122 @@ def _refuse_opcode(machine: PickleMachine, position: int) -> int:
     )
 
 
-def _read_protocol(machine: PickleMachine, position: int) -> int:
-    version = machine.data[position]
+def _read_protocol(machine: PickleMachine) -> None:
+    version = machine.take_count(1)
     if version > NEWEST_PROTOCOL:
         raise UnsupportedValueError(
             f"pickle protocol {version}", f"save with protocol {NEWEST_PROTOCOL}"
         )
-    return position + 1
 
 
-def _read_frame(machine: PickleMachine, position: int) -> int:
-    machine.read_bytes(position + 8, int.from_bytes(machine.read_bytes(position, 8), "little"))
-    return position + 8
+def _read_frame(machine: PickleMachine) -> None:
+    size = machine.take_count(8)
+    if size > len(machine.data) - machine.position:
+        raise TruncatedError("a frame continues after the end of the data")
 
 
-def _pop_top(machine: PickleMachine, position: int) -> int:
+def _pop_top(machine: PickleMachine) -> None:
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
     else:
         machine.stack.pop()
-    return position
 
 
-def _pop_to_mark(machine: PickleMachine, position: int) -> int:
-    machine.pop_to_mark()
-    return position
-
-
-def _duplicate_top(machine: PickleMachine, position: int) -> int:
-    machine.stack.append(machine.stack[-1])
-    return position
-
-
-def _get_memo(machine: PickleMachine, position: int) -> int:
-    machine.stack.append(machine.memo[int.from_bytes(machine.read_bytes(position, 4), "little")])
-    return position + 4
-
-
-def _memoize(machine: PickleMachine, position: int) -> int:
+def _memoize(machine: PickleMachine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
-    return position
 
 
-def _push_constant(value: object) -> Operation:
-    def push(machine: PickleMachine, position: int) -> int:
-        machine.stack.append(value)
-        return position
-
-    return push
+def _push(read: Callable[[PickleMachine], object]) -> Operation:
+    return lambda machine: machine.stack.append(read(machine))
 
 
-def _push_empty(container_type: type) -> Operation:
-    def push(machine: PickleMachine, position: int) -> int:
-        machine.stack.append(container_type())
-        return position
-
-    return push
+def _push_text(width: int) -> Operation:
+    return _push(lambda machine: machine.take_counted(width).decode("utf-8", "surrogatepass"))
 
 
-def _push_number(struct_format: str) -> Operation:
-    number_struct = struct.Struct(struct_format)
-
-    def push(machine: PickleMachine, position: int) -> int:
-        machine.stack += number_struct.unpack_from(machine.data, position)
-        return position + number_struct.size
-
-    return push
+def _push_bytes(width: int, kind: type[bytes | bytearray] = bytes) -> Operation:
+    return _push(lambda machine: kind(machine.take_counted(width)))
 
 
-def _push_length_prefixed(width: int, decode: Callable[[bytes], object]) -> Operation:
-    def push(machine: PickleMachine, position: int) -> int:
-        count = int.from_bytes(machine.read_bytes(position, width), "little")
-        machine.stack.append(decode(machine.read_bytes(position + width, count)))
-        return position + width + count
-
-    return push
+def _push_integer(width: int) -> Operation:
+    return _push(lambda machine: int.from_bytes(machine.take_counted(width), "little", signed=True))
 
 
-def _decode_text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
+def _push_python2_text(width: int) -> Operation:
+    def read(machine: PickleMachine) -> str | bytes:
+        data = machine.take_counted(width)
+        with suppress(UnicodeDecodeError):  # Python 2 stored text and bytes with the same opcode
+            return data.decode()
+        return data
 
-
-def _decode_python2_text(data: bytes) -> str | bytes:
-    with suppress(UnicodeDecodeError):  # Python 2 stored text and bytes with the same opcode
-        return data.decode()
-    return data
-
-
-def _decode_integer(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
+    return _push(read)
 
 
 def _build_tuple(count: int) -> Operation:
-    def push(machine: PickleMachine, position: int) -> int:
+    def build(machine: PickleMachine) -> None:
         if len(machine.stack) < count:
             raise IndexError("the stack is empty")
         machine.stack[-count:] = [tuple(machine.stack[-count:])]
-        return position
 
-    return push
-
-
-def _append_item(machine: PickleMachine, position: int) -> int:
-    _extend_list(machine, [machine.stack.pop()])
-    return position
+    return build
 
 
-def _append_items(machine: PickleMachine, position: int) -> int:
-    _extend_list(machine, machine.pop_to_mark())
-    return position
+def _append_item(machine: PickleMachine) -> None:
+    item = machine.stack.pop()
+    if (target := machine.find_target(list, "appends to")) is not None:
+        target.append(item)
 
 
-def _extend_list(machine: PickleMachine, items: list[Any]) -> None:
-    target = machine.stack[-1]
-    if type(target) is list:
+def _append_items(machine: PickleMachine) -> None:
+    items = machine.pop_to_mark()
+    if (target := machine.find_target(list, "appends to")) is not None:
         target += items
-    elif not isinstance(target, UnknownObject):
-        raise FormatError(f"it appends to a {type(target).__name__}")
 
 
-def _set_item(machine: PickleMachine, position: int) -> int:
+def _set_item(machine: PickleMachine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _update_dict(machine, [key, value])
-    return position
-
-
-def _set_items(machine: PickleMachine, position: int) -> int:
-    _update_dict(machine, machine.pop_to_mark())
-    return position
 
 
 def _update_dict(machine: PickleMachine, items: list[Any]) -> None:
-    target = machine.stack[-1]
     keys = items[::2]
-    if not isinstance(target, dict):
-        if isinstance(target, UnknownObject):
-            return
-        raise FormatError(f"it sets items of a {type(target).__name__}")
-    machine.refuse_hash_collisions(target, keys)
-    target.update(zip(keys, items[1::2], strict=True))
+    if (target := machine.find_target(dict, "sets items of")) is not None:
+        machine.refuse_hash_collisions(target, keys)
+        target.update(zip(keys, items[1::2], strict=True))
 
 
-def _add_to_set(machine: PickleMachine, position: int) -> int:
-    items, target = machine.pop_to_mark(), machine.stack[-1]
-    if type(target) is set:
+def _add_to_set(machine: PickleMachine) -> None:
+    items = machine.pop_to_mark()
+    if (target := machine.find_target(set, "adds to")) is not None:
         machine.refuse_hash_collisions(target, items)
         target.update(items)
-    elif not isinstance(target, UnknownObject):
-        raise FormatError(f"it adds to a {type(target).__name__}")
-    return position
 
 
-def _build_frozenset(machine: PickleMachine, position: int) -> int:
+def _build_frozenset(machine: PickleMachine) -> None:
     items = machine.pop_to_mark()
     machine.refuse_hash_collisions(items, items)
     machine.stack.append(frozenset(items))
-    return position
 
 
-def _push_global(machine: PickleMachine, position: int) -> int:
-    module, position = machine.read_line(position)
-    name, position = machine.read_line(position)
-    machine.stack.append(machine.resolve_global(module, name))
-    return position
-
-
-def _push_stack_global(machine: PickleMachine, position: int) -> int:
+def _push_stack_global(machine: PickleMachine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise FormatError("the name of a class is not text")
     machine.stack.append(machine.resolve_global(module, name))
-    return position
 
 
-def _call(machine: PickleMachine, position: int) -> int:
+def _call(machine: PickleMachine) -> None:
     args = machine.stack.pop()
     machine.stack[-1] = machine.call(machine.stack[-1], args)
-    return position
 
 
-def _call_with_keywords(machine: PickleMachine, position: int) -> int:
-    keywords = machine.stack.pop()
-    args = machine.stack.pop()
-    constructor = machine.stack[-1]
-    if keywords and not isinstance(constructor, UnknownObject):
+def _call_with_keywords(machine: PickleMachine) -> None:
+    if machine.stack.pop() and not isinstance(machine.stack[-2], UnknownObject):
         raise UnsupportedValueError("a value that is constructed with keyword arguments")
-    machine.stack[-1] = machine.call(constructor, args)
-    return position
+    _call(machine)
 
 
-def _set_state(machine: PickleMachine, position: int) -> int:
+def _set_state(machine: PickleMachine) -> None:
     state = machine.stack.pop()
     try:
         set_state(machine.stack[-1], state)
@@ -342,14 +291,12 @@ def _set_state(machine: PickleMachine, position: int) -> int:
         raise UnsupportedValueError(
             f"a value that consists of objects of {unknown.name}"
         ) from error
-    return position
 
 
-def _load_persistent(machine: PickleMachine, position: int) -> int:
+def _load_persistent(machine: PickleMachine) -> None:
     if machine.persistent_load is None:
         raise FormatError("the pickle refers to a storage, but the file contains none")
     machine.stack[-1] = machine.persistent_load(machine.stack[-1])
-    return position
 
 
 def _make_operation_table() -> list[Operation]:
@@ -358,40 +305,44 @@ def _make_operation_table() -> list[Operation]:
         pickle.PROTO: _read_protocol,
         pickle.FRAME: _read_frame,
         pickle.POP: _pop_top,
-        pickle.POP_MARK: _pop_to_mark,
-        pickle.DUP: _duplicate_top,
-        pickle.LONG_BINGET: _get_memo,
+        pickle.POP_MARK: lambda machine: machine.pop_to_mark(),
+        pickle.DUP: _push(lambda machine: machine.stack[-1]),
+        pickle.LONG_BINGET: _push(lambda machine: machine.memo[machine.take_count(4)]),
         pickle.MEMOIZE: _memoize,
-        pickle.NONE: _push_constant(None),
-        pickle.NEWTRUE: _push_constant(True),
-        pickle.NEWFALSE: _push_constant(False),
-        pickle.EMPTY_TUPLE: _push_constant(()),
-        pickle.EMPTY_LIST: _push_empty(list),
-        pickle.EMPTY_DICT: _push_empty(dict),
-        pickle.EMPTY_SET: _push_empty(set),
-        pickle.BININT: _push_number("<i"),
-        pickle.BININT2: _push_number("<H"),
-        pickle.BINFLOAT: _push_number(">d"),
-        pickle.LONG1: _push_length_prefixed(1, _decode_integer),
-        pickle.LONG4: _push_length_prefixed(4, _decode_integer),
-        pickle.SHORT_BINUNICODE: _push_length_prefixed(1, _decode_text),
-        pickle.BINUNICODE8: _push_length_prefixed(8, _decode_text),
-        pickle.SHORT_BINBYTES: _push_length_prefixed(1, bytes),
-        pickle.BINBYTES: _push_length_prefixed(4, bytes),
-        pickle.BINBYTES8: _push_length_prefixed(8, bytes),
-        pickle.BYTEARRAY8: _push_length_prefixed(8, bytearray),
-        pickle.SHORT_BINSTRING: _push_length_prefixed(1, _decode_python2_text),
-        pickle.BINSTRING: _push_length_prefixed(4, _decode_python2_text),
+        pickle.NONE: _push(lambda _: None),
+        pickle.NEWTRUE: _push(lambda _: True),
+        pickle.NEWFALSE: _push(lambda _: False),
+        pickle.EMPTY_TUPLE: _push(lambda _: ()),
+        pickle.EMPTY_LIST: _push(lambda _: []),
+        pickle.EMPTY_DICT: _push(lambda _: {}),
+        pickle.EMPTY_SET: _push(lambda _: set()),
+        pickle.BININT: _push(
+            lambda machine: int.from_bytes(machine.take(4), "little", signed=True)
+        ),
+        pickle.BININT2: _push(lambda machine: machine.take_count(2)),
+        pickle.BINFLOAT: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+        pickle.LONG1: _push_integer(1),
+        pickle.LONG4: _push_integer(4),
+        pickle.SHORT_BINUNICODE: _push_text(1),
+        pickle.BINUNICODE8: _push_text(8),
+        pickle.SHORT_BINBYTES: _push_bytes(1),
+        pickle.BINBYTES: _push_bytes(4),
+        pickle.BINBYTES8: _push_bytes(8),
+        pickle.BYTEARRAY8: _push_bytes(8, bytearray),
+        pickle.SHORT_BINSTRING: _push_python2_text(1),
+        pickle.BINSTRING: _push_python2_text(4),
         pickle.TUPLE1: _build_tuple(1),
         pickle.TUPLE2: _build_tuple(2),
         pickle.TUPLE3: _build_tuple(3),
         pickle.APPEND: _append_item,
         pickle.APPENDS: _append_items,
         pickle.SETITEM: _set_item,
-        pickle.SETITEMS: _set_items,
+        pickle.SETITEMS: lambda machine: _update_dict(machine, machine.pop_to_mark()),
         pickle.ADDITEMS: _add_to_set,
         pickle.FROZENSET: _build_frozenset,
-        pickle.GLOBAL: _push_global,
+        pickle.GLOBAL: _push(
+            lambda machine: machine.resolve_global(machine.take_line(), machine.take_line())
+        ),
         pickle.STACK_GLOBAL: _push_stack_global,
         pickle.REDUCE: _call,
         pickle.NEWOBJ: _call,  # both call an `AllowedCallable`
@@ -404,6 +355,6 @@ def _make_operation_table() -> list[Operation]:
 
 
 OPERATIONS = _make_operation_table()
-"""The operation of each opcode, except the opcodes that `pickles.unpickle` handles without it.
+"""The operation of each opcode, except the opcodes that `pickles.unpickle` runs without it.
 
 Opcodes of protocol 0, of registered extensions and of out-of-band buffers are refused."""

@@ -5,14 +5,16 @@ Instances of other classes become a `PickledInstance`, or are refused.
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.state.hash_collisions import check_keys
@@ -28,15 +30,8 @@ It raises UnsupportedValueError for valid arguments that shardwise does not supp
 `pickles.unpickle` adds the path of the file, the position, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """The value of an allowed name that is not a class or function: for example `torch.float32`."""
-
-    value: object
-
-
-AllowedNames: TypeAlias = Mapping[str, Constructor | Constant]
-"""A closed list of dotted names in pickles, with the constructor or constant for each."""
+AllowedNames: TypeAlias = Mapping[str, Constructor | torch.dtype]
+"""A closed list of dotted names in pickles, with the constructor for each. Dtypes are constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +90,27 @@ def allow_as_instances(*names: str) -> AllowedNames:
 
 def _instance_constructor(name: str) -> Constructor:
     return lambda *args: PickledInstance(name, args)
+
+
+def find_unknown(value: object) -> UnknownObject | None:
+    """Return an `UnknownObject` among the first 1000 parts of a value; None if there is none."""
+    values = [value]
+    for found in values:
+        if isinstance(found, UnknownObject):
+            return found
+        values += list_parts(found)[: max(0, 1000 - len(values))]
+    return None
+
+
+def list_parts(value: object) -> Sequence[object]:
+    """Return the keys, values and items of a container, and the attributes of an instance."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, PickledInstance):
+        return [*value.args, *value.fields.values()]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
 
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -275,26 +291,22 @@ def _join_path(*parts: object) -> str:
     return "/".join(map(str, parts)).replace("//", "/")
 
 
-def _format_datetime(*args: object) -> str:
-    data = args[0] if args else None
-    if not isinstance(data, bytes) or len(data) != 10:
-        raise TypeError("a datetime is not stored as ten bytes")
-    year, (month, day, hour, minute, second) = int.from_bytes(data[:2], "big"), data[2:7]
-    microsecond = int.from_bytes(data[7:], "big")
-    return f"{year:04}-{month & 127:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{microsecond:06}"
+def _format_datetime(data: object, *_: object) -> str:
+    if not isinstance(data, bytes):
+        raise TypeError("a datetime is not stored as bytes")
+    return datetime.datetime(data).isoformat(timespec="microseconds")  # type: ignore[arg-type, call-arg]
 
 
 def _format_date(data: object) -> str:
-    if not isinstance(data, bytes) or len(data) != 4:
-        raise TypeError("a date is not stored as four bytes")
-    return f"{int.from_bytes(data[:2], 'big'):04}-{data[2]:02}-{data[3]:02}"
+    if not isinstance(data, bytes):
+        raise TypeError("a date is not stored as bytes")
+    return datetime.date(data).isoformat()  # type: ignore[arg-type, call-arg]
 
 
-def _seconds_of_timedelta(days: object = 0, seconds: object = 0, microseconds: object = 0) -> float:
-    durations = [days, seconds, microseconds]
-    if not all(type(n) is int and abs(n) < 2**40 for n in durations):
-        raise TypeError("timedelta() is called with a value that is not an integer, or too large")
-    return sum(n * unit for n, unit in zip(durations, (86400, 1, 1e-6), strict=True))  # type: ignore[operator, misc]
+def _seconds_of_timedelta(*durations: Any) -> float:
+    if not all(type(n) is int for n in durations):
+        raise TypeError("timedelta() is called with a value that is not an integer")
+    return datetime.timedelta(*durations).total_seconds()
 
 
 def _make_text(text: object = "") -> str:

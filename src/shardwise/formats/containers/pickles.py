@@ -23,13 +23,16 @@ from shardwise.formats.containers.pickle_opcodes import (
     PersistentLoad,
     PickleMachine,
 )
-from shardwise.formats.containers.pickle_parts import check_expanded_size
 from shardwise.formats.containers.pickle_values import (
     ALLOWED_NAMES,
     AllowedNames,
+    PickledInstance,
+    list_parts,
 )
 
 MOST_NAMES_SHOWN = 20
+MOST_DEPTH = 100
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
 
 
 def unpickle(
@@ -133,7 +136,9 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
                     raise FormatError("it ends within a value")
                 return value, position
             else:
-                position = OPERATIONS[opcode](machine, position)
+                machine.position = position
+                OPERATIONS[opcode](machine)
+                position = machine.position
         raise TruncatedError("it ends before its last opcode")
     except MALFORMED_ERRORS as error:
         if not isinstance(error, FormatError) and position + 8 > size:
@@ -146,3 +151,43 @@ def _describe_position(machine: PickleMachine, position: int) -> str:
     """Return the position in the pickle, and the last text before it, which is often a key."""
     key = next((value for value in reversed(machine.stack) if type(value) is str), None)
     return f"byte {position} of the pickle" + (f", near {key[:60]!r}" if key else "")
+
+
+def check_expanded_size(value: object, max_values: int) -> None:
+    """Refuse values that are small in the file, but huge or endless if references are followed.
+
+    Args:
+        max_values: the largest number of values, where each reference counts as a copy.
+
+    Raises:
+        UnsafeValueError: there are more values, nesting is deeper than `MOST_DEPTH`, or a value
+            contains itself.
+    """
+    sizes_and_depths: dict[int, tuple[int, int]] = {}  # by id: size and depth
+    open_ids: set[int] = set()
+    stack = [(value, False)]
+    while stack:
+        current, children_done = stack.pop()
+        if id(current) in sizes_and_depths:
+            continue
+        parts = list_parts(current)
+        containers = [part for part in parts if isinstance(part, _CONTAINERS)]
+        if children_done or not containers:
+            open_ids.discard(id(current))
+            child_sizes = [sizes_and_depths[id(part)] for part in containers]
+            size = 1 + len(parts) + sum(n for n, _ in child_sizes)
+            depth = 1 + max((n for _, n in child_sizes), default=0)
+            if size > max_values or depth > MOST_DEPTH:
+                raise UnsafeValueError(
+                    f"values are nested more than {MOST_DEPTH} deep, or repeat each other so often "
+                    f"that they expand to more than {max_values} values"
+                )
+            sizes_and_depths[id(current)] = size, depth
+        elif id(current) in open_ids:
+            raise UnsafeValueError("a value contains itself")
+        elif len(open_ids) > MOST_DEPTH:
+            raise UnsafeValueError(f"values are nested more than {MOST_DEPTH} deep")
+        else:
+            open_ids.add(id(current))
+            stack.append((current, True))
+            stack += [(part, False) for part in containers]

@@ -104,11 +104,6 @@ class FileRange:
     label: str
     is_remote: bool = False
 
-    @classmethod
-    def whole_file(cls, file: ReadableFile, name: str, label: str) -> FileRange:
-        """Return the range of a whole file."""
-        return cls(file, name, 0, file.size, label)
-
     def subrange(self, offset: int, size: int, label: str) -> FileRange:
         """Return a range within this range.
 

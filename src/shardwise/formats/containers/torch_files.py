@@ -5,22 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import replace
 from threading import Lock
 from typing import Any
+
+import torch
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import TruncatedError
 from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.torch_values import (
-    TORCH_NAMES,
-    Storage,
-    StorageType,
-)
-from shardwise.formats.containers.zip_archive import ZIP_START, Entry, read_directory
+from shardwise.formats.containers.torch_values import TORCH_NAMES, name_of_dtype
+from shardwise.formats.containers.zip_archive import ZIP_START, read_directory
 from shardwise.formats.foreign import StoredArray
 
 _PICKLE = "/data.pkl"
@@ -36,13 +33,20 @@ class ParseCache:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, list[tuple[Mapping[str, Entry], Any]]] = {}
+        self._parsed: dict[bytes, list[tuple[Mapping[str, tuple[int, int]], Any]]] = {}
         self._lock = Lock()
 
     def find(
-        self, pickle_bytes: bytes, storages: Mapping[str, Entry], parse: Callable[[], Any]
+        self,
+        pickle_bytes: bytes,
+        storages: Mapping[str, tuple[int, int]],
+        parse: Callable[[], Any],
     ) -> Any:
-        """Return the value of a pickle with these storages, from the cache or by `parse`."""
+        """Return the value of a pickle, from the cache or by `parse`.
+
+        Args:
+            storages: the offset and the size of each storage, in bytes, by key.
+        """
         with self._lock:  # so that several threads do not parse the same pickle
             cached = self._parsed.setdefault(pickle_bytes, [])
             for cached_storages, value in cached:
@@ -66,8 +70,8 @@ def read_torch_file(
 ) -> Any:
     """Return the value in a file of torch.save, or in a range of a file. No tensor is read.
 
-    Tensors become `StoredArray`s, which are equal if the tensors share memory, and storages
-    `Storage`s.
+    Tensors and storages become `StoredArray`s, which are equal if the tensors share memory. The
+    parts of DTensors and ShardedTensors become `StoredPart`s.
 
     Args:
         file_range: the file or range.
@@ -101,18 +105,16 @@ def read_pickle_bytes(file_range: FileRange) -> bytes:
     return _read_pickle_entry(file_range, read_directory(file_range))[1]
 
 
-def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> tuple[str, bytes]:
+def _read_pickle_entry(
+    file_range: FileRange, entries: Mapping[str, FileRange]
+) -> tuple[str, bytes]:
     """Return the folder in the archive, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
-    if not names:
+    if len(names) != 1:
+        contents = f"with {len(names)} files" if names else "without"
         raise FormatError(
-            f"{file_range.label}: not a file of torch.save: a zip archive without data.pkl; pass a "
-            "file of torch.save, or copy the file again if torch.save wrote it"
-        )
-    if len(names) > 1:
-        raise FormatError(
-            f"{file_range.label}: not a file of torch.save: a zip archive with {len(names)} files "
-            "data.pkl; pass a file of torch.save"
+            f"{file_range.label}: not a file of torch.save: a zip archive {contents} data.pkl; "
+            "pass a file of torch.save, or copy the file again if torch.save wrote it"
         )
     entry = entries[names[0]]
     if entry.size > LARGEST_PICKLE:
@@ -120,7 +122,7 @@ def _read_pickle_entry(file_range: FileRange, entries: Mapping[str, Entry]) -> t
             f"{file_range.label}: its pickle has {entry.size} bytes; at most {LARGEST_PICKLE} are "
             "supported: save large values as tensors"
         )
-    return names[0].removesuffix(_PICKLE), file_range.read(entry.start, entry.size)
+    return names[0].removesuffix(_PICKLE), entry.read(0, entry.size)
 
 
 def _read_zip(
@@ -129,67 +131,69 @@ def _read_zip(
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     byteorder = entries.get(f"{folder}/byteorder")
-    if byteorder and file_range.read(byteorder.start, min(byteorder.size, 16)) != b"little":
+    if byteorder and byteorder.read(0, min(byteorder.size, 16)) != b"little":
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
     prefix = f"{folder}/data/"
-    storages = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
-    parse = partial(_parse_pickle, file_range, pickle_bytes, storages, allowed, skip_unknown)
-    return (
-        parse() if cache is None or file_range.offset else cache.find(pickle_bytes, storages, parse)
-    )
+    storages = {
+        name.removeprefix(prefix): (entry.offset, entry.size)
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
 
-
-def _parse_pickle(
-    file_range: FileRange,
-    pickle_bytes: bytes,
-    storages: Mapping[str, Entry],
-    allowed: AllowedNames,
-    skip_unknown: bool,
-) -> Any:
     def load_storage(persistent_id: object) -> object:
-        storage_type, key, numel = parse_storage_id(persistent_id)
-        if isinstance(storage_type, UnknownObject):
-            return storage_type
-        entry, size = storages.get(key), numel * storage_type.itemsize
-        if entry is None:
+        dtype, key, count = _parse_storage_id(persistent_id)
+        if isinstance(dtype, UnknownObject):
+            return dtype
+        if key not in storages:
             raise ValueError(f"storage {key[:40]!r} is missing")
-        if size > entry.size:
+        (start, stored_size), size = storages[key], count * dtype.itemsize
+        if size > stored_size:
             raise ValueError(
-                f"storage {key[:40]!r} has {entry.size} bytes, but the pickle needs {size}"
+                f"storage {key[:40]!r} has {stored_size} bytes, but the pickle needs {size}"
             )
-        start = file_range.offset + entry.start
-        return Storage(file_range.name, start, size, storage_type.dtype)
+        return _make_storage(file_range.name, start, dtype, count)
 
-    return unpickle(
-        pickle_bytes,
-        file_range.label,
-        also_allowed=allowed,
-        persistent_load=load_storage,
-        skip_unknown=skip_unknown,
-    )[0]
+    def parse() -> Any:
+        return unpickle(
+            pickle_bytes,
+            file_range.label,
+            also_allowed=allowed,
+            persistent_load=load_storage,
+            skip_unknown=skip_unknown,
+        )[0]
+
+    if cache is None or file_range.offset:
+        return parse()
+    return cache.find(pickle_bytes, storages, parse)
 
 
-def parse_storage_id(persistent_id: object) -> tuple[Any, str, int]:
-    """Return the type, the key and the number of elements in the persistent id of a storage.
+def _make_storage(file: str, start: int, dtype: torch.dtype, count: int) -> StoredArray:
+    return StoredArray(file, start, name_of_dtype(dtype), (count,), (1,))
+
+
+def _parse_storage_id(persistent_id: object, length: int = 5) -> tuple[Any, ...]:
+    """Return the dtype, the key and the number of elements in the persistent id of a storage.
+
+    What follows in the persistent id, if it has more than 5 items, is returned after these.
 
     Raises:
         ValueError: this is not the persistent id of a storage.
     """
     if (
         not isinstance(persistent_id, tuple)
-        or len(persistent_id) != 5
+        or len(persistent_id) != length
         or persistent_id[0] != "storage"
     ):
         raise ValueError("a persistent id is not that of a storage")
-    _, storage_type, key, _, numel = persistent_id
-    if not isinstance(storage_type, (StorageType, UnknownObject)) or type(key) is not str:
+    _, dtype, key, _, count, *rest = persistent_id
+    if not isinstance(dtype, (torch.dtype, UnknownObject)) or type(key) is not str:
         raise ValueError("the persistent id of a storage has no type or key")
-    if type(numel) is not int or not 0 <= numel < 2**62:
+    if type(count) is not int or not 0 <= count < 2**62:
         raise ValueError("the persistent id of a storage has an invalid size")
-    return storage_type, key, numel
+    return dtype, key, count, *rest
 
 
 def unpickle_tensor(
@@ -206,10 +210,8 @@ def unpickle_tensor(
 
     def load_storage(persistent_id: object) -> object:
         # Tensors of other classes may have several storages.
-        storage_type, key, numel = parse_storage_id(persistent_id)
-        if isinstance(storage_type, UnknownObject):
-            return storage_type
-        return Storage(key, 0, numel * storage_type.itemsize, storage_type.dtype)
+        dtype, key, count = _parse_storage_id(persistent_id)
+        return dtype if isinstance(dtype, UnknownObject) else _make_storage(key, 0, dtype, count)
 
     value, _ = unpickle(
         data,
@@ -249,41 +251,6 @@ def read_legacy(file_range: FileRange, allowed: AllowedNames, skip_unknown: bool
     return _parse_legacy(file_range, file_range.read(0, size), allowed, skip_unknown)
 
 
-@dataclass(slots=True)
-class _LegacyStorages:
-    """Storages by key. All starts are 0 until the end of the pickles is known."""
-
-    file: str
-    types: dict[str, StorageType] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    starts: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, persistent_id: object) -> object:
-        """Return the storage, or the part of a storage, with this persistent id."""
-        if (
-            not isinstance(persistent_id, tuple)
-            or len(persistent_id) != 6
-            or persistent_id[0] != "storage"
-        ):
-            raise ValueError("a persistent id is not that of a storage")
-        _, storage_type, key, _, count, view = persistent_id
-        if isinstance(storage_type, UnknownObject):
-            return storage_type
-        if not isinstance(storage_type, StorageType) or type(key) is not str:
-            raise ValueError("the persistent id of a storage has no type or key")
-        self.types.setdefault(key, storage_type)
-        self.counts.setdefault(key, count)
-        if (self.types[key], self.counts[key]) != (storage_type, count):
-            raise ValueError(f"storage {key[:40]!r} has two types or sizes")
-        first_element, numel = (0, count) if view is None else view[1:]
-        if not all(type(n) is int and 0 <= n < 2**62 for n in (count, first_element, numel)):
-            raise ValueError("the persistent id of a storage has an invalid size")
-        if first_element + numel > count:
-            raise ValueError(f"a part of storage {key[:40]!r} is outside of the storage")
-        start = self.starts.get(key, 0) + first_element * storage_type.itemsize
-        return Storage(self.file, start, numel * storage_type.itemsize, storage_type.dtype)
-
-
 def _parse_legacy(
     file_range: FileRange, data: bytes, allowed: AllowedNames, skip_unknown: bool
 ) -> Any:
@@ -299,14 +266,30 @@ def _parse_legacy(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
-    storages = _LegacyStorages(file_range.name)
+    storages: dict[str, StoredArray] = {}
+    """Storages by key. All starts are 0 until the end of the pickles is known."""
+
+    def load_storage(persistent_id: object) -> object:
+        dtype, key, count, view = _parse_storage_id(persistent_id, 6)
+        if isinstance(dtype, UnknownObject):
+            return dtype
+        new = _make_storage(file_range.name, 0, dtype, count)
+        storage = storages.setdefault(key, new)
+        if (storage.dtype, storage.shape) != (new.dtype, new.shape):
+            raise ValueError(f"storage {key[:40]!r} has two types or sizes")
+        first, length = (0, count) if view is None else view[1:]
+        if not all(type(n) is int and 0 <= n < 2**62 for n in (first, length)):
+            raise ValueError("the persistent id of a storage has an invalid size")
+        if first + length > count:
+            raise ValueError(f"a part of storage {key[:40]!r} is outside of the storage")
+        return storage.part((first,), (length,))
 
     def read_values() -> tuple[Any, int]:
         return unpickle(
             data,
             file_range.label,
             also_allowed=allowed,
-            persistent_load=storages,
+            persistent_load=load_storage,
             skip_unknown=skip_unknown,
             start=start,
         )
@@ -324,23 +307,23 @@ def _read_pickles_in_order(data: bytes, source: str) -> Iterator[tuple[Any, int]
 
 
 def _locate_storages(
-    file_range: FileRange, storages: _LegacyStorages, storage_keys: object, position: int
+    file_range: FileRange, storages: dict[str, StoredArray], storage_keys: Any, position: int
 ) -> None:
-    if not isinstance(storage_keys, list) or sorted(map(str, storage_keys)) != sorted(
-        storages.types
-    ):
+    is_list = isinstance(storage_keys, list) and all(type(key) is str for key in storage_keys)
+    if not is_list or sorted(storage_keys) != sorted(storages):
         raise FormatError(
             f"{file_range.label}: the list of storages does not match the tensors: copy the file "
             "again"
         )
     for key in storage_keys:
         element_count = int.from_bytes(file_range.read(position, 8), "little")
-        if element_count != storages.counts[key]:
+        (expected,) = storages[key].shape
+        if element_count != expected:
             raise FormatError(
                 f"{file_range.label}: storage {key[:40]!r} has {element_count} elements, but the "
-                f"pickle needs {storages.counts[key]}: copy the file again"
+                f"pickle needs {expected}: copy the file again"
             )
-        size = element_count * storages.types[key].itemsize
-        file_range.subrange(position + 8, size, f"storage {key[:40]!r}")
-        storages.starts[key] = file_range.offset + position + 8
+        size = element_count * storages[key].itemsize
+        content = file_range.subrange(position + 8, size, f"storage {key[:40]!r}")
+        storages[key] = replace(storages[key], start=content.offset)
         position += 8 + size

@@ -1,59 +1,32 @@
-"""Values of torch in pickles: tensors, DTensors and storages become ranges of files."""
+"""Values of torch in pickles: tensors, shards of tensors and storages become ranges of files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
+from shardwise.errors import LayoutError
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
-    Constant,
     PickledInstance,
     UnknownObject,
     allow_as_instances,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
-from shardwise.layout import MeshShard, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-REBUILD_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+_SHARD_PACKAGE = "torch.distributed._shard"
+_SHARDED_TENSOR = f"{_SHARD_PACKAGE}.sharded_tensor.api.ShardedTensor"
+_PROCESS_GROUP_STATE = "ProcessGroupState"
 LARGEST_EXPANDED = 2**26
 """The largest size in bytes of a tensor that is larger than its storage, because strides are 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """A storage: bytes `[start, start + size)` of a file.
-
-    Attributes:
-        file: the name of the file.
-        start: the offset in the file, in bytes.
-        size: the size in bytes.
-        dtype: torch's name of the dtype; None for an untyped storage.
-    """
-
-    file: str
-    start: int
-    size: int
-    dtype: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class StorageType:
-    """A class of torch's storages; `dtype` is None for untyped storages."""
-
-    dtype: str | None
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return 1 if self.dtype is None else DTYPES[self.dtype].itemsize
 
 
 def _rebuild_tensor(
@@ -67,8 +40,8 @@ def _rebuild_tensor(
 ) -> object:
     if isinstance(storage, UnknownObject):
         return storage
-    if not isinstance(storage, Storage) or storage.dtype is None:
-        raise TypeError("a tensor has no storage with a dtype")
+    if not isinstance(storage, StoredArray):
+        raise TypeError("a tensor has no storage")
     return _make_array(storage, storage.dtype, offset, shape, stride, metadata)
 
 
@@ -82,13 +55,18 @@ def _rebuild_tensor_v3(
     dtype: object,
     metadata: object = None,
 ) -> object:
-    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
+    if not isinstance(storage, StoredArray) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no storage, or no dtype")
-    return _make_array(storage, _dtype_name(dtype), offset, shape, stride, metadata)
+    return _make_array(storage, name_of_dtype(dtype), offset, shape, stride, metadata)
 
 
 def _make_array(
-    storage: Storage, dtype: str, offset: object, shape: object, stride: object, metadata: object
+    storage: StoredArray,
+    dtype: str,
+    offset: object,
+    shape: object,
+    stride: object,
+    metadata: object,
 ) -> StoredArray:
     if metadata:
         raise UnsupportedValueError(
@@ -102,6 +80,9 @@ def _make_array(
             f"a tensor has {len(shape)} sizes and {len(stride)} strides; they must be "
             f"equally many, and at most {MOST_DIMS}"
         )
+    if storage.stride != (1,):
+        raise TypeError("the storage of a tensor is another tensor")
+    storage_size = storage.shape[0] * storage.itemsize
     itemsize = DTYPES[dtype].itemsize
     extent, size = 1, itemsize
     for n, step in zip(shape, stride, strict=True):
@@ -112,14 +93,14 @@ def _make_array(
             )
         extent += (n - 1) * step
         size *= n
-    if offset < 0 or (size and (offset + extent) * itemsize > storage.size):
+    if offset < 0 or (size and (offset + extent) * itemsize > storage_size):
         raise ValueError(
             f"a tensor of shape {list(shape)[:8]}, strides {list(stride)[:8]} and offset {offset} "
-            f"(dtype {dtype}) reaches beyond its storage of {storage.size} bytes"
+            f"(dtype {dtype}) reaches beyond its storage of {storage_size} bytes"
         )
-    if size > max(storage.size, LARGEST_EXPANDED) or max(shape, default=0) > 2**62:
+    if size > max(storage_size, LARGEST_EXPANDED) or max(shape, default=0) > 2**62:
         raise UnsupportedValueError(
-            f"a tensor of shape {list(shape)[:8]} repeats the {storage.size} bytes of its storage",
+            f"a tensor of shape {list(shape)[:8]} repeats the {storage_size} bytes of its storage",
             "save tensor.contiguous() instead",
         )
     start = storage.start + offset * itemsize if size else storage.start
@@ -130,9 +111,17 @@ def _return_first_argument(data: object, *_: object) -> object:
     return data
 
 
-def _rebuild_from_type(rebuild: object, cls: object, args: object, _: object = None) -> object:
-    if isinstance(cls, UnknownObject) or isinstance(rebuild, UnknownObject):
-        return cls if isinstance(cls, UnknownObject) else rebuild
+def _rebuild_from_type(
+    rebuild: object, tensor_class: object, args: object, state: object = None
+) -> object:
+    for each in (tensor_class, rebuild):
+        if isinstance(each, UnknownObject):
+            return each
+    if isinstance(tensor_class, AllowedCallable):
+        if tensor_class.name == _SHARDED_TENSOR:
+            return _rebuild_sharded_tensor(state)
+        if isinstance(rebuild, AllowedCallable) and rebuild.name == _REBUILD_WRAPPER:
+            return _rebuild_dtensor(args, state)
     if not isinstance(rebuild, AllowedCallable) or not isinstance(args, tuple):
         raise TypeError("a tensor is rebuilt by a value that is not a function")
     return rebuild.construct(*args)
@@ -162,7 +151,8 @@ def _require_text(text: object) -> object:
     return text
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, without `torch`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -199,58 +189,12 @@ class _TensorProperties(PickledInstance):
         self.fields["dtype"] = state[0]
 
 
-_SHARDED_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
-
-TORCH_NAMES: AllowedNames = {
-    "torch._utils._rebuild_tensor": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
-    "torch._utils._rebuild_parameter": _return_first_argument,
-    "torch._utils._rebuild_parameter_with_state": _return_first_argument,
-    REBUILD_FROM_TYPE: _rebuild_from_type,
-    _REBUILD_WRAPPER: _refuse_wrapper,
-    "torch.Tensor": _return_first_argument,
-    "torch.nn.parameter.Parameter": _return_first_argument,
-    "torch.nn.parameter.Buffer": _return_first_argument,
-    "torch.Size": _make_size,
-    "torch.device": _make_device,
-    "torch.serialization._get_layout": _require_text,
-    "torch.torch_version.TorchVersion": _require_text,
-    **{
-        f"torch.{type_name}Storage": Constant(StorageType(dtype))
-        for type_name, dtype in STORAGE_DTYPES.items()
-    },
-    **{
-        f"{module}.TensorProperties": lambda *args: _TensorProperties("TensorProperties", args)
-        for module in ("torch.distributed.checkpoint.metadata", _SHARDED_TENSOR_METADATA)
-    },
-    "torch.storage.UntypedStorage": Constant(StorageType(None)),
-    **{
-        f"torch.{name}": Constant(dtype)
-        for name, dtype in vars(torch).items()
-        if isinstance(dtype, torch.dtype) and _dtype_name(dtype) in DTYPES
-    },
-}
-"""The names of torch that pickles may contain.
-
-Sparse and quantized tensors and subclasses of tensors are not allowed, because they are not one
-array in a storage. Errors give the names of their functions and classes."""
-
-
 MOST_RANKS = 2**24
 MOST_SHARD_BOXES = 64
 """The largest number of boxes in a shard. Shards of strided placements have several boxes."""
 
 
-def _rebuild_dtensor_or_tensor(
-    rebuild: object, tensor_class: object, args: object, state: object = None
-) -> object:
-    if (
-        not isinstance(rebuild, AllowedCallable)
-        or rebuild.name != _REBUILD_WRAPPER
-        or not isinstance(tensor_class, AllowedCallable)
-    ):
-        return TORCH_NAMES[REBUILD_FROM_TYPE](rebuild, tensor_class, args, state)  # type: ignore[operator]
+def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
     (attributes := PickledInstance("DTensor")).set_state(state)
@@ -261,14 +205,14 @@ def _rebuild_dtensor_or_tensor(
     if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
         raise TypeError("a DTensor has no placements or no mesh")
     mesh_shape = _parse_mesh_shape(mesh)
-    coordinate = require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
+    coordinate = _require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
             f"a DTensor has {len(placements)} placements for a mesh of {len(mesh_shape)} dimensions"
         )
     if any(index >= size for index, size in zip(coordinate, mesh_shape, strict=True)):
         raise ValueError("a DTensor has a coordinate outside of its mesh")
-    shape = require_sizes(args[2], "the shape of a DTensor")
+    shape = _require_sizes(args[2], "the shape of a DTensor")
     mesh_shards = tuple(
         shard
         for i, placement in enumerate(placements)
@@ -327,21 +271,21 @@ def _parse_mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
     layout = mesh.fields.get("_layout")
     if isinstance(layout, PickledInstance) and isinstance(layout.fields.get("axes"), tuple):
         axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_instance(each)]  # type: ignore[attr-defined]
-        return tuple(prod(require_sizes(each, "an axis of the mesh")) for each in axes)
+        return tuple(prod(_require_sizes(each, "an axis of the mesh")) for each in axes)
     if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
-        return require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
+        return _require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
     array = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
     if not isinstance(array, StoredArray):
         raise TypeError("the mesh of a DTensor has no shape")
-    return require_sizes(array.shape, "the shape of the mesh")
+    return _require_sizes(array.shape, "the shape of the mesh")
 
 
 def _is_instance(value: object) -> bool:
     return isinstance(value, PickledInstance)
 
 
-def require_sizes(values: object, subject: str) -> tuple[int, ...]:
+def _require_sizes(values: object, subject: str) -> tuple[int, ...]:
     """Return integers from a pickle, for example a shape.
 
     Raises:
@@ -355,10 +299,75 @@ def require_sizes(values: object, subject: str) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _rebuild_sharded_tensor(state: object) -> StoredPart:
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise TypeError("the state of a ShardedTensor is not a tuple of five values")
+    shards, metadata, group = state[:3]
+    shape = _require_sizes(_field(metadata, "size"), "the shape of a ShardedTensor")
+    properties = _field(metadata, "tensor_properties")
+    dtype = str(_field(properties, "dtype")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"a ShardedTensor has dtype {dtype[:40]}, which is not supported")
+    shard_count = len(_list(_field(metadata, "shards_metadata")))
+    local = []
+    for shard in _list(shards):
+        box, array = _parse_box(_field(shard, "metadata"), shape), _field(shard, "tensor")
+        if not isinstance(array, StoredArray) or (array.dtype, array.shape) != (dtype, box.shape):
+            raise ValueError(
+                f"a shard of a ShardedTensor is not a plain tensor of shape {list(box.shape)} and "
+                f"dtype {dtype}, as its metadata says"
+            )
+        if box.size:
+            local.append((box.offset, array))
+    rank, world_size = _require_sizes(
+        [_field(group, "local_rank"), _field(group, "local_world_size")],
+        "the process group of a ShardedTensor",
+    )
+    if rank >= world_size or world_size > MOST_RANKS:
+        raise ValueError("a ShardedTensor has a rank outside of its process group")
+    arrangement = (shard_count,)
+    return StoredPart(
+        "ShardedTensor", dtype, shape, tuple(local), (rank,), (world_size,), arrangement
+    )
+
+
+def _field(value: object, name: str) -> object:
+    if not isinstance(value, PickledInstance) or name not in value.fields:
+        raise TypeError(f"a part of a ShardedTensor lacks the attribute {name}")
+    return value.fields[name]
+
+
+def _list(values: object) -> Sequence[object]:
+    if not isinstance(values, list) or len(values) > MOST_RANKS:
+        raise TypeError("the shards of a ShardedTensor are not a list")
+    return values
+
+
+def _parse_box(metadata: object, shape: tuple[int, ...]) -> Box:
+    offset = _require_sizes(_field(metadata, "shard_offsets"), "the offset of a shard")
+    sizes = _require_sizes(_field(metadata, "shard_sizes"), "the shape of a shard")
+    try:
+        box = Box(offset, sizes)
+        inside = len(sizes) == len(shape) and Box.whole(shape).contains(box)
+    except LayoutError as error:
+        raise ValueError(str(error)) from error
+    if not inside:
+        raise ValueError(f"a ShardedTensor of shape {list(shape)} has a shard outside: {box}")
+    return box
+
+
+def _make_sharded_tensor(member: object = None) -> object:
+    # Before protocol 4, a class inside of a class is pickled as `getattr(ShardedTensor, name)`.
+    if member != _PROCESS_GROUP_STATE:
+        raise TypeError("a ShardedTensor is not pickled as by torch.save")
+    return AllowedCallable(_PROCESS_GROUP_STATE, lambda: PickledInstance(_PROCESS_GROUP_STATE))
+
+
 _DTENSOR_MODULES = (
     "torch.distributed.tensor",
     "torch.distributed._tensor",
     "torch.distributed._tensor.api",
+    "torch.distributed.tensor._api",
 )
 _PLACEMENT_MODULES = (
     "torch.distributed.tensor.placement_types",
@@ -370,18 +379,56 @@ _PLACEMENT_CLASSES = (
     *("DTensorSpec", "TensorMeta", "ShardOrderEntry"),
 )
 
-
-DTENSOR_NAMES: AllowedNames = {
-    REBUILD_FROM_TYPE: _rebuild_dtensor_or_tensor,
+TORCH_NAMES: AllowedNames = {
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _return_first_argument,
+    "torch._utils._rebuild_parameter_with_state": _return_first_argument,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+    _REBUILD_WRAPPER: _refuse_wrapper,
+    "torch.Tensor": _return_first_argument,
+    "torch.nn.parameter.Parameter": _return_first_argument,
+    "torch.nn.parameter.Buffer": _return_first_argument,
+    "torch.Size": _make_size,
+    "torch.device": _make_device,
+    "torch.serialization._get_layout": _require_text,
+    "torch.torch_version.TorchVersion": _require_text,
     **{
-        f"{module}.DTensor": _refuse_wrapper
-        for module in (*_DTENSOR_MODULES, "torch.distributed.tensor._api")
+        f"torch.{type_name}Storage": getattr(torch, dtype)
+        for type_name, dtype in STORAGE_DTYPES.items()
     },
+    **{
+        f"{module}.TensorProperties": lambda *args: _TensorProperties("TensorProperties", args)
+        for module in (
+            "torch.distributed.checkpoint.metadata",
+            f"{_SHARD_PACKAGE}.sharded_tensor.metadata",
+        )
+    },
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{
+        f"torch.{name}": dtype
+        for name, dtype in vars(torch).items()
+        if isinstance(dtype, torch.dtype) and name_of_dtype(dtype) in DTYPES
+    },
+    **{f"{module}.DTensor": _refuse_wrapper for module in _DTENSOR_MODULES},
+    _SHARDED_TENSOR: _make_sharded_tensor,
+    f"{_SHARDED_TENSOR}.{_PROCESS_GROUP_STATE}": lambda: PickledInstance(_PROCESS_GROUP_STATE),
     **allow_as_instances(
         *(f"{module}.{name}" for module in _PLACEMENT_MODULES for name in _PLACEMENT_CLASSES),
         "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed._mesh_layout._MeshLayout",
         "torch.distributed._mesh_layout._FlatLayout",
+        f"{_SHARD_PACKAGE}.metadata.ShardMetadata",
+        f"{_SHARD_PACKAGE}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        f"{_SHARD_PACKAGE}.sharded_tensor.metadata.ShardedTensorMetadata",
+        f"{_SHARD_PACKAGE}.sharded_tensor.shard.Shard",
+        f"{_SHARD_PACKAGE}.sharding_spec.api.EnumerableShardingSpec",
+        f"{_SHARD_PACKAGE}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+        "torch.distributed.remote_device._remote_device",
     ),
 }
-"""Names for readers that handle `StoredPart`, in addition to `TORCH_NAMES`."""
+"""The names of torch that pickles may contain.
+
+Sparse and quantized tensors and subclasses of tensors are not allowed, because they are not one
+array in a storage. Errors give the names of their functions and classes."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import SEEK_CUR, SEEK_END, RawIOBase
-from typing import NamedTuple
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
 
 ZIP_START = b"PK\x03\x04"
-LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_MAX_UINT32 = 0xFFFFFFFF
 _ENCRYPTED_FLAG, _SIZE_FOLLOWS_FLAG, _UTF8_FLAG = 1, 8, 0x800
 _HEADERS_TO_CHECK = 4
 """The number of headers to read if the offsets in the others follow from the alignment."""
@@ -22,29 +22,17 @@ _DESCRIPTOR_SIZES = (0, 16, 24)
 """The possible sizes, in bytes, of the data descriptor after an entry; 0 without a descriptor."""
 
 
-class Entry(NamedTuple):
-    """The content of an entry: its offset in the archive and its size, in bytes."""
-
-    start: int
-    size: int
-
-
-def read_directory(archive: FileRange) -> dict[str, Entry]:
+def read_directory(archive: FileRange) -> dict[str, FileRange]:
     """Return the entries by name, after comparing the header of each entry with the directory.
 
     Raises:
         FormatError: this is not a zip archive, or it is truncated; entries are compressed,
             encrypted, overlapping or duplicate; or headers contradict each other.
     """
-    entries, directory_start = _list_entries(archive)
-    starts = _find_starts(archive, entries, directory_start)
-    return {
-        entry.orig_filename: Entry(start, entry.file_size)
-        for entry, start in zip(entries, starts, strict=True)
-    }
+    return {entry.orig_filename: content for entry, content in _read_entries(archive)}
 
 
-def read_entry_checksums(file: FileRange) -> Iterator[tuple[Entry, int]]:
+def read_entry_checksums(file: FileRange) -> Iterator[tuple[FileRange, int]]:
     """Yield each entry of a file that is one or more archives, with its CRC-32.
 
     Some writers store 0 as the CRC-32.
@@ -54,12 +42,9 @@ def read_entry_checksums(file: FileRange) -> Iterator[tuple[Entry, int]]:
     """
     end = file.size
     while end > 0:
-        archive = FileRange(file.file, file.name, file.offset, end, file.label, file.is_remote)
-        entries, directory_start = _list_entries(archive)
-        starts = _find_starts(archive, entries, directory_start)
-        for entry, start in zip(entries, starts, strict=True):
-            yield Entry(start, entry.file_size), entry.CRC
-        end = entries[0].header_offset if entries else 0
+        entries = _read_entries(replace(file, size=end))
+        yield from ((content, entry.CRC) for entry, content in entries)
+        end = entries[0][0].header_offset if entries else 0
 
 
 class _RangeIO(RawIOBase):
@@ -127,13 +112,15 @@ def _damage_error(archive: FileRange, reason: str) -> FormatError:
     )
 
 
-def _find_starts(archive: FileRange, entries: Sequence[ZipInfo], directory_start: int) -> list[int]:
-    """Return where the content of each entry starts: after the header of the entry."""
+def _read_entries(archive: FileRange) -> list[tuple[ZipInfo, FileRange]]:
+    """Return each entry in the directory, and its content: what follows the entry's header."""
+    entries, directory_start = _list_entries(archive)
     starts = _infer_starts(archive, entries, directory_start) if archive.is_remote else None
     if starts is None:
         starts = list(_read_starts(archive, entries))
     seen_names: set[str] = set()
     previous_end = 0
+    found = []
     for entry, start in zip(entries, starts, strict=True):
         name = entry.orig_filename
         end = start + entry.file_size
@@ -141,7 +128,8 @@ def _find_starts(archive: FileRange, entries: Sequence[ZipInfo], directory_start
             raise _damage_error(archive, f"{name[:80]!r} occurs twice, or overlaps another entry")
         seen_names.add(name)
         previous_end = end
-    return starts
+        found.append((entry, archive.subrange(start, entry.file_size, name[:80])))
+    return found
 
 
 def _encoded_name(entry: ZipInfo) -> bytes:
@@ -159,7 +147,7 @@ def _infer_starts(
     next_offsets = [*(entry.header_offset for entry in entries[1:]), directory_start]
     starts = []
     for entry, next_offset in zip(entries, next_offsets, strict=True):
-        end_of_name = entry.header_offset + LOCAL_HEADER.size + len(_encoded_name(entry))
+        end_of_name = entry.header_offset + _LOCAL_HEADER.size + len(_encoded_name(entry))
         ends = (next_offset - size for size in _DESCRIPTOR_SIZES)
         aligned_starts = [
             end - entry.file_size for end in ends if (end - entry.file_size) % _ALIGNMENT == 0
@@ -174,20 +162,20 @@ def _infer_starts(
 
 def _read_starts(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[int]:
     """Yield where the content of each entry starts, after a check of its header."""
-    sizes = (LOCAL_HEADER.size + len(_encoded_name(entry)) for entry in entries)
+    sizes = (_LOCAL_HEADER.size + len(_encoded_name(entry)) for entry in entries)
     headers = archive.read_ranges(zip((e.header_offset for e in entries), sizes, strict=True))
     for entry, header in zip(entries, headers, strict=True):
         signature, _, flags, method, _, _, _, packed_size, size, name_size, extra_size = (
-            LOCAL_HEADER.unpack_from(header)
+            _LOCAL_HEADER.unpack_from(header)
         )
         name = _encoded_name(entry)
         size_fits = packed_size == size and (
-            size in (entry.file_size, MAX_UINT32) or (flags & _SIZE_FOLLOWS_FLAG and not size)
+            size in (entry.file_size, _MAX_UINT32) or (flags & _SIZE_FOLLOWS_FLAG and not size)
         )
         if (
             signature != ZIP_START
             or method
-            or header[LOCAL_HEADER.size :] != name
+            or header[_LOCAL_HEADER.size :] != name
             or name_size != len(name)
         ):
             raise _damage_error(
@@ -198,4 +186,4 @@ def _read_starts(archive: FileRange, entries: Sequence[ZipInfo]) -> Iterator[int
                 archive,
                 f"header and directory disagree about the size of {entry.orig_filename[:80]!r}",
             )
-        yield entry.header_offset + LOCAL_HEADER.size + name_size + extra_size
+        yield entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size

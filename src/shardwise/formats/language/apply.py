@@ -1,17 +1,30 @@
-"""Apply a specification to the arrays in the files of all ranks."""
+"""Apply a specification to the arrays in the files of all ranks, and check the tensors it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from shardwise.errors import LayoutError, MismatchError
+import numpy as np
+
+from shardwise.errors import FormatError, LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment
-from shardwise.formats.language.assemble import assemble_checkpoint
-from shardwise.formats.language.match import add_captured_numbers, evaluate_lets, match_rules
+from shardwise.formats.language.match import (
+    Matches,
+    add_captured_numbers,
+    evaluate_lets,
+    match_rules,
+)
 from shardwise.formats.language.rules import Spec
 from shardwise.formats.language.tensors import Tensors
-from shardwise.manifest.layout import Layout
+from shardwise.layout import find_uncovered_tensors
+from shardwise.layout.columns import Bool, Int, padded_rows
+from shardwise.manifest.layout import Layout, Pieces
+from shardwise.manifest.manifest import TensorEntry
+
+MOST_SHOWN = 8
+"""The most names or numbers that a message lists."""
 
 
 def apply_spec(
@@ -43,7 +56,7 @@ def apply_spec(
         tensors = Tensors(spec, catalogue, add_captured_numbers(environment, all_matches))
         for matches in all_matches:
             tensors.apply_rule(matches)
-        layout = assemble_checkpoint(tensors, all_matches, unmatched)
+        layout = _assemble_layout(tensors, all_matches, unmatched)
         problems = tensors.problems
     except MismatchError as error:
         problems = error.problems
@@ -56,3 +69,174 @@ def apply_spec(
         )
         raise MismatchError(summary, list(dict.fromkeys(problems)))
     return layout
+
+
+def _assemble_layout(tensors: Tensors, all_matches: Sequence[Matches], unmatched: Int) -> Layout:
+    """Check the tensors and return their layout, without files; add problems to the tensors.
+
+    Args:
+        all_matches: the arrays of each rule.
+        unmatched: rows of the catalogue that no rule matches.
+    """
+    catalogue = tensors.catalogue
+    for i in np.unique(catalogue.name[unmatched]).tolist():
+        problem = "no rule matches it; `skip` what is not wanted"
+        tensors.problems.append(f"{catalogue.names[i]}: {problem}")
+    entries = _make_entries(tensors)
+    ties = _resolve_ties(tensors, entries)
+    dims = max((len(entry.shape) for entry in entries.values()), default=0)
+    boxes = Pieces.join(tensors.boxes, dims)
+    # The boxes of tensors that are tied to another stored tensor are copies of boxes of the other.
+    tied_to: list[int] = [
+        tensors.index.get(ties.get(name, name), i) for i, name in enumerate(tensors.index)
+    ]
+    new_tensor = np.array(tied_to, np.int64)[boxes.tensor]
+    is_tied = new_tensor != boxes.tensor
+    tied_boxes, boxes = replace(boxes, tensor=new_tensor).select(is_tied), boxes.select(~is_tied)
+    is_copy = _find_copies(boxes)
+    copies, boxes = Pieces.join([boxes.select(is_copy), tied_boxes]), boxes.select(~is_copy)
+    _check_coverage(tensors, boxes, {n: entry for n, entry in entries.items() if n not in ties})
+    _check_numbers_in_names(tensors)
+    for tied, target in ties.items():
+        if target not in entries:
+            tensors.problems.append(f"{tied}: it is tied to {target}, which does not exist")
+        else:
+            entry = entries[target]
+            entries[tied] = TensorEntry(tied, entry.dtype, entry.shape, same_as=target)
+    return Layout(
+        format="",
+        files=(),
+        tensors=tuple(entries.values()),
+        pieces=boxes.select(np.argsort(boxes.tensor, kind="stable")),
+        replicas=copies.select(np.argsort(copies.tensor, kind="stable")),
+        left_out=tuple(
+            f"{catalogue.names[i]}: skipped by {tensors.spec.source.place_of(each.rule.position)}"
+            for each in all_matches
+            for i in np.unique(catalogue.name[each.rows]).tolist()
+            if not each.rule.targets
+        ),
+    )
+
+
+def _make_entries(tensors: Tensors) -> dict[str, TensorEntry]:
+    """Return the tensors that have arrays, which must agree on shape and dtype."""
+    catalogue, names = tensors.catalogue, tensors.names
+    shapes: dict[int, tuple[int, ...]] = {}
+    lowest = np.full(len(names), len(catalogue.dtypes), np.int64)
+    highest = np.full(len(names), -1, np.int64)
+    for indices, rows, shape in tensors.arrays:
+        np.minimum.at(lowest, indices, catalogue.dtype[rows])
+        np.maximum.at(highest, indices, catalogue.dtype[rows])
+        for i in np.unique(indices).tolist():
+            if shapes.setdefault(i, shape) != shape:
+                problem = f"its arrays disagree on its shape: {list(shape)} and {list(shapes[i])}"
+                tensors.problems.append(f"{names[i]}: {problem}")
+    for i in np.flatnonzero((highest >= 0) & (lowest != highest)).tolist():
+        low, high = catalogue.dtypes[int(lowest[i])], catalogue.dtypes[int(highest[i])]
+        tensors.problems.append(f"{names[i]}: some of its arrays are {low}, some {high}")
+    return {
+        name: TensorEntry(name, catalogue.dtypes[int(highest[i])], shapes[i])
+        for i, name in enumerate(names)
+        if i in shapes
+    }
+
+
+def _find_copies(boxes: Pieces) -> Bool:
+    """Return which boxes are copies of other boxes, of which the first is not."""
+    keys = np.column_stack([boxes.tensor, boxes.offset, boxes.shape])
+    order = np.lexsort(keys.T[::-1])
+    is_copy = np.zeros(len(order), bool)
+    is_copy[order[1:]] = (np.diff(keys[order], axis=0) == 0).all(axis=1)
+    return is_copy
+
+
+def _check_coverage(tensors: Tensors, boxes: Pieces, entries: Mapping[str, TensorEntry]) -> None:
+    """Check that boxes cover each tensor exactly once."""
+    catalogue, names = tensors.catalogue, tensors.names
+    shapes = [entries[name].shape if name in entries else () for name in names]
+    stored = np.array([name in entries for name in names], bool)
+    padded_shapes = padded_rows(shapes, boxes.offset.shape[1], 1)
+    try:
+        wrong_tensors = find_uncovered_tensors(
+            padded_shapes, boxes.tensor, boxes.offset, boxes.shape, stored
+        )
+    except FormatError as error:
+        tensors.problems.append(str(error))
+        return
+    for tensor in wrong_tensors.tolist():
+        total = int(padded_shapes[tensor].prod())
+        own = boxes.tensor == tensor
+        stored_elements = int(boxes.shape[own].prod(axis=1).sum())
+        rows = [rows[indices == tensor] for indices, rows, _ in tensors.arrays]
+        arrays = dict.fromkeys(catalogue.names[i] for each in rows for i in catalogue.name[each])
+        problem = f"{stored_elements} of its {total} elements are there"
+        if stored_elements >= total:
+            problem = "its arrays overlap"
+        source_names = _join_some(arrays) or "no array"
+        tensors.problems.append(
+            f"{names[tensor]}: {list(shapes[tensor])}: {problem}, from {source_names}"
+        )
+
+
+def _join_some(items: Iterable[object]) -> str:
+    listed = list(map(str, items))
+    return ", ".join(listed[:MOST_SHOWN]) + (" …" if len(listed) > MOST_SHOWN else "")
+
+
+def _check_numbers_in_names(tensors: Tensors) -> None:
+    """Check that the numbers that rules compute for names, such as layers, are 0 to n - 1."""
+    for prefix, numbers in tensors.numbers_in_names.items():
+        missing = sorted(set(range(min(max(numbers) + 1, 2**20))) - numbers)
+        if missing:
+            tensors.problems.append(
+                f"{prefix}…: numbers go up to {max(numbers)}, without {_join_some(missing)}; "
+                "captures of the same name must count the same things; put `~` before a capture if "
+                "ranks have different numbers of it"
+            )
+
+
+def _resolve_ties(tensors: Tensors, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the stored tensor that each tied name is tied to.
+
+    Tied tensors must have equal shapes and dtypes, and no tensor may be tied to itself.
+    """
+    declared: dict[str, str] = {}
+    for tied, target in _declared_ties(tensors):
+        if declared.setdefault(tied, target) != target:
+            tensors.problems.append(f"{tied}: it is tied to {target} and to {declared[tied]}")
+    ties = {}
+    for tied, target in declared.items():
+        visited = {tied}
+        while target in declared and target not in visited:
+            visited.add(target)
+            target = declared[target]
+        if target in visited:
+            tensors.problems.append(f"{tied}: it is tied to itself; remove one of the ties")
+            continue
+        ties[tied] = target
+        kinds = [
+            f"{entry.dtype} {list(entry.shape)}"
+            for entry in (entries.get(tied), entries.get(target))
+            if entry is not None
+        ]
+        if len(set(kinds)) > 1:
+            tensors.problems.append(
+                f"{tied}: it is {kinds[0]}, but is tied to {target}, which is {kinds[1]}"
+            )
+    return ties
+
+
+def _declared_ties(tensors: Tensors) -> Iterator[tuple[str, str]]:
+    """Yield each tied name, and the name it is tied to."""
+    for tie in tensors.spec.ties:
+        match = tie.target.compile(())
+        pairs = [(texts, name) for name in tensors.names if (texts := match(name)) is not None]
+        if not pairs:
+            tensors.problems.append(
+                f"{tie.target}: no tensor has this name, so nothing is tied to it"
+            )
+        for texts, name in pairs:
+            parts = tie.name.parts
+            tied = "".join(p if isinstance(p, str) else texts[p.names[0]] for p in parts)
+            if not (tie.unless_stored and tied in tensors.index):
+                yield tied, name

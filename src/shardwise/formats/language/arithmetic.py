@@ -60,10 +60,11 @@ class Expression:
     """A number, a name, an index, or an operation.
 
     Attributes:
-        kind: `number`; `name`: a captured number, a coordinate of the rank or a declared number;
-            `size`: the size of an axis, `|tp|`; `index`: one index along several axes, the last of
-            which varies fastest, `pp i`; `ragged`: an index whose last axis has another size at
-            each position along the others, `pp ~i`; or an operator.
+        kind: `number`; `name`: a captured number or text, a coordinate of the rank or a declared
+            number; `text`: a captured text that may contain dots, `rest*`; `size`: the size of an
+            axis, `|tp|`; `index`: one index along several axes, the last of which varies fastest,
+            `pp i`; `ragged`: an index whose last axis has another size at each position along the
+            others, `pp ~i`; or an operator.
         number: the value of a number.
         names: the names of a name, a size or an index.
         operands: the two operands of an operator.
@@ -74,6 +75,11 @@ class Expression:
     names: tuple[str, ...] = ()
     operands: tuple[Expression, ...] = ()
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it is only a name, without arithmetic."""
+        return self.kind in ("name", "text")
+
     def evaluate(self, environment: Environment) -> int:
         """Return the value.
 
@@ -82,7 +88,7 @@ class Expression:
         """
         if self.kind == "number":
             return self.number
-        if self.kind == "name":
+        if self.is_name:
             return environment.value_of(self.names[0])
         if self.kind == "size":
             return environment.size_of(self.names[0])
@@ -109,7 +115,7 @@ class Expression:
 
     def sized_axes(self) -> Iterator[str]:
         """Yield the axes whose sizes the expression uses."""
-        yield from () if self.kind == "name" else self.names
+        yield from () if self.is_name else self.names
         for operand in self.operands:
             yield from operand.sized_axes()
 
@@ -128,4 +134,6 @@ class Expression:
         text = " ".join(self.names)
         if self.kind == "ragged":
             return " ".join([*self.names[:-1], f"~{self.names[-1]}"])
+        if self.kind == "text":
+            return "*" if text.startswith("*") else f"{text}*"
         return f"|{text}|" if self.kind == "size" else text

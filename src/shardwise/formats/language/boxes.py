@@ -1,4 +1,4 @@
-"""Boxes of global tensors in stored arrays: which boxes each array holds, at which strides."""
+"""Boxes of global tensors in stored arrays: which boxes each array holds, and where they lie."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.errors import LayoutError
+from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.rules import DimensionMap
 from shardwise.formats.language.shapes import Sizes, Term, expand_terms
-from shardwise.layout.columns import Bool, Int, Table
+from shardwise.layout import row_major
+from shardwise.layout.columns import Bool, Int
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.layout import Pieces
 
 MOST_BOXES = 2**26
 
@@ -43,30 +47,12 @@ class ArrayGroup:
         return replace(self, rows=self.rows[rows], tensor=self.tensor[rows], positions=positions)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxTable(Table):
-    """The n boxes of tensors in stored arrays, in columns.
-
-    Attributes:
-        tensor: `(n,)`, the index of the tensor.
-        array_row: `(n,)`, the row of the array in the catalogue.
-        start: `(n,)`, elements from the start of the array to the start of the box.
-        offset, shape: `(n, D)`, the box in the tensor.
-        stride: `(n, D)`, strides in the array, in elements.
-    """
-
-    tensor: Int
-    array_row: Int
-    start: Int
-    offset: Int
-    shape: Int
-    stride: Int
-
-
-def find_boxes(group: ArrayGroup, shape: Sequence[int]) -> Iterator[BoxTable]:
+def find_boxes(catalogue: Catalogue, group: ArrayGroup, shape: Sequence[int]) -> Iterator[Pieces]:
     """Yield the boxes that arrays hold, a table for each part of the arrays.
 
     Args:
+        catalogue: the arrays.
+        group: the arrays that have these boxes.
         shape: the shape of the tensors; padding beyond it is left out.
 
     Raises:
@@ -76,14 +62,16 @@ def find_boxes(group: ArrayGroup, shape: Sequence[int]) -> Iterator[BoxTable]:
     array_terms = {
         frozenset(term.steps): term for term in expand_terms(dimension_map.array_dims, sizes)
     }
-    for term in expand_terms([dim.axes for dim in dimension_map.tensor_dims], sizes):
+    for term in expand_terms(dimension_map.tensor_dims, sizes):
         local_axes = {axis for axis in term.steps if dimension_map.is_local(axis)}
         if all(sizes[axis] for axis in local_axes):
             array_term = array_terms[frozenset(local_axes | set(dimension_map.split_axes))]
-            yield _place_boxes(group, term, array_term, np.array(shape, np.int64))
+            yield _place_boxes(catalogue, group, term, array_term, np.array(shape, np.int64))
 
 
-def _place_boxes(group: ArrayGroup, term: Term, array_term: Term, tensor_shape: Int) -> BoxTable:
+def _place_boxes(
+    catalogue: Catalogue, group: ArrayGroup, term: Term, array_term: Term, tensor_shape: Int
+) -> Pieces:
     """Return the boxes of one term: as few as possible, each as large as possible.
 
     If the positions along all indexed axes are 0, all arrays have the same boxes. Each position
@@ -127,12 +115,15 @@ def _place_boxes(group: ArrayGroup, term: Term, array_term: Term, tensor_shape: 
     offsets = (array_offset[:, None, :] + offset).reshape(len(group.rows) * len(start), dims)
     shape = np.minimum(size, tensor_shape - offsets)
     is_kept = (shape > 0).all(axis=1)
-    table = BoxTable(
+    itemsizes = np.array([DTYPES[dtype].itemsize for dtype in catalogue.dtypes], np.int64)
+    starts = np.add.outer(array_start, start) * itemsizes[catalogue.dtype[group.rows], None]
+    pieces = Pieces(
         np.repeat(group.tensor, len(start)),
-        np.repeat(group.rows, len(start)),
-        np.add.outer(array_start, start).ravel(),
+        np.repeat(catalogue.file[group.rows], len(start)),
+        (catalogue.start[group.rows, None] + starts).ravel(),
         offsets,
         shape,
-        np.broadcast_to(stride, shape.shape),
+        # A dimension of size 1 may have any stride: use the stride of a row-major box.
+        np.where(shape == 1, row_major(shape), stride),
     )
-    return table if is_kept.all() else table.select(is_kept)
+    return pieces if is_kept.all() else pieces.select(is_kept)

@@ -23,7 +23,7 @@ def check_spec(spec: Spec) -> None:
     """
     numbers = spec.numeric_captures()
     for rule in spec.rules:
-        for name in rule.pattern.capture_names():
+        for name in rule.pattern.variables():
             if name in (*spec.ranks, *spec.lets):
                 raise spec.source.error(
                     rule.position,
@@ -33,14 +33,14 @@ def check_spec(spec: Spec) -> None:
         _check_shapes(spec, rule, spec.indexed_axes(rule, numbers))
     for tie in spec.ties:
         for name in tie.name.variables():
-            if name not in tie.target.capture_names():
+            if name not in tie.target.variables():
                 raise spec.source.error(
                     tie.position, f"{_format_name(name)} is not captured on the right"
                 )
 
 
 def _check_names(spec: Spec, rule: Rule) -> None:
-    captures, axes = rule.pattern.capture_names(), rule.axes()
+    captures, axes = rule.pattern.variables(), rule.axes()
     for name, value in rule.coordinates:
         if name not in spec.ranks:
             raise spec.source.error(
@@ -79,7 +79,7 @@ def _check_shapes(spec: Spec, rule: Rule, indexed_axes: frozenset[str]) -> None:
         shape = rule.shape_of(target)
         if (shape.ellipsis is None) != ((rule.array_shape or shape).ellipsis is None):
             raise spec.source.error(target.position, "`...` must be on both sides or on neither")
-        if any(is_unused(axis.name) for dim in shape.dims for axis in axes_in(dim.axes)):
+        if any(is_unused(axis.name) for dim in shape.dims for axis in axes_in(dim)):
             raise spec.source.error(
                 target.position,
                 "`_` is a part of an array that no tensor takes; use it only on the left",
@@ -92,7 +92,7 @@ def _check_shapes(spec: Spec, rule: Rule, indexed_axes: frozenset[str]) -> None:
         raise spec.source.error((*positions, rule.position)[0], str(error)) from error
     for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         dims = rule.shape_of(target).dims
-        axes = {axis.name for dim in dims for axis in axes_in(dim.axes)}
+        axes = {axis.name for dim in dims for axis in axes_in(dim)}
         for axis in sorted(axes & set(dimension_map.split_axes)):
             raise spec.source.error(
                 target.position,
@@ -104,7 +104,7 @@ def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> No
     used_parts: set[frozenset[str]] = set()
     for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         array_parts = _axes_of_terms(dimension_map.array_dims)
-        for tensor_part in _axes_of_terms([dim.axes for dim in dimension_map.tensor_dims]):
+        for tensor_part in _axes_of_terms(dimension_map.tensor_dims):
             local_axes = frozenset(
                 axis for axis in tensor_part if dimension_map.is_local(axis)
             ) | set(dimension_map.split_axes)

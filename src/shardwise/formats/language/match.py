@@ -68,7 +68,7 @@ def match_rules(
         if not len(rows):
             continue
         positions = {axis: coordinates_along(catalogue, axis)[rows] for axis in spec.ranks}
-        for capture in numbers.intersection(rule.pattern.capture_names()):
+        for capture in numbers.intersection(rule.pattern.variables()):
             number_of_name = np.zeros(len(catalogue.names), np.int64)
             number_of_name[list(found)] = [int(texts.pop(capture)) for texts in found.values()]
             positions[capture] = number_of_name[catalogue.name[rows]]

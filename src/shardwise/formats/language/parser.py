@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.formats.language.arithmetic import Expression
 from shardwise.formats.language.check_spec import check_spec
-from shardwise.formats.language.like_statements import LikeStatement, expand_like_statements
-from shardwise.formats.language.rules import Capture, Pattern, Rule, Spec, Target, Template, Tie
+from shardwise.formats.language.like_statements import expand_like
+from shardwise.formats.language.rules import Pattern, Rule, Spec, Target, Tie
 from shardwise.formats.language.scanner import NAME, Scanner, SourceText
 from shardwise.formats.language.shapes import (
     Axis,
     AxisExpression,
     AxisGroup,
     Shape,
-    ShapeDim,
     axes_in,
     is_unused,
 )
@@ -35,14 +34,6 @@ OPERATORS = (("+", "-"), ("*", "//", "%"))
 """Operators of sums, and of the products in them."""
 
 
-@dataclass(slots=True)
-class _Statements:
-    ranks: list[str] = field(default_factory=list)
-    lets: dict[str, Expression | None] = field(default_factory=dict)
-    rules: list[Rule | LikeStatement] = field(default_factory=list)
-    ties: list[Tie] = field(default_factory=list)
-
-
 def parse(text: str, source: str = "specification") -> Spec:
     """Parse a specification.
 
@@ -56,38 +47,52 @@ def parse(text: str, source: str = "specification") -> Spec:
     source_text = SourceText(text, source)
     if len(text) > LONGEST_TEXT:
         raise source_text.error(0, f"the specification is longer than {LONGEST_TEXT} characters")
-    statements = _Statements()
+    declared: dict[str, Expression | None] = {}
+    ranks: list[str] = []
+    statements: list[Rule | Tie] = []
     for start, end in source_text.statement_ranges():
         scanner = Scanner(source_text, start, end)
-        _read_statement(scanner, statements)
+        position = scanner.position
+        match scanner.match(STATEMENT_KEYWORD):
+            case "ranks":
+                while not scanner.at_end:
+                    ranks.append(_read_declaration(scanner, declared))
+            case "let":
+                _read_lets(scanner, declared)
+            case "skip":
+                while not scanner.at_end:
+                    pattern = _read_pattern(scanner, "a name, or a pattern of names")
+                    statements.append(Rule(pattern=pattern, position=position))
+            case _:
+                statements.append(_read_rule_or_tie(scanner, position))
         if not scanner.at_end:
             scanner.fail("expected the end of the line; indent a line that continues a statement")
     spec = Spec(
-        tuple(statements.ranks),
-        statements.lets,
-        expand_like_statements(statements.rules, source_text),
-        tuple(statements.ties),
+        tuple(ranks),
+        {name: value for name, value in declared.items() if name not in ranks},
+        expand_like([each for each in statements if isinstance(each, Rule)], source_text),
+        tuple(each for each in statements if isinstance(each, Tie)),
         source_text,
     )
     check_spec(spec)
     return spec
 
 
-def _read_statement(scanner: Scanner, statements: _Statements) -> None:
+def _read_declaration(scanner: Scanner, declared: dict[str, Expression | None]) -> str:
+    """Read a name that `ranks` or `let` declares."""
     position = scanner.position
-    match scanner.match(STATEMENT_KEYWORD):
-        case "ranks":
-            while not scanner.at_end:
-                statements.ranks.append(_read_new_name(scanner, statements))
-        case "let":
-            for name in _read_list(scanner, lambda: _read_new_name(scanner, statements)):
-                statements.lets[name] = _read_expression(scanner) if scanner.accept("=") else None
-        case "skip":
-            while not scanner.at_end:
-                pattern = _read_pattern(scanner)
-                statements.rules.append(Rule(pattern=pattern, position=position))
-        case _:
-            _read_rule_or_tie(scanner, statements, position)
+    name = scanner.read_name("a name to declare")
+    if name in declared:
+        scanner.fail(f"{name} is declared twice; remove one declaration", position)
+    if name in KEYWORDS:
+        scanner.fail(f"{name} is a word of the language and cannot be a name", position)
+    declared[name] = None
+    return name
+
+
+def _read_lets(scanner: Scanner, declared: dict[str, Expression | None]) -> None:
+    for name in _read_list(scanner, lambda: _read_declaration(scanner, declared)):
+        declared[name] = _read_expression(scanner) if scanner.accept("=") else None
 
 
 def _read_list(scanner: Scanner, read: Callable[[], Item]) -> Iterator[Item]:
@@ -97,46 +102,36 @@ def _read_list(scanner: Scanner, read: Callable[[], Item]) -> Iterator[Item]:
         yield read()
 
 
-def _read_new_name(scanner: Scanner, statements: _Statements) -> str:
-    """Read a name that `ranks` or `let` declares."""
-    position = scanner.position
-    name = scanner.read_name("a name to declare")
-    if name in (*statements.ranks, *statements.lets):
-        scanner.fail(f"{name} is declared twice; remove one declaration", position)
-    if name in KEYWORDS:
-        scanner.fail(f"{name} is a word of the language and cannot be a name", position)
-    return name
-
-
-def _read_rule_or_tie(scanner: Scanner, statements: _Statements, position: int) -> None:
-    pattern = _read_pattern(scanner)
+def _read_rule_or_tie(scanner: Scanner, position: int) -> Rule | Tie:
+    pattern = _read_pattern(scanner, "a name, or a pattern of names")
     if scanner.accept("="):
-        parts = (
-            p if isinstance(p, str) else Expression("name", 0, (p.name,)) for p in pattern.parts
-        )
-        name, target = Template(tuple(parts)), _read_pattern(scanner)
+        target = _read_pattern(scanner, "a name, or a pattern of names")
         unless_stored = scanner.accept("unless")
         if unless_stored:
             scanner.expect("stored", "as in `head = embed unless stored`")
-        statements.ties.append(Tie(name, target, unless_stored, position))
-    elif scanner.accept("like"):
-        original = _read_pattern(scanner)
+        return Tie(pattern, target, unless_stored, position)
+    if scanner.accept("like"):
+        original = _read_pattern(scanner, "a name, or a pattern of names")
         scanner.expect(",", "and how results are renamed, as in `like *, model.* -> optimizer.*`")
-        results = _read_pattern(scanner)
+        results = _read_pattern(scanner, "a name, or a pattern of names")
         scanner.expect("->", "and what results are renamed to")
-        rule = Rule(pattern=pattern, targets=(_read_target(scanner),), position=position)
-        statements.rules.append(LikeStatement(_read_clauses(scanner, rule), original, results))
+        rule = Rule(
+            pattern=pattern,
+            targets=(_read_target(scanner),),
+            position=position,
+            like=(original, results),
+        )
     else:
         array_shape = _read_shape(scanner) if scanner.next_is("[") else None
         scanner.expect("->", "and the name of a global tensor")
         targets = tuple(_read_list(scanner, lambda: _read_target(scanner)))
         rule = Rule(pattern=pattern, array_shape=array_shape, targets=targets, position=position)
-        statements.rules.append(_read_clauses(scanner, rule))
+    return _read_clauses(scanner, rule)
 
 
 def _read_target(scanner: Scanner) -> Target:
     position = scanner.position
-    name = _read_template(scanner)
+    name = _read_pattern(scanner, "a name", of_tensor=True)
     return Target(name, _read_shape(scanner) if scanner.next_is("[") else None, position)
 
 
@@ -158,36 +153,30 @@ def _read_clauses(scanner: Scanner, rule: Rule) -> Rule:
     return rule
 
 
-def _read_pattern(scanner: Scanner) -> Pattern:
-    parts: list[str | Capture] = []
+def _read_pattern(scanner: Scanner, expected: str, *, of_tensor: bool = False) -> Pattern:
+    """Read a pattern of names.
+
+    Args:
+        expected: a description of the pattern, for the message of an error.
+        of_tensor: whether the pattern may contain arithmetic, as that of a tensor's name.
+    """
+    parts: list[str | Expression] = []
     stars = 0
-    for word in scanner.read_name_parts("a name, or a pattern of names"):
+    for word in scanner.read_name_parts(expected):
         if word == "*":
-            parts.append(Capture(f"*{stars}", star=True))
+            parts.append(Expression("text", 0, (f"*{stars}",)))
             stars += 1
         elif word == "{":
-            name = scanner.read_name("a name for the captured text")
-            parts.append(Capture(name, star=scanner.accept("*")))
+            if of_tensor:
+                part = _read_expression(scanner)
+            else:
+                part = Expression("name", 0, (scanner.read_name("a name for the captured text"),))
+            has_star = scanner.accept("*")
+            parts.append(replace(part, kind="text") if has_star and part.is_name else part)
             scanner.read_closing_brace()
         else:
             parts.append(word[1:])
     return Pattern(tuple(parts))
-
-
-def _read_template(scanner: Scanner) -> Template:
-    parts: list[str | Expression] = []
-    stars = 0
-    for word in scanner.read_name_parts("a name"):
-        if word == "*":
-            parts.append(Expression("name", 0, (f"*{stars}",)))
-            stars += 1
-        elif word == "{":
-            parts.append(_read_expression(scanner))
-            scanner.accept("*")
-            scanner.read_closing_brace()
-        else:
-            parts.append(word[1:])
-    return Template(tuple(parts))
 
 
 def _read_expression(scanner: Scanner, depth: int = 0, level: int = 0) -> Expression:
@@ -235,7 +224,7 @@ def _read_shape(scanner: Scanner) -> Shape:
     """Read the dimensions of an array: `[(tp f) h]`."""
     position = scanner.position
     scanner.expect("[", "and the dimensions of the array")
-    dims: list[ShapeDim] = []
+    dims: list[AxisExpression] = []
     ellipsis = None
     literal_counts: Counter[str] = Counter()
     while not scanner.accept("]"):
@@ -250,12 +239,13 @@ def _read_shape(scanner: Scanner) -> Shape:
             ellipsis = len(dims)
             continue
         axes = _read_factor(scanner, literal_counts, 0)
-        limit = None
         if scanner.accept("["):
             scanner.expect(":", "and how many elements the tensor has, as in `(tp v)[:vocab]`")
             limit = _read_expression(scanner)
             scanner.expect("]", "after the number of elements")
-        dims.append(ShapeDim(axes, limit))
+            parts = axes if isinstance(axes, AxisGroup) else AxisGroup((axes,))
+            axes = replace(parts, limit=limit)
+        dims.append(axes)
     return Shape(tuple(dims), ellipsis, position)
 
 

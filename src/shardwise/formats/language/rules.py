@@ -1,4 +1,4 @@
-"""A parsed specification: its rules, and the patterns and templates of names in them."""
+"""A parsed specification: its rules, and the patterns of names in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shardwise.formats.language.shapes import (
     Axis,
     AxisExpression,
     Shape,
-    ShapeDim,
     axes_in,
     drop_axes,
     join_ragged_axes,
@@ -27,28 +26,26 @@ NO_SOURCE = SourceText("", "specification")
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """`{name}`: a word without dots, or a number if a rule uses it as one; `{name*}`: any text."""
-
-    name: str
-    star: bool = False
-
-    def __str__(self) -> str:
-        if self.name.startswith("*"):
-            return "*"
-        return "{" + self.name + ("*" if self.star else "") + "}"
-
-
-@dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern of names: literal text and captures, in order."""
+    """A pattern of names: literal text and expressions, in order.
 
-    parts: tuple[str | Capture, ...]
+    The pattern of arrays captures texts: `{name}` a word without dots, or a number if a rule uses
+    it as one, and `{name*}` any text. The pattern of a tensor is filled with captured texts and
+    computed numbers.
+    """
 
-    def capture_names(self) -> tuple[str, ...]:
-        """Return the names of the captures. Unnamed stars are `*0`, `*1`, … by position."""
-        names = (part.name for part in self.parts if isinstance(part, Capture))
-        return tuple(dict.fromkeys(names))
+    parts: tuple[str | Expression, ...]
+
+    def expressions(self) -> Iterator[Expression]:
+        """Yield the expressions in the pattern."""
+        yield from (part for part in self.parts if isinstance(part, Expression))
+
+    def variables(self) -> tuple[str, ...]:
+        """Return the captures, coordinates, axes and declared numbers in the pattern.
+
+        Unnamed stars are `*0`, `*1`, … by position.
+        """
+        return tuple(dict.fromkeys(name for e in self.expressions() for name in e.variables()))
 
     def compile(self, numbers: Collection[str]) -> Matcher:
         """Return a function that matches names.
@@ -56,18 +53,18 @@ class Pattern:
         Args:
             numbers: captures that match only digits.
         """
-        names = list(self.capture_names())
+        names = list(self.variables())
         seen_names: set[str] = set()
         expressions = []
         for part in self.parts:
             if isinstance(part, str):
                 expressions.append(re.escape(part))
-            elif part.name in seen_names:
-                expressions.append(f"(?:\\{names.index(part.name) + 1})")
+            elif (name := part.names[0]) in seen_names:
+                expressions.append(f"(?:\\{names.index(name) + 1})")
             else:
-                seen_names.add(part.name)
-                text = r"\d{1,9}" if part.name in numbers else ".+" if part.star else r"[^.]+"
-                expressions.append(f"({text})")
+                seen_names.add(name)
+                text = ".+" if part.kind == "text" else r"[^.]+"
+                expressions.append(r"(\d{1,9})" if name in numbers else f"({text})")
         compiled = re.compile("".join(expressions), re.DOTALL | re.ASCII)
 
         def match(name: str) -> dict[str, str] | None:
@@ -77,22 +74,8 @@ class Pattern:
         return match
 
     def __str__(self) -> str:
-        return "".join(map(str, self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """The name of a tensor: literal text and expressions. A name may be a captured text."""
-
-    parts: tuple[str | Expression, ...]
-
-    def expressions(self) -> Iterator[Expression]:
-        """Yield the expressions in the template."""
-        yield from (part for part in self.parts if isinstance(part, Expression))
-
-    def variables(self) -> tuple[str, ...]:
-        """Return the captures, coordinates, axes and declared numbers in the template."""
-        return tuple(dict.fromkeys(name for e in self.expressions() for name in e.variables()))
+        parts = ((part, str(part)) for part in self.parts)
+        return "".join(t if isinstance(p, str) or t == "*" else f"{{{t}}}" for p, t in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +83,12 @@ class Target:
     """A global tensor that a rule assembles.
 
     Attributes:
-        name: the template of its name.
+        name: the pattern of its name.
         shape: its shape; None if it has the shape of the stored array.
         position: the index of the target's first character in the text.
     """
 
-    name: Template
+    name: Pattern
     shape: Shape | None = None
     position: int = field(default=0, compare=False)
 
@@ -123,6 +106,9 @@ class Rule:
         coordinates: from `on`: for each axis, the coordinate of the ranks to which the rule
             applies.
         position: the index of the rule's first character in the text.
+        like: for a statement `pattern like star, results -> target`, which copies other rules: the
+            star of `pattern` that captures the name of an array, whose rule is copied; and the
+            pattern of the tensors' names that the statement renames: a text and a star.
     """
 
     pattern: Pattern
@@ -131,6 +117,7 @@ class Rule:
     sizes: tuple[tuple[str, Expression], ...] = ()
     coordinates: tuple[tuple[str, Expression], ...] = ()
     position: int = field(default=0, compare=False)
+    like: tuple[Pattern, Pattern] | None = None
 
     def shape_of(self, target: Target) -> Shape:
         """Return the shape of a tensor."""
@@ -146,7 +133,7 @@ class Rule:
     def axes(self) -> dict[str, Axis]:
         """Return the axes in all shapes by name, with their sizes where a shape gives them."""
         dims = (dim for shape in self.shapes() for dim in shape.dims)
-        axes = [axis for dim in dims for axis in axes_in(dim.axes)]
+        axes = [axis for dim in dims for axis in axes_in(dim)]
         return {axis.name: axis for axis in sorted(axes, key=lambda axis: axis.size is not None)}
 
 
@@ -155,13 +142,13 @@ class Tie:
     """Further names of tensors: `head = embed`.
 
     Attributes:
-        name: the template of the further name.
+        name: the further name, with captures of `target`.
         target: the pattern of the names of tensors that get a further name.
         unless_stored: do not tie a name that has stored arrays.
         position: the index of the statement's first character in the text.
     """
 
-    name: Template
+    name: Pattern
     target: Pattern
     unless_stored: bool = False
     position: int = field(default=0, compare=False)
@@ -192,11 +179,10 @@ class Spec:
             numbers |= rule.axes().keys()
             for target in rule.targets:
                 for expression in target.name.expressions():
-                    if expression.kind != "name":
+                    if not expression.is_name:
                         numbers |= {*expression.variables(), *expression.sized_axes()}
-        parts = [part for rule in self.rules for part in rule.pattern.parts]
-        captures = {part.name for part in parts if isinstance(part, Capture) and not part.star}
-        return frozenset(numbers & captures)
+        captures = [each for rule in self.rules for each in rule.pattern.expressions()]
+        return frozenset(numbers & {each.names[0] for each in captures if each.kind == "name"})
 
     def indexed_axes(self, rule: Rule, numbers: Collection[str]) -> frozenset[str]:
         """Return the axes along which each array of a rule has one position.
@@ -206,7 +192,7 @@ class Spec:
         Args:
             numbers: the captures of all rules that are numbers.
         """
-        return frozenset(self.ranks) | (set(rule.pattern.capture_names()) & set(numbers))
+        return frozenset(self.ranks) | (set(rule.pattern.variables()) & set(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +209,7 @@ class DimensionMap:
     """
 
     array_dims: tuple[AxisExpression, ...]
-    tensor_dims: tuple[ShapeDim, ...]
+    tensor_dims: tuple[AxisExpression, ...]
     ragged_axes: tuple[Axis, ...]
     indexed_axes: frozenset[str]
     split_axes: tuple[str, ...]
@@ -251,7 +237,7 @@ def map_dimensions(
             ragged axis.
     """
     shape = rule.array_shape or rule.shape_of(target)
-    named = [dim for each in shape.dims if (dim := drop_axes(each.axes, indexed_axes)) is not None]
+    named = [dim for each in shape.dims if (dim := drop_axes(each, indexed_axes)) is not None]
     count = len(named) if ndim is None else ndim
     if count < len(named) or (count > len(named) and shape.ellipsis is None):
         raise LayoutError(
@@ -259,14 +245,14 @@ def map_dimensions(
             "correct the dimensions, or use `...` for the others"
         )
     unnamed = count - len(named)
-    array_dims = (drop_axes(dim.axes, indexed_axes) for dim in shape.expand_ellipsis(unnamed))
+    array_dims = (drop_axes(dim, indexed_axes) for dim in shape.expand_ellipsis(unnamed))
     tensor_dims = tuple(
-        ShapeDim(join_ragged_axes(dim.axes, indexed_axes), dim.limit)
+        join_ragged_axes(dim, indexed_axes)
         for dim in rule.shape_of(target).expand_ellipsis(unnamed)
     )
     kept_dims = tuple(dim for dim in array_dims if dim is not None)
     array_axes = {axis.name for dim in kept_dims for axis in axes_in(dim)}
-    tensor_axes = [axis for dim in tensor_dims for axis in axes_in(dim.axes)]
+    tensor_axes = [axis for dim in tensor_dims for axis in axes_in(dim)]
     return DimensionMap(
         kept_dims,
         tensor_dims,

@@ -44,22 +44,15 @@ class Axis:
 class AxisGroup:
     """A product of axes, or a sum: parts that follow one another along a dimension.
 
-    A product without parts has size 1.
+    A product without parts has size 1. In a tensor, elements from `limit` on are padding.
     """
 
     parts: tuple[AxisExpression, ...]
     is_sum: bool = False
+    limit: Expression | None = None
 
 
 AxisExpression = Axis | AxisGroup
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeDim:
-    """A dimension of a shape. Elements from `limit` on are padding."""
-
-    axes: AxisExpression
-    limit: Expression | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +64,19 @@ class Shape:
         position: the index of the first character in the text.
     """
 
-    dims: tuple[ShapeDim, ...]
+    dims: tuple[AxisExpression, ...]
     ellipsis: int | None = None
     position: int = field(default=0, compare=False)
 
-    def expand_ellipsis(self, count: int) -> tuple[ShapeDim, ...]:
+    def expand_ellipsis(self, count: int) -> tuple[AxisExpression, ...]:
         """Return the dimensions, with `count` dimensions in place of `...`."""
         if self.ellipsis is None:
             return self.dims
-        unnamed = (ShapeDim(Axis(f"...'{i}")) for i in range(count))
+        unnamed = (Axis(f"...'{i}") for i in range(count))
         return (*self.dims[: self.ellipsis], *unnamed, *self.dims[self.ellipsis :])
 
     def __str__(self) -> str:
-        words = [
-            format_axes(dim.axes) + (f"[:{dim.limit}]" if dim.limit is not None else "")
-            for dim in self.dims
-        ]
+        words = [format_axes(dim) for dim in self.dims]
         if self.ellipsis is not None:
             words.insert(self.ellipsis, "...")
         return f"[{' '.join(words)}]"
@@ -131,7 +121,7 @@ def drop_axes(expression: AxisExpression, dropped: Collection[str]) -> AxisExpre
         return None if expression.name in dropped else replace(expression, is_ragged=False)
     remaining = [drop_axes(part, dropped) for part in expression.parts]
     if expression.is_sum:
-        return replace(expression, parts=tuple(part or AxisGroup(()) for part in remaining))
+        return AxisGroup(tuple(part or AxisGroup(()) for part in remaining), is_sum=True)
     kept = tuple(part for part in remaining if part is not None)
     return AxisGroup(kept) if kept or not remaining else None
 
@@ -163,7 +153,9 @@ def join_ragged_axes(expression: AxisExpression, indexed_axes: Collection[str]) 
             if not outer:
                 raise LayoutError(f"~{part.name} must come after the axes of ranks that divide it")
             joined.append(replace(part, outer=tuple(outer)))
-    return AxisGroup(tuple(joined), is_sum) if isinstance(expression, AxisGroup) else joined[0]
+    if isinstance(expression, Axis):
+        return joined[0]
+    return replace(expression, parts=tuple(joined))
 
 
 def size_of(expression: AxisExpression, sizes: Sizes) -> int | None:
@@ -290,7 +282,10 @@ def format_axes(expression: AxisExpression, *, inner: bool = False) -> str:
     if isinstance(expression, Axis):
         text = ("~" if expression.is_ragged else "") + expression.name.split("'")[0]
         return " ".join([*expression.outer, text])
+    limit = "" if expression.limit is None else f"[:{expression.limit}]"
     if expression.is_sum:
-        return "(" + " + ".join(format_axes(part).strip("()") for part in expression.parts) + ")"
+        parts = " + ".join(format_axes(part).strip("()") for part in expression.parts)
+        return f"({parts}){limit}"
     text = " ".join(format_axes(part, inner=True) for part in expression.parts) or "1"
-    return f"({text})" if len(expression.parts) > 1 or (inner and expression.parts) else text
+    in_parentheses = len(expression.parts) > 1 or (inner and expression.parts)
+    return (f"({text})" if in_parentheses else text) + limit

@@ -11,11 +11,12 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment, Expression
-from shardwise.formats.language.boxes import ArrayGroup, BoxTable, find_boxes
+from shardwise.formats.language.boxes import ArrayGroup, find_boxes
 from shardwise.formats.language.match import Matches
 from shardwise.formats.language.rules import Rule, Spec, Target, map_dimensions
-from shardwise.formats.language.shapes import Axis, Sizes, size_of, solve_sizes
+from shardwise.formats.language.shapes import Axis, AxisGroup, Sizes, size_of, solve_sizes
 from shardwise.layout.columns import Int
+from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import LARGEST_INTEGER
 
 
@@ -29,7 +30,7 @@ class Tensors:
             to a tensor by its index.
         numbers_in_names: for each prefix of a name, the numbers that follow it in names. Only
             numbers that arithmetic in a rule computed are included.
-        boxes: tables of the boxes of tensors in arrays.
+        boxes: the boxes of tensors in arrays.
         arrays: one tuple for each group of arrays: the index of each array's tensor, each array's
             row in the catalogue, and the shape of the tensors according to the rule.
         problems: one line for each problem.
@@ -40,7 +41,7 @@ class Tensors:
     environment: Environment
     index: dict[str, int] = field(default_factory=dict)
     numbers_in_names: dict[str, set[int]] = field(default_factory=dict)
-    boxes: list[BoxTable] = field(default_factory=list)
+    boxes: list[Pieces] = field(default_factory=list)
     arrays: list[tuple[Int, Int, tuple[int, ...]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -80,7 +81,7 @@ class Tensors:
         try:
             shape = self._shape_of(group)
             self.arrays.append((group.tensor, group.rows, shape))
-            self.boxes += find_boxes(group, shape)
+            self.boxes += find_boxes(self.catalogue, group, shape)
         except LayoutError as error:
             self.report_arrays(group.rows, rule, str(error))
 
@@ -163,7 +164,7 @@ class Tensors:
     ) -> str:
         if isinstance(part, str):
             return part
-        if part.kind == "name" and part.names[0] in texts:
+        if part.is_name and part.names[0] in texts:
             return texts[part.names[0]]
         number = part.evaluate(environment)
         if number < 0:
@@ -173,7 +174,7 @@ class Tensors:
                 f"{{{part}}} is {number}, with {', '.join(f'{n} = {v}' for n, v in used.items())}; "
                 "a number in a name must not be negative"
             )
-        if part.kind != "name":
+        if not part.is_name:
             self.numbers_in_names.setdefault(prefix, set()).add(number)
         return str(number)
 
@@ -238,8 +239,8 @@ class Tensors:
         numbers = {**self.environment.sizes, **group.sizes}
         environment = replace(self.environment, values=numbers, sizes=numbers)
         for i, dim in enumerate(group.dimension_map.tensor_dims):
-            size = size_of(dim.axes, group.sizes) or 0
-            if dim.limit is not None:
+            size = size_of(dim, group.sizes) or 0
+            if isinstance(dim, AxisGroup) and dim.limit is not None:
                 limit = dim.limit.evaluate(environment)
                 if not 0 <= limit <= size:
                     raise LayoutError(

@@ -93,8 +93,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     if has_published_weights:
         contents.add(FSDP_MODEL)
     builder.missing_files = _find_missing_files(tree, contents)
-    step = trainer_state.get("global_step")
-    builder.step = step if type(step) is int and step >= 0 else None
+    builder.step = trainer_state.get("global_step")
 
 
 READER = Reader(FORMAT, recognise, read, overrides=("hf", "torch-ranks"))

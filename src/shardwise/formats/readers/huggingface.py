@@ -216,18 +216,18 @@ def read_sharded(tree: FileTree, builder: Builder) -> None:
     for name, header in tree.read_each(names, read_header).items():
         builder.add_file(name)
         text = header.metadata.get(_OFFSETS_KEY, "{}")
-        offsets = tree.decode_json(
-            text, name, dict[str, _SavedOffsets], f"a file with {_OFFSETS_KEY}"
+        saved = tree.decode_json(
+            text, name, dict[str, dict[str, tuple[int, ...]]], f"a file with {_OFFSETS_KEY}"
         )
         for tensor, array in header.arrays.items():
-            saved = offsets.get(tensor)
-            if saved is None or len(saved.saved_offsets) != len(array.shape):
+            offset = saved.get(tensor, {}).get("saved_offsets")
+            if offset is None or len(offset) != len(array.shape):
                 raise FormatError(
                     f"{tree.label(name)}: {tensor[:200]}: {_OFFSETS_KEY} has no offset of "
                     f"{len(array.shape)} dimensions for this array: the file is damaged, or "
                     "HuggingFaceStorageWriter did not write it; copy it again from an intact source"
                 )
-            boxes.setdefault(tensor, []).append((saved.saved_offsets, array))
+            boxes.setdefault(tensor, []).append((offset, array))
         builder.left_out += [
             f"{tensor} in {name}: {reason}" for tensor, reason in header.left_out.items()
         ]
@@ -255,11 +255,6 @@ def _require_files_of_all_ranks(tree: FileTree, names: list[str]) -> None:
                 f"{tree}: the file {part_name}-{missing:05} of {count} is missing: copy the files "
                 "of all ranks into this directory"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedOffsets:
-    saved_offsets: tuple[int, ...]
 
 
 def _find_dtype_and_shape(label: str, shards: list[Placed]) -> tuple[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
+from shardwise.ports.reader import Builder, FileTree, Reader
 
 FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"
@@ -37,7 +37,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         FormatError: it is malformed, or contains objects that are not read from pickles.
     """
     unsharded_file = tree.single_file or UNSHARDED_FILE
-    state = _read_dict(tree, unsharded_file)
+    state = tree.load(unsharded_file, kind=dict)
     if tree.single_file is None:
         sharded = read_state(tree, builder)
         builder.add_state(_rename(sharded) if _VERSION in state else sharded, is_ordered=False)
@@ -47,21 +47,10 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.add_state(_rename(rest) if _VERSION in state else rest)
     for key, value in trainer.items():
         builder.add_value(key, value)
-    step = state.get("global_step")
-    builder.step = step if type(step) is int and step >= 0 else None
+    builder.step = state.get("global_step")
 
 
 READER = Reader(FORMAT, recognise, read, overrides=("dcp", "torch", "torch-ranks"))
-
-
-def _read_dict(tree: FileTree, name: str) -> dict[Any, Any]:
-    value = tree.load(name)
-    if not isinstance(value, dict):
-        raise FormatError(
-            f"{tree.label(name)}: expected a dict, found {type(value).__name__}: copy the file "
-            "again from an intact source"
-        )
-    return value
 
 
 def _rename(state: Mapping[Any, Any]) -> dict[Any, Any]:

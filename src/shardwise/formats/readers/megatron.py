@@ -82,8 +82,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     for key, value in common.items():
         builder.add_value(f"common.{key}", value)
     _add_param_groups(builder, common, parameters)
-    step = common.get("iteration")
-    builder.step = step if type(step) is int else None
+    builder.step = common.get("iteration")
 
 
 READER = Reader(FORMAT, recognise, read, overrides=("dcp",))

@@ -31,34 +31,33 @@ _CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "OrderedDict": dict}
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    location: str
-    serializer: str
-    dtype: str
-    shape: tuple[int, ...]
-    byte_range: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Shard:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    tensor: _Tensor
+    tensor: _Entry
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of the manifest. Its type determines which fields it has."""
+    """An entry of the manifest. Its type determines which fields it has.
 
-    type: str
-    location: str | None = None
-    serializer: str | None = None
-    dtype: str | None = None
+    A tensor of a shard has no type.
+    """
+
+    type: str = ""
+    location: str = ""
+    serializer: str = ""
+    dtype: str = ""
     shape: tuple[int, ...] | None = None
     byte_range: tuple[int, int] | None = None
     shards: tuple[_Shard, ...] = ()
     chunks: tuple[_Shard, ...] = ()
     serialized_value: str | None = None
+
+    @property
+    def torch_dtype(self) -> str:
+        """Torch's name of the dtype."""
+        return self.dtype.removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +128,9 @@ class _EntryCollector:
         elif self._first_rank_by_path.setdefault(path, rank) != rank:
             self._add_replica(rank, path, entry)
         elif entry.type == "Tensor":
-            tensor = _require_tensor(entry)
-            self._tensors[path] = _parse_dtype(tensor), tensor.shape
-            self._boxes[path] = {(0,) * len(tensor.shape): self._read_array(tensor)}
+            array = self._read_array(entry)
+            self._tensors[path] = array.dtype, array.shape
+            self._boxes[path] = {(0,) * len(array.shape): array}
         else:
             self._values[path] = self._read_value(entry)
 
@@ -190,7 +189,7 @@ class _EntryCollector:
                     "source"
                 )
         ends = [tuple(map(sum, zip(s.offsets, s.sizes, strict=True))) for s in shards]
-        dtype, known_shape = self._tensors.get(path, (_parse_dtype(shards[0].tensor), ends[0]))
+        dtype, known_shape = self._tensors.get(path, (shards[0].tensor.torch_dtype, ends[0]))
         if any(len(end) != len(known_shape) for end in ends):
             raise FormatError(
                 "the tensor has shards with different numbers of dimensions, "
@@ -223,20 +222,28 @@ class _EntryCollector:
             if path in self._tensors or self._read_value(entry) != self._values[path]:
                 self._left_out.append(f"{name}: the value of rank {rank} differs and is left out")
             return
-        tensor = _require_tensor(entry)
-        if self._tensors.get(path) == (_parse_dtype(tensor), tensor.shape):
-            copy = (0,) * len(tensor.shape), self._read_array(tensor)
-            self._replicas.setdefault(path, []).append(copy)
+        array = self._read_array(entry)
+        if self._tensors.get(path) == (array.dtype, array.shape):
+            self._replicas.setdefault(path, []).append(((0,) * len(array.shape), array))
         else:
             self._left_out.append(f"{name}: the tensor of rank {rank} differs and is left out")
 
-    def _read_array(self, tensor: _Tensor) -> StoredArray:
-        dtype = _parse_dtype(tensor)
+    def _read_array(self, tensor: _Entry) -> StoredArray:
+        shape, dtype = tensor.shape, tensor.torch_dtype
+        missing = [
+            each for each in ("location", "serializer", "dtype") if not getattr(tensor, each)
+        ]
+        if shape is None or missing:
+            missing += [] if shape is not None else ["shape"]
+            raise FormatError(
+                f"the entry of the tensor lacks {', '.join(missing)}: copy the manifest again from "
+                "an intact source"
+            )
         if tensor.serializer == "torch_save":
             saved = self._read_torch_file(tensor.location, tensor.byte_range)
-            if not isinstance(saved, StoredArray) or saved.shape != tensor.shape:
+            if not isinstance(saved, StoredArray) or saved.shape != shape:
                 raise FormatError(
-                    f"{tensor.location[:200]} should have a tensor of shape {list(tensor.shape)}, "
+                    f"{tensor.location[:200]} should have a tensor of shape {list(shape)}, "
                     f"but has {_describe_saved(saved)}: copy all files of one save"
                 )
             return saved
@@ -246,12 +253,12 @@ class _EntryCollector:
                 "restore it with torchsnapshot"
             )
         start = tensor.byte_range[0] if tensor.byte_range else 0
-        array = StoredArray.contiguous(tensor.location, start, dtype, tensor.shape)
-        size = math.prod(tensor.shape) * array.itemsize
+        array = StoredArray.contiguous(tensor.location, start, dtype, shape)
+        size = math.prod(shape) * array.itemsize
         if tensor.byte_range and tensor.byte_range[1] - start != size:
             raise FormatError(
                 f"its byte_range has {tensor.byte_range[1] - start} bytes, but shape "
-                f"{list(tensor.shape)} of dtype {dtype} needs {size}: the manifest is damaged; "
+                f"{list(shape)} of dtype {dtype} needs {size}: the manifest is damaged; "
                 "copy the checkpoint again from an intact source"
             )
         self._add_file(tensor.location)
@@ -291,21 +298,6 @@ def _describe_saved(saved: object) -> str:
     if isinstance(saved, StoredArray):
         return f"a tensor of shape {list(saved.shape)}"
     return f"a {type(saved).__name__}"
-
-
-def _require_tensor(entry: _Entry) -> _Tensor:
-    if entry.location is None or not entry.serializer or not entry.dtype or entry.shape is None:
-        fields = ("location", "serializer", "dtype", "shape")
-        missing = [field for field in fields if getattr(entry, field) in (None, "")]
-        raise FormatError(
-            f"the entry of the tensor lacks {', '.join(missing)}: copy the manifest again from an "
-            "intact source"
-        )
-    return _Tensor(entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range)
-
-
-def _parse_dtype(tensor: _Tensor) -> str:
-    return tensor.dtype.removeprefix("torch.")
 
 
 _PRIMITIVE_DECODERS: Mapping[str, Callable[[str], Any]] = {

@@ -42,27 +42,45 @@ def check_optimizers(tree: FileTree, ranks: Sequence[OptimizerState]) -> list[st
     Raises:
         FormatError: the ranks differ; the message names the files and the values.
     """
-    types = [(rank.path, repr(rank.optimizer_type)) for rank in ranks]
-    _require_equal(tree, "the optimizer is", types, "from different optimizers")
     scalars = read_scalars(tree, (array for rank in ranks for array in _scalar_arrays(rank)))
+    groups = range(min(len(rank.masters) for rank in ranks))
+    facts = [_describe_optimizer(rank, groups, scalars) for rank in ranks]
     lines = []
-    for group in range(min(len(rank.masters) for rank in ranks)):
-        suffix = f"of parameter group {group}"
-        keys = [(rank.path, ", ".join(sorted(rank.states[group])) or "none") for rank in ranks]
-        _require_equal(tree, f"the state {suffix} is", keys, "from different optimizers")
-        for key, value in ranks[0].states[group].items():
-            if isinstance(value, StoredArray) and value.shape:
-                continue
-            values = [(rank.path, _to_text(rank.states[group].get(key), scalars)) for rank in ranks]
-            if key == STEP:
-                _require_equal(tree, f"the step {suffix} is", values, "from different steps")
-            elif len({text for _, text in values}) > 1:
-                lines.append(f"optimizer.*.{key} {suffix}: ranks differ; the first one's is taken")
-        settings = [(rank.path, _hyperparameters_as_text(rank, group, scalars)) for rank in ranks]
-        for key in dict.fromkeys(key for _, texts in settings for key in texts):
-            values = [(path, texts.get(key, "missing")) for path, texts in settings]
-            _require_equal(tree, f"{key} {suffix} is", values, "from different saves or optimizers")
+    for subject, problem in dict.fromkeys(key for each in facts for key in each):
+        values = [
+            (rank.path, each.get((subject, problem), "missing"))
+            for rank, each in zip(ranks, facts, strict=True)
+        ]
+        if problem:
+            _require_equal(tree, f"{subject} is", values, problem)
+        elif len({text for _, text in values}) > 1:
+            lines.append(f"optimizer.*.{subject}: ranks differ; the first one's is taken")
     return lines
+
+
+def _describe_optimizer(
+    rank: OptimizerState, groups: Iterable[int], scalars: Scalars
+) -> dict[tuple[str, str], str]:
+    """Return what should be the same on all ranks, as text.
+
+    The keys are the subject, and the problem if ranks differ, or "" if this is no reason to refuse
+    the files.
+    """
+    facts = {("the optimizer", "from different optimizers"): repr(rank.optimizer_type)}
+    for group in groups:
+        state, suffix = rank.states[group], f"of parameter group {group}"
+        keys = ", ".join(sorted(state)) or "none"
+        facts[f"the state {suffix}", "from different optimizers"] = keys
+        for key, value in state.items():
+            if key == STEP:
+                facts[f"the step {suffix}", "from different steps"] = _to_text(value, scalars)
+            elif not isinstance(value, StoredArray) or not value.shape:
+                facts[f"{key} {suffix}", ""] = _to_text(value, scalars)
+        if rank.hyperparameters is not None:
+            for key, value in rank.hyperparameters[rank.param_groups[group]].items():
+                problem = "from different saves or optimizers"
+                facts[f"{key} {suffix}", problem] = _to_text(value, scalars)
+    return facts
 
 
 def read_scalars(tree: FileTree, arrays: Iterable[StoredArray]) -> Scalars:
@@ -93,14 +111,6 @@ def _decode_scalar(data: bytes, dtype: str) -> float:
 def _scalar_arrays(state: OptimizerState) -> Iterable[StoredArray]:
     for values in (*state.states, *(state.hyperparameters or ())):
         yield from (v for v in values.values() if isinstance(v, StoredArray) and not v.shape)
-
-
-def _hyperparameters_as_text(state: OptimizerState, group: int, scalars: Scalars) -> dict[str, str]:
-    """Return the hyperparameters of a flat group as text."""
-    if state.hyperparameters is None:
-        return {}
-    values = state.hyperparameters[state.param_groups[group]]
-    return {key: _to_text(value, scalars) for key, value in values.items()}
 
 
 def _to_text(value: object, scalars: Scalars) -> str:

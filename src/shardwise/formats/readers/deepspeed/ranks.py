@@ -62,10 +62,9 @@ class AllRanks:
         return self.models[0, 0]
 
     @property
-    def step(self) -> int | None:
-        """The number of training steps; None if the checkpoint lacks it."""
-        steps = self.first_model.values.get("global_steps")
-        return steps if type(steps) is int else None
+    def step(self) -> object:
+        """The number of training steps, as the file has it."""
+        return self.first_model.values.get("global_steps")
 
     @property
     def world_size(self) -> int:

@@ -7,15 +7,15 @@ a parameter, and each rank has a range of the flattened parameter, which may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
 from shardwise.ports.reader import (
     Builder,
-    Placed,
     StoredArray,
     StoredPart,
 )
@@ -27,24 +27,11 @@ class UnknownLayoutError(Exception):
     """The files do not say which parameters the ranges of the optimizer belong to."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements of a flattened parameter, and their place in an entry of the optimizer.
-
-    Attributes:
-        entry: the index of the entry.
-        parameter: the index of the parameter.
-        shard: the index of the rank in the group that shards the model.
-        start, stop: the elements of the flattened parameter.
-        skipped: the number of elements of the rank's array before them.
-    """
-
-    entry: int
-    parameter: int
-    shard: int
-    start: int
-    stop: int
-    skipped: int
+_Shards: TypeAlias = Mapping[int, tuple[int, int, int]]
+"""For each shard, the start and the end of the elements that it has of a flattened parameter, and
+the number of elements before them in the rank's array."""
+_Entries: TypeAlias = Mapping[int, tuple[int, _Shards]]
+"""For each parameter, the index of its entry in the optimizer, and its shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +121,11 @@ def convert_flat_optimizers(
     tied = _find_tied(models, parameters, builder)
     for candidates in (parameters, parameters.without(tied)) if tied else (parameters,):
         is_by_parameter = entry_count == len(candidates.names)
-        find = _ranges_of_parameters if is_by_parameter else _ranges_of_flat_parameters
-        ranges = find(candidates, optimizers)
-        if ranges is not None:
+        find = _entries_of_parameters if is_by_parameter else _entries_of_flat_parameters
+        entries = find(candidates, optimizers)
+        if entries is not None:
             return [
-                _convert(optimizer, candidates, shard, ranges)
+                _convert(optimizer, candidates, shard, entries)
                 for optimizer, shard in zip(optimizers, candidates.shard_of_rank, strict=True)
             ]
     raise UnknownLayoutError(
@@ -241,33 +228,30 @@ def _sizes_by_shard(
     return [sizes.get(shard) for shard in range(parameters.shard_count)]
 
 
-def _ranges_of_parameters(
+def _entries_of_parameters(
     parameters: _Parameters, optimizers: Sequence[Mapping[str, Any]]
-) -> list[_Range] | None:
-    """Return the ranges if each entry is a parameter; None if the sizes do not fit."""
-    ranges = []
+) -> _Entries | None:
+    """Return the shards if each entry is a parameter; None if the sizes do not fit."""
+    entries: dict[int, tuple[int, _Shards]] = {}
     for parameter, size in enumerate(parameters.sizes):
         sizes = _sizes_by_shard(parameters, optimizers, parameter)
         if all(each is None for each in sizes):
             continue  # a frozen parameter
-        position = 0
-        for shard, length in enumerate(each or 0 for each in sizes):
-            stop = position + length
-            ranges.append(_Range(parameter, parameter, shard, position, stop, 0))
-            position = stop
-        if position != size:
+        ends = list(accumulate((each or 0 for each in sizes), initial=0))
+        if ends[-1] != size:
             return None
-    return ranges
+        shards = {i: (*pair, 0) for i, pair in enumerate(pairwise(ends))}
+        entries[parameter] = parameter, shards
+    return entries
 
 
-def _ranges_of_flat_parameters(
+def _entries_of_flat_parameters(
     parameters: _Parameters, optimizers: Sequence[Mapping[str, Any]]
-) -> list[_Range] | None:
-    """Return the ranges if each entry is a flat parameter; None if this is not certain."""
+) -> _Entries | None:
+    """Return the shards if each entry is a flat parameter; None if this is not certain."""
     count = parameters.shard_count
-    entry_count = len(optimizers[0][GROUPS][0][PARAMS])
     lengths = []
-    for entry in range(entry_count):
+    for entry in range(len(optimizers[0][GROUPS][0][PARAMS])):
         sizes = _sizes_by_shard(parameters, optimizers, entry)
         if sizes[0] is None or len(set(sizes)) != 1:
             raise UnknownLayoutError(f"entry {entry} has no state, or parts of different sizes")
@@ -276,48 +260,36 @@ def _ranges_of_flat_parameters(
     units = find_flat_units(parameters.names, parameters.sizes, flat_sizes, count)
     if units is None:
         return None
-    ranges, positions = [], [0] * entry_count
+    entries: dict[int, tuple[int, _Shards]] = {}
+    positions = [0] * len(lengths)
     for parameter, (entry, size) in enumerate(zip(units, parameters.sizes, strict=True)):
         begin, length = positions[entry], lengths[entry]
         positions[entry] = end = begin + size
+        shards = {}
         for shard in range(begin // length, -(-end // length)):
             low, high = max(begin, shard * length), min(end, (shard + 1) * length)
-            skipped = low - shard * length
-            ranges.append(_Range(entry, parameter, shard, low - begin, high - begin, skipped))
-    return ranges
+            shards[shard] = low - begin, high - begin, low - shard * length
+        entries[parameter] = entry, shards
+    return entries
 
 
 def _convert(
-    optimizer: Mapping[str, Any], parameters: _Parameters, shard: int, ranges: Sequence[_Range]
+    optimizer: Mapping[str, Any], parameters: _Parameters, shard: int, entries: _Entries
 ) -> dict[str, Any]:
     """Return one rank's state, with named parameters as entries."""
-    by_parameter: dict[int, list[_Range]] = {}
-    for each in ranges:
-        by_parameter.setdefault(each.parameter, []).append(each)
     state: dict[int, dict[str, Any]] = {}
-    for parameter, its_ranges in by_parameter.items():
-        entry = optimizer[STATE].get(its_ranges[0].entry, {})
-        make_part = _part_maker(parameters, parameter, shard, its_ranges)
-        state[parameter] = {
-            key: make_part(value) if _is_flat(value) else value for key, value in entry.items()
-        }
+    for parameter, (entry, shards) in entries.items():
+        shape, converted = parameters.shapes[parameter], {}
+        start, stop, skipped = shards.get(shard, (0, 0, 0))
+        for key, value in optimizer[STATE].get(entry, {}).items():
+            converted[key] = value
+            if _is_flat(value):
+                boxes = value.part((skipped,), (stop - start,)).boxes_in(shape, start)
+                places = (shard,), (parameters.shard_count,)
+                converted[key] = StoredPart(
+                    "ShardedTensor", value.dtype, shape, tuple(boxes), *places
+                )
+        state[parameter] = converted
     (group,) = optimizer[GROUPS]
     names = [*parameters.names]  # also of frozen parameters, which have no state
     return {STATE: state, GROUPS: [{**group, PARAMS: [*range(len(names))], PARAM_NAMES: names}]}
-
-
-def _part_maker(
-    parameters: _Parameters, parameter: int, shard: int, ranges: Sequence[_Range]
-) -> Callable[[StoredArray], StoredPart]:
-    """Return a function that converts this rank's array of an entry to the part of a parameter."""
-    shape, places = parameters.shapes[parameter], (parameters.shard_count,)
-    own = next((each for each in ranges if each.shard == shard), None)
-
-    def make_part(array: StoredArray) -> StoredPart:
-        boxes: list[Placed] = []
-        if own is not None:
-            elements = array.part((own.skipped,), (own.stop - own.start,))
-            boxes = elements.boxes_in(shape, own.start)
-        return StoredPart("ShardedTensor", array.dtype, shape, tuple(boxes), (shard,), places)
-
-    return make_part

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
@@ -29,22 +28,6 @@ _SCHEDULER, _RANDOM_STATE = "lr_scheduler", "rng"
 _PUBLISHED = "huggingface/"
 
 
-@dataclass(frozen=True, slots=True)
-class _RankFiles:
-    """The files of a checkpoint.
-
-    Attributes:
-        world_size: the number of ranks.
-        names: for each kind of file, its name for each rank, in order.
-    """
-
-    world_size: int
-    names: Mapping[str, tuple[str, ...]]
-
-    def all_names(self) -> list[str]:
-        return [name for names in self.names.values() for name in names]
-
-
 def recognise(tree: FileTree) -> bool:
     """Return whether a directory has files that are named as verl names the model's."""
     return tree.single_file is None and any(map(_FILE.fullmatch, tree.sizes))
@@ -62,12 +45,11 @@ def read(tree: FileTree, builder: Builder) -> None:
             different saves.
     """
     files = _find_files(tree)
-    names = files.all_names()
-    values = _read_dicts(tree, names)
+    values = tree.load_each((name for names in files.values() for name in names), kind=dict)
     by_kind: dict[str, list[Any]] = {
-        kind: [values[name] for name in names] for kind, names in files.names.items()
+        kind: [values[name] for name in names] for kind, names in files.items()
     }
-    builder.left_out += _list_left_out(tree, names)
+    builder.left_out += _list_left_out(tree, values)
     try:
         _convert_optimizers(by_kind, builder)
     except UnknownLayoutError as error:
@@ -84,25 +66,13 @@ def read(tree: FileTree, builder: Builder) -> None:
         [
             (name, _state_of_file(kind, value))
             for kind, its_values in by_kind.items()
-            for name, value in zip(files.names[kind], its_values, strict=True)
+            for name, value in zip(files[kind], its_values, strict=True)
         ]
     )
-    builder.step, builder.world_size = _find_step(tree), files.world_size
+    builder.step, builder.world_size = _find_step(tree), max(map(len, files.values()))
 
 
 READER = Reader(FORMAT, recognise, read, overrides=("torch-ranks",))
-
-
-def _read_dicts(tree: FileTree, names: Iterable[str]) -> dict[str, dict[Any, Any]]:
-    """Return the dict in each file."""
-    values = tree.load_each(names)
-    for name, value in values.items():
-        if not isinstance(value, dict):
-            raise FormatError(
-                f"{tree.label(name)}: the file contains a {type(value).__name__}: expected a dict, "
-                "as verl saves"
-            )
-    return values
 
 
 def _convert_optimizers(by_kind: dict[str, list[Any]], builder: Builder) -> None:
@@ -121,8 +91,8 @@ def _convert_optimizers(by_kind: dict[str, list[Any]], builder: Builder) -> None
         by_kind[OPTIMIZER] = list(map(name_parameters, models, optimizers))
 
 
-def _find_files(tree: FileTree) -> _RankFiles:
-    """Return the files.
+def _find_files(tree: FileTree) -> dict[str, tuple[str, ...]]:
+    """Return for each kind of file its name for each rank, in order.
 
     Raises:
         FormatError: they are of several world sizes, or a file is missing.
@@ -157,7 +127,7 @@ def _find_files(tree: FileTree) -> _RankFiles:
                 f"world size is {world_size}: the file was renamed; open an intact copy"
             )
         tree.require(names, f"{world_size} ranks wrote")
-    return _RankFiles(world_size, expected)
+    return expected
 
 
 def _state_of_file(kind: str, value: Mapping[Any, Any]) -> dict[str, Any]:
@@ -172,9 +142,8 @@ def _state_of_file(kind: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _list_left_out(tree: FileTree, read_names: list[str]) -> list[str]:
+def _list_left_out(tree: FileTree, known: Collection[str]) -> list[str]:
     """Return a line for each file that is not read; one for the published files together."""
-    known = set(read_names)
     others = [name for name in tree.sizes if name not in known and name != "fsdp_config.json"]
     published = [name for name in others if name.startswith(_PUBLISHED)]
     lines = [

@@ -85,8 +85,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
-    step = ranks[0].values.get(ITERATION)
-    builder.step = step if type(step) is int and step >= 0 else None
+    builder.step = ranks[0].values.get(ITERATION)
     builder.world_size = len(ranks)
 
 
