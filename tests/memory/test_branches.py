@@ -12,14 +12,13 @@ from msgspec import Raw
 
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
-from shardwise.memory.decide import Periods, is_superseded
+from shardwise.memory.decide import is_superseded
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
-from shardwise.memory.observe import read_snapshot
+from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
-from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
@@ -212,7 +211,7 @@ def idle_run(run: Run) -> Run:
 
 
 def attendant(run: Run) -> Attendant:
-    return Attendant(Home(run.path.parents[2]), Periods(between_lookups=10.0))
+    return Attendant(Home(run.path.parents[2]))
 
 
 def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(

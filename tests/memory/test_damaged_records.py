@@ -15,10 +15,9 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
-from shardwise.memory.agent.mirrors import Mirrors
+from shardwise.memory.agent.mirrors import Mirrors, read_mirror_task, set_mirror_task
 from shardwise.memory.files import decode_record, encode_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
-from shardwise.memory.mirror_tasks import read_mirror_task, set_mirror_task
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import (
     AgentInfo,

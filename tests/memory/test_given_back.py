@@ -10,7 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import DEFAULT_PERIODS
+from shardwise.memory.decide import UNTIL_FREED, UNTIL_FREED_IF_STORED, UNTIL_REMOVED
 from shardwise.memory.home import Home
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.rank_locks import RankLock
@@ -22,7 +22,7 @@ from tests.memory.test_snapshots import shm, signal_agents
 from tests.memory.test_supervise import until
 
 __all__ = ["run_command", "shm"]
-LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed
+LINGER, LONGEST = UNTIL_FREED_IF_STORED, UNTIL_FREED
 
 
 class Node:
@@ -42,7 +42,7 @@ class Node:
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
-        self._agent.after(DEFAULT_PERIODS.until_removed)
+        self._agent.after(UNTIL_REMOVED)
         home = self._agent.home
         return not home.runs() and not list(home.path.glob("**/*.slot"))
 

@@ -15,9 +15,13 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Run, SnapshotDirectory, SnapshotInUse, new_run_id
-from shardwise.memory.reclaim import discard, discard_all
+from shardwise.memory.reclaim import (
+    bytes_needed_for_others,
+    bytes_stored_for_others,
+    discard,
+    discard_all,
+)
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from tests.memory.reconciling import free_decided

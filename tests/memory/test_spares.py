@@ -11,14 +11,14 @@ import shardwise as sw
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.free_files import (
+from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.memory.reclaim import (
     add_spare,
     bytes_stored_for_others,
     delete_smallest_spares,
     list_spares,
     reuse_spare,
 )
-from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.records import StagedFile
 from tests.breadth import mostly_long
 from tests.memory.reconciling import free_decided

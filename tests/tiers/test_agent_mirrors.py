@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 import shardwise as sw
-from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import (
+from shardwise.memory.agent.mirrors import (
     TASKS_DIRECTORY,
+    Mirrors,
     read_mirror_task,
     set_mirror_task,
 )
+from shardwise.memory.home import Home
 from shardwise.memory.records import StorageTask
 from shardwise.memory.spawn import running_agent
 from shardwise.retention import committed_steps

@@ -10,9 +10,9 @@ import torch
 
 import shardwise as sw
 from shardwise.manifest.names import step_directory
+from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.status import read_status
 from shardwise.memory.home import Home
-from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.records import StorageTask
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore

@@ -19,16 +19,18 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Count, decode_manifest
+from shardwise.manifest.names import MANIFEST, check_file_name, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
 from shardwise.memory.records import (
@@ -50,6 +52,9 @@ OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
+PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
+FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
+"""For each step of a run, the name and size in bytes of each file."""
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 
@@ -211,6 +216,14 @@ class Run:
             return []
         return sorted(step for name in names if (step := step_of_directory(name)) is not None)
 
+    def snapshots(self) -> list[SnapshotDirectory]:
+        """Return the directories of the snapshots, by ascending step."""
+        return [SnapshotDirectory(self, step) for step in self.steps()]
+
+    def pending_manifests(self) -> list[PendingManifest]:
+        """Return the pending manifests of all snapshots, by ascending step."""
+        return [each for place in self.snapshots() for each in place.pending_manifests()]
+
     def step_path(self, step: int) -> Path:
         """Return the directory of a step's snapshot."""
         return self.path / step_directory(step)
@@ -229,11 +242,11 @@ def find_newest_snapshot(home: Home, root: str) -> int | None:
     """
     place = root.partition("?")[0]
     steps = (
-        step
+        snapshot.step
         for run in home.runs()
         if (run.root() or "").partition("?")[0] == place
-        for step in run.steps()
-        if SnapshotDirectory(run, step).is_committed()
+        for snapshot in run.snapshots()
+        if snapshot.is_committed()
     )
     return max(steps, default=None)
 
@@ -387,3 +400,55 @@ class SnapshotDirectory:
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
         return (self.path / name).exists()
+
+
+@contextmanager
+def open_below(home: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Open a directory below the home, through the directories `names`. Links are refused.
+
+    Args:
+        make: whether to create missing directories.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with ExitStack() as stack:
+        fd = os.open(home, flags)
+        stack.callback(os.close, fd)
+        for name in names:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=fd)
+            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
+            stack.callback(os.close, fd)
+        yield fd
+
+
+def list_steps(home: Path, run: str) -> FilesOfSteps:
+    """Return name and size of the regular files of each step of a run.
+
+    Hidden files, which are being written, are left out.
+    """
+    found: FilesOfSteps = {}
+    try:
+        with open_below(home, "runs", run) as directory:
+            names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    for name in names:
+        step = step_of_directory(name)
+        if step is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found[step] = _list_files(home, run, name)
+    return found
+
+
+def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
+    files = {}
+    with open_below(home, "runs", run, step) as directory:
+        for name in os.listdir(directory):
+            with suppress(FileNotFoundError, FormatError):
+                if name != MANIFEST:
+                    check_file_name(name)
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    files[name] = status.st_size
+    return files

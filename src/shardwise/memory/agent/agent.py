@@ -18,11 +18,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import StoreUnavailableError
 from shardwise.memory.decide import (
-    DEFAULT_PERIODS,
     FREE,
     Action,
     AnyAction,
-    Periods,
     RunAction,
     decide_run,
 )
@@ -48,7 +46,6 @@ class Agent:
         observer: the observer of the node. The caller holds the agent's lock.
         performers: the function that performs each kind of action.
         before_observing: a function to call before each observation.
-        periods: the times to wait before memory is freed.
     """
 
     def __init__(
@@ -56,12 +53,10 @@ class Agent:
         observer: Observer,
         performers: Mapping[str, Performer],
         before_observing: Callable[[], object] = lambda: None,
-        periods: Periods = DEFAULT_PERIODS,
     ) -> None:
         self._observer = observer
         self._performers = performers
         self._before_observing = before_observing
-        self._periods = periods
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
@@ -116,7 +111,7 @@ class Agent:
         try:
             if isinstance(view, Exception):
                 raise view
-            return decide_run(view, now, self._periods)
+            return decide_run(view, now)
         except Exception as error:
             self._retries.record_failure(run, error)
             return None
@@ -148,7 +143,7 @@ class Agent:
 
     def _is_still_due(self, action: AnyAction) -> bool:
         run = self._observer.run(action.run)
-        is_decided = action in decide_run(run, self._observer.clock(), self._periods)
+        is_decided = action in decide_run(run, self._observer.clock())
         return is_decided and self._retries.is_due(action)
 
     def _observe_repeatedly(self) -> None:

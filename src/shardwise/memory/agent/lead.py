@@ -21,8 +21,8 @@ from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
-from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
+    OpenedStores,
     copy_files_of_lost_nodes,
     lock_for_publishing,
 )
@@ -308,11 +308,7 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     """Return the agents of a snapshot's nodes, with the newest address that this node knows."""
     if len(pending.nodes) == 1:  # only this node
         return pending.nodes
-    places = [SnapshotDirectory(run, step) for step in run.steps()]
-    manifests = [
-        pending,
-        *(each for place in places for each in place.pending_manifests()),
-    ]
+    manifests = [pending, *run.pending_manifests()]
     newest = {info.node: info for each in manifests for info in each.nodes}
     return [newest[info.node] for info in pending.nodes]
 

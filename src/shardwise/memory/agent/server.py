@@ -27,8 +27,8 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.files import LARGEST_RECORD
+from shardwise.memory.home import list_steps, open_below
 from shardwise.memory.identity import make_run_token
-from shardwise.memory.listing import list_steps, open_below
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically

@@ -254,19 +254,16 @@ class Nodes:
 
     def _raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
-        run = self._place.run
-        for step in reversed([step for step in run.steps() if step > self._place.step]):
-            newer = SnapshotDirectory(run, step)
-            pending = newer.pending_manifests()
-            if pending:
-                present = {info.node for each in pending for info in each.nodes}
-                absent = sorted(set(nodes) - present)
-                if absent:
-                    raise _NoRetryError(
-                        f"step {self._place.step} is not completed, because the run continued "
-                        f"without node {', '.join(absent)}; use a newer snapshot"
-                    )
-                return
+        step = self._place.step
+        pending = [each for each in self._place.run.pending_manifests() if each.step > step]
+        newest = max((each.step for each in pending), default=None)
+        present = {info.node for each in pending if each.step == newest for info in each.nodes}
+        absent = sorted(set(nodes) - present)
+        if present and absent:
+            raise _NoRetryError(
+                f"step {step} is not completed, because the run continued without node "
+                f"{', '.join(absent)}; use a newer snapshot"
+            )
 
     def _client(self, node: str) -> AgentClient:
         try:

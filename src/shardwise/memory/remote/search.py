@@ -15,9 +15,8 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manif
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import decode_record
-from shardwise.memory.home import Run, SnapshotDirectory
+from shardwise.memory.home import Run, SnapshotDirectory, list_steps
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.listing import list_steps
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
 from shardwise.memory.redundancy.placement import Protection
@@ -51,9 +50,7 @@ class NodeFiles(msgspec.Struct, array_like=True):
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for info in run.known_nodes()}
-    for step in run.steps():
-        for pending in SnapshotDirectory(run, step).pending_manifests():
-            known |= {info.node: info for info in pending.nodes}
+    known |= {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
     return NodeFiles(node, list_steps(run.path.parents[1], run.name), list(known.values()))
 
 

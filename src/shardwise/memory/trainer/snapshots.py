@@ -24,23 +24,26 @@ from shardwise.engine.save import SaveReport, check_replicas, refuse_existing
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import data_file
+from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
-from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
-from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
-from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
+from shardwise.memory.reclaim import (
+    delete_free_slots,
+    discard_superseded,
+    refuse_older_step,
+    remove_other_runs,
+)
 from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
-from shardwise.memory.trainer.rings import Rings
-from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
+from shardwise.memory.trainer.rings import join_ring
+from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import committed_steps
@@ -95,7 +98,6 @@ class Snapshots:
         self._steps_to_look_for: frozenset[int] | None = None
         with Round(group, "reclaiming memory"):
             self._reclaim()
-        self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
             self.home,
             self.run,
@@ -209,7 +211,7 @@ class Snapshots:
             described = describe_save(replace(make_save(), written_to=None))
             offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
         planned = complete_plan(described, offers, group, plan_cache, recorder)
-        source, ring = self._rings.join(planned)
+        source, ring, _ = join_ring(planned, self._options, self.membership, group)
         compared = self._comparison.most_bytes(planned.plan, planned.description)
         with Round(group, "allocating slots"), recorder.stage("allocate"):
             return self._staging.prepare(source, ring, compared)
@@ -370,10 +372,10 @@ class Snapshots:
         place = SnapshotDirectory(self.run, options.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
-        source, ring = self._rings.join(planned)
+        source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
         manifest = None
         if planned.rank == 0:
-            manifest = self._make_pending_manifest(planned, storage, durable=durable)
+            manifest = self._make_pending_manifest(planned, storage, rings, durable=durable)
         part = SnapshotPart(
             place=place,
             planned=planned,
@@ -410,7 +412,7 @@ class Snapshots:
         return SaveHandle(report, pending, self._mirror)
 
     def _make_pending_manifest(
-        self, planned: PlannedSave, storage: StorageTask, *, durable: bool
+        self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
         plan, options, memory = planned.plan.plan, planned.save.options, self._options
@@ -423,7 +425,7 @@ class Snapshots:
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
-            rings=self._rings.files,
+            rings=rings,
             storage=storage,
             durable=durable,
             rescue=memory.rescue,
