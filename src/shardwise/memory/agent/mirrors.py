@@ -151,7 +151,7 @@ class Mirrors:
 
     def _update_task(self, run: Run, task: StorageTask) -> None:
         active = self._active.get(run)
-        if active is not None and _have_same_tiers(active.task, task):
+        if active is not None and _tiers_of(active.task) == _tiers_of(task):
             # Opened anew, the stores may find other credentials.
             age = self._clock() - active.started_at
             if age < (RETRY_PERIOD if active.worker is None else REOPEN_PERIOD) or (
@@ -195,11 +195,8 @@ class Mirrors:
             self._bell.clear()
 
 
-def _have_same_tiers(before: StorageTask, after: StorageTask) -> bool:
-    def tiers(task: StorageTask) -> object:
-        return task.root, task.mirror, task.keep
-
-    return tiers(before) == tiers(after)
+def _tiers_of(task: StorageTask) -> object:
+    return task.root, task.mirror, task.keep
 
 
 def _saved_steps(task: StorageTask) -> SavedSteps:
