@@ -15,7 +15,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -177,7 +177,6 @@ class _Handlers:
         self._home = home
         self._wake = wake
         self._list_failing = list_failing
-        self._arrival = asyncio.Event()
         self._bytes_received = 0
 
     async def list_failing(self, request: web.Request) -> web.Response:
@@ -194,8 +193,7 @@ class _Handlers:
             seconds_left = deadline - loop.time()
             if seconds_left <= 0 or _is_closed(request):
                 raise web.HTTPNotFound
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrival.wait(), min(seconds_left, POLL_PERIOD))
+            await asyncio.sleep(min(seconds_left, POLL_PERIOD))
         with file:
             return await _send_file(request, file)
 
@@ -211,8 +209,6 @@ class _Handlers:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
-        arrival, self._arrival = self._arrival, asyncio.Event()
-        arrival.set()
         self._wake()
         return web.Response(status=204)
 

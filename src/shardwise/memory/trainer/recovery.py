@@ -136,16 +136,13 @@ def _wait_for_commits(run: Run, saves: set[str]) -> None:
     """
     cache = RecordCache()
 
-    def are_committed() -> bool:
-        return not any(
+    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
+        if not any(
             save.save_id in saves
             and save.has_staged
             and not save.state_of("commit").has_ended
             and snapshot.committed_save != save.save_id
             for snapshot in read_run_view(run, cache).snapshots
             for save in snapshot.saves.values()
-        )
-
-    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
-        if are_committed():
+        ):
             return
