@@ -12,7 +12,6 @@ import pytest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import reclaim, records
 from shardwise.memory.agent import process
-from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.files import lock_directory, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
@@ -91,9 +90,9 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     run = begun(home)
     came: list[RankLock] = []
     coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
-    look = reclaim._has_neither_trainers_nor_snapshots
+    look = reclaim.has_trainers
 
-    def is_vacant(seen: Run) -> bool:
+    def is_training(seen: Run) -> bool:
         found = look(seen)
         with lock_directory(seen.path, shared=True) as free:
             if not free:  # it is looked at for the last time
@@ -102,7 +101,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
                 assert not came
         return found
 
-    monkeypatch.setattr(reclaim, "_has_neither_trainers_nor_snapshots", is_vacant)
+    monkeypatch.setattr(reclaim, "has_trainers", is_training)
     reclaim.remove_if_unused(home, run)
     coming.join(20.0)
     assert len(came) == 1
@@ -135,9 +134,7 @@ def test_an_agent_of_which_nothing_is_needed_ends(
     run = begun(home)
 
     async def live() -> None:
-        idle = process._wait_for_end(
-            home, AgentInfo("n", "", ""), Mirrors(home), asyncio.Event(), until_idle=True
-        )
+        idle = process._wait_for_end(home, AgentInfo("n", "", ""), asyncio.Event(), until_idle=True)
         ending = asyncio.ensure_future(idle)
         await asyncio.sleep(0.3)
         assert not ending.done()

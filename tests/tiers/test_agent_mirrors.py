@@ -14,7 +14,6 @@ import torch
 
 import shardwise as sw
 from shardwise.memory.agent.mirrors import (
-    TASKS_DIRECTORY,
     Mirrors,
     read_mirror_task,
     set_mirror_task,
@@ -110,16 +109,15 @@ def test_a_task_ends_when_the_run_has_ended_and_all_is_copied(tmp_path: Path) ->
     task = read_mirror_task(run)
     assert task is not None
     assert (task.newest, task.damaged) == (1, [7])  # a restart of the training does not forget
-    mirrors = Mirrors(home)
-    assert mirrors.is_busy()
+    assert home.mirrored_runs() == [run]
+    mirrors = Mirrors()
 
     def is_finished() -> bool:
-        mirrors.update_tasks()
-        return not mirrors.is_busy()
+        mirrors.catch_up(run)
+        return not home.mirrored_runs()
 
     until(is_finished)
     assert committed_steps(LocalStore(mirror)) == [1]
-    mirrors.stop()
 
 
 def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: Path) -> None:
@@ -127,23 +125,25 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     sw.save(root / "step-00000001", state(1), step=1)
     mirror.write_text("in the way")
     home = Home(tmp_path / "home")
-    set_mirror_task(home.run(RUN), StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
+    run = home.run(RUN)
+    set_mirror_task(run, StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
     now = time.time()
-    mirrors = Mirrors(home, lambda: now)
-    mirrors.update_tasks()
-    until(lambda: (root / "mirror.json").exists())
-    mirrors.update_tasks()
-    assert mirrors.is_busy()
-    first = mirrors._active[home.run(RUN)].worker
+    mirrors = Mirrors(lambda: now)
+    mirrors.catch_up(run)
+    assert (root / "mirror.json").exists()
+    mirrors.catch_up(run)
+    assert home.mirrored_runs() == [run]
+    first = mirrors._open_mirrors[run].mirroring
     now += 601.0
-    until(
-        lambda: (mirrors.update_tasks(), mirrors._active[home.run(RUN)].worker is not first)[1]
-    )  # opened anew
+    mirrors.catch_up(run)
+    mirrors.catch_up(run)
+    assert mirrors._open_mirrors[run].mirroring is not first  # opened anew
     now += 86500.0
-    until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])
-    mirrors.stop()
-    (home.path / TASKS_DIRECTORY / f"{RUN}.json").write_text("{")  # damaged: ignored
-    mirrors.update_tasks()
-    shutil.rmtree(home.path / TASKS_DIRECTORY)
-    mirrors.update_tasks()
-    assert not mirrors.is_busy()
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()
+    run.mirror_task_path.write_text("{")  # damaged: ignored
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()
+    shutil.rmtree(run.mirror_task_path.parent)
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()

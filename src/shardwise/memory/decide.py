@@ -45,6 +45,7 @@ NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
 
 FREE, FREE_RUN, LOOK_UP_ROOT, RESCUE = "free", "free run", "look up root", "rescue"
+MIRROR = "mirror"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,19 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class RunAction:
-    """An action on a run without trainers.
+    """An action on a run: MIRROR, or, if the run has no trainers, FREE_RUN or LOOK_UP_ROOT.
 
     Attributes:
-        kind: FREE_RUN, or LOOK_UP_ROOT.
+        kind: the kind of action.
         run: the run.
         reads_steps: whether to find the newest step in the root, too.
+        task: the time when the task to mirror was written. A new task is due at once.
     """
 
     kind: str
     run: Run
     reads_steps: bool = False
+    task: int = 0
 
 
 AnyAction = Action | RunAction
@@ -108,6 +111,8 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():
             actions += _advance_stages(snapshot, save)
+    if run.mirror_changed_at is not None:
+        actions.append(RunAction(MIRROR, run.run, task=run.mirror_changed_at))
     if run.lost_ranks:
         actions += _rescue_newest(run, TRAINER_LOST)
     if run.unattended_since is not None:

@@ -2,6 +2,7 @@
 
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
+  mirrors/<run>.json                       what the agent mirrors
   runs/<run>/free/r00003-0.slot            a free slot
   runs/<run>/free/<id>.spare               a file that the agent reuses for copies and parity
   runs/<run>/ended/commit-all-<save>.json  outcomes of saves that are no longer in memory
@@ -44,7 +45,7 @@ from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
-FREE_DIRECTORY = "free"
+FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"
 _ROOT_RECORD = "root.json"
 KNOWN_NODES_RECORD = "nodes.json"
 MOST_KNOWN_NODES = 64
@@ -112,6 +113,11 @@ class Home:
         names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
         return [Run(self.path / "runs" / name) for name in names]
 
+    def mirrored_runs(self) -> list[Run]:
+        """Return the runs whose root the agent mirrors, by id."""
+        names = (path.stem for path in (self.path / MIRRORS_DIRECTORY).glob("[!.]*.json"))
+        return [self.run(name) for name in sorted(filter(_RUN_ID.fullmatch, names))]
+
     def run(self, run: str) -> Run:
         """Return the run with this id.
 
@@ -174,6 +180,11 @@ class Run:
     def free_directory(self) -> Path:
         """The directory of the free slots."""
         return self.path / FREE_DIRECTORY
+
+    @property
+    def mirror_task_path(self) -> Path:
+        """The file with the task of the agent to mirror the root. It may outlive the run."""
+        return self.path.parents[1] / MIRRORS_DIRECTORY / f"{self.name}.json"
 
     def wake_agent(self) -> None:
         """Wake the agent of this node, if one runs."""

@@ -135,7 +135,8 @@ class Observer:
     def node(self) -> dict[Run, RunView | Exception]:
         """Read all runs of the node. For a run that cannot be read, return the error."""
         with self._lock:
-            read = {run: self._try_to_read_run(run) for run in self._home.runs()}
+            runs = dict.fromkeys((*self._home.runs(), *self._home.mirrored_runs()))
+            read = {run: self._try_to_read_run(run) for run in runs}
             self._cache.forget_unused()
             names = {run.name for run in read}
             for known in (self._unattended_since, self._unused_since, self._roots):
@@ -176,7 +177,14 @@ class Observer:
             unattended_since=None if is_attended else unattended.setdefault(run.name, now),
             unused_since=None if is_attended or snapshots else unused.setdefault(run.name, now),
             root=self._roots.get(run.name),
+            mirror_changed_at=_changed_at(run.mirror_task_path),
         )
+
+
+def _changed_at(path: Path) -> int | None:
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime_ns
+    return None
 
 
 def read_run_view(run: Run, cache: RecordCache | None = None) -> RunView:

@@ -175,6 +175,8 @@ class RunView:
         unused_since: the time, on the observer's clock, since which the run has had neither
             trainers nor snapshots; None if it has trainers or snapshots.
         root: the root as it was last read; None if the run has trainers on this node.
+        mirror_changed_at: the time when the task to mirror the root was written, in nanoseconds
+            since 1970; None if there is no task.
     """
 
     run: Run
@@ -183,6 +185,7 @@ class RunView:
     unattended_since: float | None = None
     unused_since: float | None = None
     root: RootView | None = None
+    mirror_changed_at: int | None = None
 
     @property
     def newest_committed(self) -> SnapshotView | None:
