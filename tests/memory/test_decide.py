@@ -17,6 +17,7 @@ from shardwise.memory.decide import (
     FREE,
     FREE_RUN,
     LOOK_UP_ROOT,
+    MIRROR,
     RESCUE,
     UNTIL_FREED,
     UNTIL_FREED_IF_STORED,
@@ -243,9 +244,16 @@ def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
 
 
 def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
-    run = run_of(unattended_since=0.0, unused_since=50.0)
+    run = run_of(unattended_since=50.0)
     assert not decide_run(run, 59.0)
     assert decide_run(run, 60.0) == [RunAction(FREE_RUN, RUN)]
+
+
+def test_a_mirror_is_kept_up_to_date_with_and_without_trainers() -> None:
+    run = run_of(snapshot(1, save(1, **PROTECTED)), mirror_changed_at=5)
+    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
+    run = replace(run, snapshots=(), unattended_since=0.0)
+    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
 
 
 # Histories: saves are made, fail and end in any order, and the agent does what it decides.

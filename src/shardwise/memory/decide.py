@@ -219,7 +219,7 @@ def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
 def _free_unattended(run: RunView, unattended_since: float, now: float) -> Iterator[AnyAction]:
     """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
-        if run.unused_since is not None and now - run.unused_since >= UNTIL_REMOVED:
+        if now - unattended_since >= UNTIL_REMOVED:
             yield RunAction(FREE_RUN, run.run)
         return
     root, seconds = run.root, now - unattended_since

@@ -129,7 +129,6 @@ class Observer:
         self._lock = threading.Lock()
         self._cache = RecordCache()
         self._unattended_since: dict[str, float] = {}
-        self._unused_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
     def node(self) -> dict[Run, RunView | Exception]:
@@ -139,7 +138,7 @@ class Observer:
             read = {run: self._try_to_read_run(run) for run in runs}
             self._cache.forget_unused()
             names = {run.name for run in read}
-            for known in (self._unattended_since, self._unused_since, self._roots):
+            for known in (self._unattended_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
             return read
@@ -164,18 +163,15 @@ class Observer:
         now = self.clock()
         is_attended = has_trainers(run)
         snapshots = read_snapshots(run, self._node, self._cache)
-        unattended, unused = self._unattended_since, self._unused_since
+        unattended = self._unattended_since
         if is_attended:
             unattended.pop(run.name, None)
             self._roots.pop(run.name, None)
-        if is_attended or snapshots:
-            unused.pop(run.name, None)
         return RunView(
             run=run,
             snapshots=snapshots,
             lost_ranks=tuple(lost_ranks(run)),
             unattended_since=None if is_attended else unattended.setdefault(run.name, now),
-            unused_since=None if is_attended or snapshots else unused.setdefault(run.name, now),
             root=self._roots.get(run.name),
             mirror_changed_at=_changed_at(run.mirror_task_path),
         )
