@@ -49,9 +49,8 @@ class Attendant:
     def look(self) -> list[decide.AnyAction]:
         """Decide once, and carry out the actions."""
         actions: list[decide.AnyAction] = []
-        for run in self.observer.node().values():
-            assert not isinstance(run, Exception)
-            actions += decide_run(run, self.now)
+        for run in self.observer.runs():
+            actions += decide_run(self.observer.run(run), self.now)
         for action in actions:
             if action.kind == decide.FREE:
                 _free_unlocked(action)

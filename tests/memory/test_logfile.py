@@ -11,8 +11,8 @@ from shardwise.memory.spawn import LARGEST_LOG, log_tail, open_log
 CHATTER = """
 import logging, os, sys
 from pathlib import Path
-from shardwise.memory.spawn import redirect_output_to_log
-logging.basicConfig(level=logging.INFO, handlers=[redirect_output_to_log(Path(sys.argv[1]))])
+from shardwise.memory.spawn import RotatingLog
+logging.basicConfig(level=logging.INFO, handlers=[RotatingLog(Path(sys.argv[1]))])
 for number in range(2500):
     logging.info("%d %s", number, "x" * 1000)
     os.write(1, b"out\\n")

@@ -23,6 +23,8 @@ are older than the newest committed snapshot.
 The snapshots of a run without trainers on this node are freed in three cases: the run's root says
 that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
 passed. LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
+
+MIRROR copies new checkpoints of a run's root to its mirror.
 """
 
 from __future__ import annotations
@@ -43,9 +45,8 @@ RUN_RESUMED = "the run was resumed from an older step"
 NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
-
-FREE, FREE_RUN, LOOK_UP_ROOT, RESCUE = "free", "free run", "look up root", "rescue"
-MIRROR = "mirror"
+FREE, RESCUE = "free", "rescue"
+FREE_RUN, LOOK_UP_ROOT, MIRROR = "free run", "look up root", "mirror"
 
 
 @dataclass(frozen=True, slots=True)

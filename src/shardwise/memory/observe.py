@@ -131,50 +131,40 @@ class Observer:
         self._unattended_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
-    def node(self) -> dict[Run, RunView | Exception]:
-        """Read all runs of the node. For a run that cannot be read, return the error."""
+    def runs(self) -> list[Run]:
+        """Return the runs of the node. Forget other runs, and records that were not read again."""
         with self._lock:
-            runs = dict.fromkeys((*self._home.runs(), *self._home.mirrored_runs()))
-            read = {run: self._try_to_read_run(run) for run in runs}
+            runs = list(dict.fromkeys((*self._home.runs(), *self._home.mirrored_runs())))
             self._cache.forget_unused()
-            names = {run.name for run in read}
+            names = {run.name for run in runs}
             for known in (self._unattended_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
-            return read
+            return runs
 
     def run(self, run: Run) -> RunView:
         """Read one run."""
         with self._lock:
-            return self._read_run(run)
+            now = self.clock()
+            is_attended = has_trainers(run)
+            snapshots = read_snapshots(run, self._node, self._cache)
+            unattended = self._unattended_since
+            if is_attended:
+                unattended.pop(run.name, None)
+                self._roots.pop(run.name, None)
+            return RunView(
+                run=run,
+                snapshots=snapshots,
+                lost_ranks=tuple(lost_ranks(run)),
+                unattended_since=None if is_attended else unattended.setdefault(run.name, now),
+                root=self._roots.get(run.name),
+                mirror_changed_at=_changed_at(run.mirror_task_path),
+            )
 
     def set_root(self, run: Run, root: RootView) -> None:
         """Store what the root of a run contains, for the next views."""
         with self._lock:
             self._roots[run.name] = root
-
-    def _try_to_read_run(self, run: Run) -> RunView | Exception:
-        try:
-            return self._read_run(run)
-        except Exception as error:
-            return error
-
-    def _read_run(self, run: Run) -> RunView:
-        now = self.clock()
-        is_attended = has_trainers(run)
-        snapshots = read_snapshots(run, self._node, self._cache)
-        unattended = self._unattended_since
-        if is_attended:
-            unattended.pop(run.name, None)
-            self._roots.pop(run.name, None)
-        return RunView(
-            run=run,
-            snapshots=snapshots,
-            lost_ranks=tuple(lost_ranks(run)),
-            unattended_since=None if is_attended else unattended.setdefault(run.name, now),
-            root=self._roots.get(run.name),
-            mirror_changed_at=_changed_at(run.mirror_task_path),
-        )
 
 
 def _changed_at(path: Path) -> int | None:

@@ -27,7 +27,7 @@ from shardwise.memory.decide import (
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import REMOVE_OLD
-from shardwise.memory.view import Failing, RunView
+from shardwise.memory.view import Failing
 
 OBSERVE_PERIOD = 1.0
 NICENESS = 10
@@ -98,20 +98,16 @@ class Agent:
     def due_actions(self) -> list[AnyAction]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
-        views = self._observer.node()
-        decided = {run: self._try_to_decide(run, view, now) for run, view in views.items()}
+        decided = {run: self._try_to_decide(run, now) for run in self._observer.runs()}
         actions = [each for found in decided.values() for each in found or ()]
         failed = [run for run, found in decided.items() if found is None]
         self._retries.forget_all_except([*actions, *failed])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(
-        self, run: Run, view: RunView | Exception, now: float
-    ) -> list[AnyAction] | None:
+    def _try_to_decide(self, run: Run, now: float) -> list[AnyAction] | None:
+        """Return the actions for a run; None if it cannot be observed."""
         try:
-            if isinstance(view, Exception):
-                raise view
-            return decide_run(view, now)
+            return decide_run(self._observer.run(run), now)
         except Exception as error:
             self._retries.record_failure(run, error)
             return None

@@ -107,9 +107,9 @@ class Mirrors:
         if opened is None or _tiers_of(opened.task) != _tiers_of(task):
             opened = self._open(run, task)
         if opened is not None and self._needs_attempt(opened, task):
-            opened.task = task
-            is_current = opened.mirroring.catch_up(lambda: _saved_steps(run))
-            opened.current_at = self._clock() if is_current else 0.0
+            opened.task, opened.current_at = task, 0.0
+            if opened.mirroring.catch_up(lambda: _saved_steps(run)):
+                opened.current_at = self._clock()
         is_failing = opened is None or not opened.current_at
         is_old = opened is not None and self._clock() - opened.opened_at >= REOPEN_PERIOD
         if is_failing and is_old:
