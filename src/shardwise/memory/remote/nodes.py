@@ -255,9 +255,10 @@ class Nodes:
     def _raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
         step = self._place.step
-        pending = [each for each in self._place.run.pending_manifests() if each.step > step]
-        newest = max((each.step for each in pending), default=None)
-        present = {info.node for each in pending if each.step == newest for info in each.nodes}
+        newer = [each for each in self._place.run.snapshots() if each.step > step]
+        manifests = (each.pending_manifests() for each in reversed(newer))
+        newest = next(filter(None, manifests), [])
+        present = {info.node for each in newest for info in each.nodes}
         absent = sorted(set(nodes) - present)
         if present and absent:
             raise _NoRetryError(

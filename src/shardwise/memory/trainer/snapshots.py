@@ -11,7 +11,6 @@ from dataclasses import replace
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
 from shardwise.engine.planning import (
-    DescribedSave,
     Offer,
     PlannedSave,
     SaveRequest,
@@ -155,7 +154,12 @@ class Snapshots:
 
         with Round(self._group, "agreeing on a save") as all_ranks:
             info = self._check_before_save()
-            has_slot, described = self._describe(make_save(), recorder, durable=durable)
+            save = make_save()
+            has_slot = self._prepare_slot(save.options.step or 0, durable=durable)
+            place = str(save.store) if durable else f"memory, for {save.store}"
+            root = self.root if durable else None
+            with recorder.stage("describe"):
+                described = describe_save(replace(save, place=place, written_to=root))
             offer = described.offer(plan_cache, self._group, self._comparison)
             messages = all_ranks.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
         offers = [offer for offer, _, _ in messages]
@@ -175,18 +179,11 @@ class Snapshots:
         planned = begin_sample(planned, self._comparison)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
-    def _describe(
-        self, save: SaveRequest, recorder: Recorder, *, durable: bool
-    ) -> tuple[bool, DescribedSave]:
-        """Return whether this rank has a slot for a snapshot, and the described save."""
-        step = save.options.step or 0
+    def _prepare_slot(self, step: int, *, durable: bool) -> bool:
+        """Return whether this rank has a slot for a snapshot of a step, or waits for one."""
         refuse_older_step(self.run, step, self.membership.lineage, self.root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
-        place = str(save.store) if durable else f"memory, for {save.store}"
-        root = self.root if durable else None
-        with recorder.stage("describe"):
-            return has_slot, describe_save(replace(save, place=place, written_to=root))
+        return not self._staging.is_prepared or durable or self._staging.has_free()
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
