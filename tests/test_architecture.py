@@ -46,12 +46,12 @@ LAYERS_OF_MEMORY = (
     ("agent",),
     ("remote",),
     ("reclaim",),
-    ("decide", "free_files", "observe", "registry", "spawn"),
+    ("decide", "observe", "registry", "spawn"),
     ("view",),
-    ("identity", "lineage", "mirror_tasks", "rank_locks", "record_cache", "seal"),
+    ("identity", "lineage", "rank_locks", "seal"),
     ("home",),
     ("records",),
-    ("files", "listing", "options", "redundancy"),
+    ("files", "options", "redundancy"),
 )
 LAYERS_OF_FORMATS = (
     ("opening",),

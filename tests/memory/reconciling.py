@@ -8,7 +8,7 @@ from contextlib import suppress
 from shardwise.deadline import Deadline
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
-from shardwise.memory.decide import DEFAULT_PERIODS, Periods, decide_run
+from shardwise.memory.decide import decide_run
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, read_run_view
 from shardwise.memory.reclaim import remove_if_unused
@@ -40,19 +40,17 @@ def _free_unlocked(action: decide.Action) -> None:
 class Attendant:
     """The part of an agent that frees memory, on a clock that the test sets."""
 
-    def __init__(self, home: Home, periods: Periods = DEFAULT_PERIODS) -> None:
+    def __init__(self, home: Home) -> None:
         self.now = 0.0
         self.home = home
         self.observer = Observer(home, "here", clock=lambda: self.now)
-        self.periods = periods
         self.rescue: Callable[[decide.Action], object] = lambda action: None
 
     def look(self) -> list[decide.AnyAction]:
         """Decide once, and carry out the actions."""
         actions: list[decide.AnyAction] = []
-        for run in self.observer.node().values():
-            assert not isinstance(run, Exception)
-            actions += decide_run(run, self.now, self.periods)
+        for run in self.observer.runs():
+            actions += decide_run(self.observer.run(run), self.now)
         for action in actions:
             if action.kind == decide.FREE:
                 _free_unlocked(action)

@@ -22,7 +22,7 @@ from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage
 from shardwise.memory.agent.process import release_free_memory
-from shardwise.memory.decide import Action, Periods
+from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
@@ -62,8 +62,7 @@ class Trial:
         self.times = 0
         self._place = place
         observer = Observer(Home(place.run.path.parents[2]), "here", clock=lambda: self.now)
-        never = Periods(between_lookups=1e9, until_freed_if_stored=1e9, until_freed=1e9)
-        self.agent = Agent(observer, {"seal": self._seal}, periods=never)
+        self.agent = Agent(observer, {"seal": self._seal})
 
     def _seal(self, _: Action) -> None:
         self.times += 1
@@ -72,7 +71,8 @@ class Trial:
 
     def round(self) -> list[bool]:
         """Look, and do what is due."""
-        return [self.agent.perform(action) for action in self.agent.due_actions()]
+        due = self.agent.due_actions()
+        return [self.agent.perform(action) for action in due if action.kind == "seal"]
 
 
 def test_what_fails_again_and_again_is_tried_ever_later_and_logged_ever_more_rarely(

@@ -16,15 +16,19 @@ import shardwise as sw
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import DEFAULT_PERIODS, Periods, is_superseded
+from shardwise.memory.decide import (
+    UNTIL_FREED,
+    UNTIL_FREED_IF_STORED,
+    UNTIL_REMOVED,
+    is_superseded,
+)
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
-from shardwise.memory.observe import read_snapshot
+from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
-from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.slots import Slots
@@ -222,7 +226,7 @@ def idle_run(run: Run) -> Run:
 
 
 def attendant(run: Run) -> Attendant:
-    return Attendant(Home(run.path.parents[2]), Periods(between_lookups=10.0))
+    return Attendant(Home(run.path.parents[2]))
 
 
 def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
@@ -313,7 +317,7 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
     assert free == {f"r00000-{s}.slot" for s in (2, 3, 4)}
 
 
-LINGER, LONGEST = DEFAULT_PERIODS.until_freed_if_stored, DEFAULT_PERIODS.until_freed
+LINGER, LONGEST = UNTIL_FREED_IF_STORED, UNTIL_FREED
 
 
 class Node:
@@ -333,7 +337,7 @@ class Node:
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
-        self._agent.after(DEFAULT_PERIODS.until_removed)
+        self._agent.after(UNTIL_REMOVED)
         home = self._agent.home
         return not home.runs() and not list(home.path.glob("**/*.slot"))
 

@@ -15,10 +15,9 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import step_directory
-from shardwise.memory.agent.mirrors import Mirrors
+from shardwise.memory.agent.mirrors import read_mirror_task, set_mirror_task
 from shardwise.memory.files import decode_record, encode_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
-from shardwise.memory.mirror_tasks import read_mirror_task, set_mirror_task
 from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import (
     AgentInfo,
@@ -187,7 +186,7 @@ def test_a_damaged_task_of_a_mirror_is_set_aside(
     path.write_bytes(path.read_bytes().replace(b"/m", b"/n"))
     for _ in range(3):
         assert read_mirror_task(run) is None
-    assert not Mirrors(home).is_busy()
+    assert not home.mirrored_runs()
     assert caplog.text.count("the record is damaged") == 1
 
 

@@ -14,11 +14,13 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import decide
 from shardwise.memory.decide import (
-    DEFAULT_PERIODS,
     FREE,
     FREE_RUN,
     LOOK_UP_ROOT,
+    MIRROR,
     RESCUE,
+    UNTIL_FREED,
+    UNTIL_FREED_IF_STORED,
     Action,
     RunAction,
     decide_run,
@@ -33,7 +35,6 @@ from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
 STAGES = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD, "rescue")
-PERIODS = DEFAULT_PERIODS
 
 
 def save_id_in_name(step: int) -> str:
@@ -209,13 +210,13 @@ def root(
 @pytest.mark.parametrize(
     ("idle", "root", "expected"),
     [
-        (PERIODS.until_freed_if_stored - 1, root(9), []),
-        (PERIODS.until_freed_if_stored, root(9), [1, 2]),
-        (PERIODS.until_freed_if_stored, root(1), "rescue"),
-        (PERIODS.until_freed_if_stored, root(None), "rescue"),
-        (PERIODS.until_freed_if_stored, replace(root(None), lineage=None), [1, 2]),
-        (PERIODS.until_freed_if_stored, root(9, is_reachable=False), []),
-        (PERIODS.until_freed, root(None, is_reachable=False), [1, 2]),
+        (UNTIL_FREED_IF_STORED - 1, root(9), []),
+        (UNTIL_FREED_IF_STORED, root(9), [1, 2]),
+        (UNTIL_FREED_IF_STORED, root(1), "rescue"),
+        (UNTIL_FREED_IF_STORED, root(None), "rescue"),
+        (UNTIL_FREED_IF_STORED, replace(root(None), lineage=None), [1, 2]),
+        (UNTIL_FREED_IF_STORED, root(9, is_reachable=False), []),
+        (UNTIL_FREED, root(None, is_reachable=False), [1, 2]),
         (1.0, root(None, lineage=Lineage(RUN.name).after_resuming(1)), [2]),
     ],
 )
@@ -239,15 +240,20 @@ def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
     looked = replace(run, root=RootView(read_at=110.0))
     assert not decide_run(looked, 119.0)
     assert decide_run(looked, 120.0) == [RunAction(LOOK_UP_ROOT, RUN, False)]
-    assert RunAction(LOOK_UP_ROOT, RUN, True) in decide_run(
-        looked, 100.0 + PERIODS.until_freed_if_stored
-    )
+    assert RunAction(LOOK_UP_ROOT, RUN, True) in decide_run(looked, 100.0 + UNTIL_FREED_IF_STORED)
 
 
 def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
-    run = run_of(unattended_since=0.0, unused_since=50.0)
+    run = run_of(unattended_since=50.0)
     assert not decide_run(run, 59.0)
     assert decide_run(run, 60.0) == [RunAction(FREE_RUN, RUN)]
+
+
+def test_a_mirror_is_kept_up_to_date_with_and_without_trainers() -> None:
+    run = run_of(snapshot(1, save(1, **PROTECTED)), mirror_changed_at=5)
+    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
+    run = replace(run, snapshots=(), unattended_since=0.0)
+    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
 
 
 # Histories: saves are made, fail and end in any order, and the agent does what it decides.

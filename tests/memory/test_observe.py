@@ -11,9 +11,8 @@ from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import decide, observe, records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.memory.observe import read_snapshot
+from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.view import StageState
 

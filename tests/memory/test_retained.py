@@ -28,8 +28,7 @@ from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import PendingManifest, StageOutcome, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer.pending_saves import PendingSaves
-from shardwise.memory.trainer.save_handle import PendingSave
+from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
 from tests.memory.test_snapshots import shm
 

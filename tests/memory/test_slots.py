@@ -18,14 +18,6 @@ from shardwise.engine.copy_file import Throttle
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.free_files import (
-    add_spare,
-    bytes_needed_for_others,
-    bytes_stored_for_others,
-    delete_smallest_spares,
-    list_spares,
-    reuse_spare,
-)
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,
     Home,
@@ -34,7 +26,17 @@ from shardwise.memory.home import (
     SnapshotInUse,
     new_run_id,
 )
-from shardwise.memory.reclaim import discard, discard_all, free
+from shardwise.memory.reclaim import (
+    add_spare,
+    bytes_needed_for_others,
+    bytes_stored_for_others,
+    delete_smallest_spares,
+    discard,
+    discard_all,
+    free,
+    list_spares,
+    reuse_spare,
+)
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from tests.memory.reconciling import free_decided

@@ -15,17 +15,15 @@ import shardwise as sw
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import reclaim, records
 from shardwise.memory.agent import process
-from shardwise.memory.agent.mirrors import Mirrors
+from shardwise.memory.agent.mirrors import Mirrors, set_mirror_task
 from shardwise.memory.files import lock_directory, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.mirror_tasks import TASKS_DIRECTORY, set_mirror_task
 from shardwise.memory.rank_locks import RankLock, is_rank_alive
 from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from shardwise.tiers.options import MirrorRequest
 from tests.memory.reconciling import Attendant
 from tests.memory.test_server import serve
 from tests.tiers.test_mirror import state
-from tests.tools.agents import until
 
 
 @pytest.fixture
@@ -98,9 +96,9 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
     run = begun(home)
     came: list[RankLock] = []
     coming = threading.Thread(target=lambda: came.append(RankLock(run, 0)))
-    look = reclaim._has_neither_trainers_nor_snapshots
+    look = reclaim.has_trainers
 
-    def is_vacant(seen: Run) -> bool:
+    def is_training(seen: Run) -> bool:
         found = look(seen)
         with lock_directory(seen.path, shared=True) as free:
             if not free:  # it is looked at for the last time
@@ -109,7 +107,7 @@ def test_a_trainer_that_comes_as_a_run_is_removed_begins_it_anew(
                 assert not came
         return found
 
-    monkeypatch.setattr(reclaim, "_has_neither_trainers_nor_snapshots", is_vacant)
+    monkeypatch.setattr(reclaim, "has_trainers", is_training)
     reclaim.remove_if_unused(home, run)
     coming.join(20.0)
     assert len(came) == 1
@@ -142,9 +140,7 @@ def test_an_agent_of_which_nothing_is_needed_ends(
     run = begun(home)
 
     async def live() -> None:
-        idle = process._wait_for_end(
-            home, AgentInfo("n", "", ""), Mirrors(home), asyncio.Event(), until_idle=True
-        )
+        idle = process._wait_for_end(home, AgentInfo("n", "", ""), asyncio.Event(), until_idle=True)
         ending = asyncio.ensure_future(idle)
         await asyncio.sleep(0.3)
         assert not ending.done()
@@ -205,25 +201,25 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     sw.save(root / "step-00000001", state(1), step=1)
     mirror.write_text("in the way")
     home = Home(tmp_path / "home")
-    set_mirror_task(
-        home.run("0" * 16), StorageTask(root=str(root), mirror=MirrorRequest(str(mirror)))
-    )
+    run = home.run("0" * 16)
+    set_mirror_task(run, StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
     now = time.time()
-    mirrors = Mirrors(home, lambda: now)
-    mirrors.update_tasks()
-    until(lambda: (root / "mirror.json").exists())
-    mirrors.update_tasks()
-    assert mirrors.is_busy()
-    first = mirrors._active[home.run("0" * 16)].worker
+    mirrors = Mirrors(lambda: now)
+    mirrors.catch_up(run)
+    assert (root / "mirror.json").exists()
+    mirrors.catch_up(run)
+    assert home.mirrored_runs() == [run]
+    first = mirrors._open_mirrors[run].mirroring
     now += 601.0
-    until(
-        lambda: (mirrors.update_tasks(), mirrors._active[home.run("0" * 16)].worker is not first)[1]
-    )  # opened anew
+    mirrors.catch_up(run)
+    mirrors.catch_up(run)
+    assert mirrors._open_mirrors[run].mirroring is not first  # opened anew
     now += 86500.0
-    until(lambda: (mirrors.update_tasks(), not mirrors.is_busy())[1])
-    mirrors.stop()
-    (home.path / TASKS_DIRECTORY / f"{'0' * 16}.json").write_text("{")  # damaged: ignored
-    mirrors.update_tasks()
-    shutil.rmtree(home.path / TASKS_DIRECTORY)
-    mirrors.update_tasks()
-    assert not mirrors.is_busy()
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()
+    run.mirror_task_path.write_text("{")  # damaged: ignored
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()
+    shutil.rmtree(run.mirror_task_path.parent)
+    mirrors.catch_up(run)
+    assert not home.mirrored_runs()

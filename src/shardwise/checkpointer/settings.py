@@ -20,7 +20,7 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
-from shardwise.memory.home import Home, find_newest_snapshot
+from shardwise.memory.home import find_newest_snapshot
 from shardwise.memory.options import Memory
 from shardwise.memory.records import StorageTask
 from shardwise.opening import refuse_as_root, refuse_file
@@ -277,7 +277,7 @@ def _with_snapshot_in_memory(
     error: StoreUnavailableError, root: Store, memory: Memory | None
 ) -> StoreUnavailableError:
     """Return an error that also says which step of a root is in the memory of this node."""
-    step = None if memory is None else find_newest_snapshot(Home(memory.dir), str(root))
+    step = None if memory is None else find_newest_snapshot(memory.dir, str(root))
     if step is None:
         return error
     return StoreUnavailableError(

@@ -23,6 +23,8 @@ are older than the newest committed snapshot.
 The snapshots of a run without trainers on this node are freed in three cases: the run's root says
 that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
 passed. LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
+
+MIRROR copies new checkpoints of a run's root to its mirror.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ RUN_RESUMED = "the run was resumed from an older step"
 NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
-
-FREE, FREE_RUN, LOOK_UP_ROOT, RESCUE = "free", "free run", "look up root", "rescue"
+FREE, RESCUE = "free", "rescue"
+FREE_RUN, LOOK_UP_ROOT, MIRROR = "free run", "look up root", "mirror"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,48 +75,34 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class RunAction:
-    """An action on a run without trainers.
+    """An action on a run: MIRROR, or, if the run has no trainers, FREE_RUN or LOOK_UP_ROOT.
 
     Attributes:
-        kind: FREE_RUN, or LOOK_UP_ROOT.
+        kind: the kind of action.
         run: the run.
         reads_steps: whether to find the newest step in the root, too.
+        task: the time when the task to mirror was written. A new task is due at once.
     """
 
     kind: str
     run: Run
     reads_steps: bool = False
+    task: int = 0
 
 
 AnyAction = Action | RunAction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Periods:
-    """How long an agent waits before it frees memory, in seconds.
-
-    Attributes:
-        between_lookups: the time between two reads of the root of a run without trainers.
-        until_freed_if_stored: the time without trainers after which the snapshots of a run are
-            freed, if storage has the newest snapshot.
-        until_freed: the time without trainers after which the snapshots of a run are freed in any
-            case.
-        until_removed: the time without trainers after which a run without snapshots is removed, and
-            a snapshot without data is freed.
-    """
-
-    between_lookups: float = 10.0
-    until_freed_if_stored: float = 1800.0
-    until_freed: float = 86400.0
-    until_removed: float = 10.0
-
-
-DEFAULT_PERIODS = Periods()
+# All in seconds without trainers of the run on this node, unless noted otherwise.
+BETWEEN_LOOKUPS = 10.0  # between two reads of the root
+UNTIL_FREED_IF_STORED = 1800.0  # the snapshots are freed if storage has the newest snapshot
+UNTIL_FREED = 86400.0  # the snapshots are freed in any case
+UNTIL_REMOVED = 10.0  # a run without snapshots is removed, and a snapshot without data is freed
 STAGES_WITH_WORK = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD)
 """The stages on which a node has work to do, as it seals, leads a save, or fulfils requests."""
 
 
-def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> list[AnyAction]:
+def decide_run(run: RunView, now: float) -> list[AnyAction]:
     """Return the actions for one run, in the order in which to perform them.
 
     Args:
@@ -124,10 +112,12 @@ def decide_run(run: RunView, now: float, periods: Periods = DEFAULT_PERIODS) -> 
     for snapshot in run.snapshots:
         for save in snapshot.saves.values():
             actions += _advance_stages(snapshot, save)
+    if run.mirror_changed_at is not None:
+        actions.append(RunAction(MIRROR, run.run, task=run.mirror_changed_at))
     if run.lost_ranks:
         actions += _rescue_newest(run, TRAINER_LOST)
     if run.unattended_since is not None:
-        actions += _free_unattended(run, run.unattended_since, now, periods)
+        actions += _free_unattended(run, run.unattended_since, now)
     freed = {each.place for each in actions if isinstance(each, Action) and each.kind == FREE}
     actions += (each for each in _free_replaced(run) if each.place not in freed)
     return actions
@@ -227,27 +217,25 @@ def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
     return tuple(save_id for save_id in ended if save_id != snapshot.committed_save)
 
 
-def _free_unattended(
-    run: RunView, unattended_since: float, now: float, periods: Periods
-) -> Iterator[AnyAction]:
+def _free_unattended(run: RunView, unattended_since: float, now: float) -> Iterator[AnyAction]:
     """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
-        if run.unused_since is not None and now - run.unused_since >= periods.until_removed:
+        if now - unattended_since >= UNTIL_REMOVED:
             yield RunAction(FREE_RUN, run.run)
         return
     root, seconds = run.root, now - unattended_since
-    may_free_stored = seconds >= periods.until_freed_if_stored
+    may_free_stored = seconds >= UNTIL_FREED_IF_STORED
     last_lookup = unattended_since if root is None else root.read_at
-    if now - last_lookup >= periods.between_lookups:
+    if now - last_lookup >= BETWEEN_LOOKUPS:
         yield RunAction(LOOK_UP_ROOT, run.run, may_free_stored)
-    frees_all = seconds >= periods.until_freed or (may_free_stored and _is_in_storage(run))
+    frees_all = seconds >= UNTIL_FREED or (may_free_stored and _is_in_storage(run))
     lineage = None if root is None else root.lineage
     for each in run.snapshots:
         if lineage is not None and is_superseded(each, lineage):
             yield Action(FREE, each.place, why=RUN_RESUMED)
         elif frees_all:
             yield Action(FREE, each.place, why=NO_TRAINER)
-        elif seconds >= periods.until_removed and not _is_of_use(each):
+        elif seconds >= UNTIL_REMOVED and not _is_of_use(each):
             yield Action(FREE, each.place, why=NOTHING_TO_RESTORE)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:

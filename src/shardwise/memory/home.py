@@ -2,6 +2,7 @@
 
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
+  mirrors/<run>.json                       what the agent mirrors
   runs/<run>/free/r00003-0.slot            a free slot
   runs/<run>/free/<id>.spare               a file that the agent reuses for copies and parity
   runs/<run>/ended/commit-all-<save>.json  outcomes of saves that are no longer in memory
@@ -19,16 +20,18 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Count, decode_manifest
+from shardwise.manifest.names import MANIFEST, check_file_name, step_directory, step_of_directory
 from shardwise.memory import records
 from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
 from shardwise.memory.records import (
@@ -42,7 +45,7 @@ from shardwise.store import LocalStore, open_store
 from shardwise.store.local_files import open_regular, try_lock
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
-FREE_DIRECTORY = "free"
+FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"
 _ROOT_RECORD = "root.json"
 KNOWN_NODES_RECORD = "nodes.json"
 MOST_KNOWN_NODES = 64
@@ -50,6 +53,9 @@ OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
+PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
+FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
+"""For each step of a run, the name and size in bytes of each file."""
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 
@@ -106,6 +112,11 @@ class Home:
         """Return the runs on this node, by id. Directories that are no runs are left out."""
         names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
         return [Run(self.path / "runs" / name) for name in names]
+
+    def mirrored_runs(self) -> list[Run]:
+        """Return the runs whose root the agent mirrors, by id."""
+        names = (path.stem for path in (self.path / MIRRORS_DIRECTORY).glob("[!.]*.json"))
+        return [self.run(name) for name in sorted(filter(_RUN_ID.fullmatch, names))]
 
     def run(self, run: str) -> Run:
         """Return the run with this id.
@@ -170,6 +181,11 @@ class Run:
         """The directory of the free slots."""
         return self.path / FREE_DIRECTORY
 
+    @property
+    def mirror_task_path(self) -> Path:
+        """The file with the task of the agent to mirror the root. It may outlive the run."""
+        return self.path.parents[1] / MIRRORS_DIRECTORY / f"{self.name}.json"
+
     def wake_agent(self) -> None:
         """Wake the agent of this node, if one runs."""
         ring_bell(self.path.parents[1] / BELL_FILE)
@@ -211,6 +227,14 @@ class Run:
             return []
         return sorted(step for name in names if (step := step_of_directory(name)) is not None)
 
+    def snapshots(self) -> list[SnapshotDirectory]:
+        """Return the directories of the snapshots, by ascending step."""
+        return [SnapshotDirectory(self, step) for step in self.steps()]
+
+    def pending_manifests(self) -> list[PendingManifest]:
+        """Return the pending manifests of all snapshots, by ascending step."""
+        return [each for place in self.snapshots() for each in place.pending_manifests()]
+
     def step_path(self, step: int) -> Path:
         """Return the directory of a step's snapshot."""
         return self.path / step_directory(step)
@@ -222,18 +246,22 @@ def _list_directories(path: Path) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def find_newest_snapshot(home: Home, root: str) -> int | None:
+def find_newest_snapshot(directory: str, root: str) -> int | None:
     """Return the newest committed step in this node's memory of the run that saves to a root.
 
     The options of the root's URL need not be equal.
+
+    Args:
+        directory: the option `Memory(dir=…)`.
+        root: the path or URL of the root.
     """
     place = root.partition("?")[0]
     steps = (
-        step
-        for run in home.runs()
+        snapshot.step
+        for run in Home(directory).runs()
         if (run.root() or "").partition("?")[0] == place
-        for step in run.steps()
-        if SnapshotDirectory(run, step).is_committed()
+        for snapshot in run.snapshots()
+        if snapshot.is_committed()
     )
     return max(steps, default=None)
 
@@ -387,3 +415,55 @@ class SnapshotDirectory:
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
         return (self.path / name).exists()
+
+
+@contextmanager
+def open_below(home: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Open a directory below the home, through the directories `names`. Links are refused.
+
+    Args:
+        make: whether to create missing directories.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with ExitStack() as stack:
+        fd = os.open(home, flags)
+        stack.callback(os.close, fd)
+        for name in names:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=fd)
+            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
+            stack.callback(os.close, fd)
+        yield fd
+
+
+def list_steps(home: Path, run: str) -> FilesOfSteps:
+    """Return name and size of the regular files of each step of a run.
+
+    Hidden files, which are being written, are left out.
+    """
+    found: FilesOfSteps = {}
+    try:
+        with open_below(home, "runs", run) as directory:
+            names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    for name in names:
+        step = step_of_directory(name)
+        if step is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found[step] = _list_files(home, run, name)
+    return found
+
+
+def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
+    files = {}
+    with open_below(home, "runs", run, step) as directory:
+        for name in os.listdir(directory):
+            with suppress(FileNotFoundError, FormatError):
+                if name != MANIFEST:
+                    check_file_name(name)
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    files[name] = status.st_size
+    return files

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-from shardwise.errors import StoreError
+import msgspec
+
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.files import read_record
+from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
-from shardwise.memory.record_cache import RecordCache
-from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome, rank_in_name
+from shardwise.memory.records import (
+    PendingManifest,
+    Retry,
+    StagedFile,
+    StageOutcome,
+    rank_in_name,
+)
 from shardwise.memory.view import (
     RootView,
     RunView,
@@ -27,6 +37,78 @@ from shardwise.memory.view import (
 )
 
 T = TypeVar("T")
+
+
+def _decode_save_id(data: bytes, record_type: type[str], label: object) -> str:
+    """Return the save id of a manifest.
+
+    Raises:
+        StoreError: the manifest is damaged.
+    """
+    try:
+        return decode_manifest(data).save_id
+    except FormatError as error:
+        raise StoreError(f"{label} is damaged: {error}") from error
+
+
+class RecordCache:
+    """Reads each record once, and again only after the file was replaced.
+
+    A replaced file has another inode, modification time or size.
+
+    Args:
+        logs: whether to log damaged records. A node logs each of them once.
+    """
+
+    def __init__(self, *, logs: bool = True) -> None:
+        self.logs = logs
+        self._records: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
+        self._used: set[tuple[Path, type]] = set()
+
+    def read(
+        self,
+        path: Path,
+        record_type: type[T],
+        decode: Callable[[bytes, type[T], object], T] = decode_record,
+    ) -> tuple[T | StoreError, float] | None:
+        """Return a record, or the error if it is damaged; and its modification time in seconds.
+
+        Return None if the file does not exist. The field `manifest` of a `PendingManifest` is
+        emptied, because its text can be large.
+
+        Args:
+            decode: decodes the file, like `decode_record`.
+        """
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return None
+        key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
+        self._used.add(key)
+        known = self._records.get(key)
+        if known is None or known[0] != version:
+            try:
+                record: T | StoreError | None = read_record(path, record_type, decode)
+            except StoreError as error:
+                record = error
+            if record is None:
+                return None
+            if isinstance(record, PendingManifest):
+                record = msgspec.structs.replace(record, manifest="")
+            known = self._records[key] = version, record
+        return known[1], status.st_mtime  # type: ignore[return-value]
+
+    def read_save_id(self, manifest: Path) -> str | None:
+        """Return the save id of a manifest; "" if it is damaged, None if it does not exist."""
+        found = self.read(manifest, str, _decode_save_id)
+        if found is None:
+            return None
+        return "" if isinstance(found[0], StoreError) else found[0]
+
+    def forget_unused(self) -> None:
+        """Remove records that were not read since the last call from the cache."""
+        self._records = {key: each for key, each in self._records.items() if key in self._used}
+        self._used = set()
 
 
 class Observer:
@@ -47,54 +129,48 @@ class Observer:
         self._lock = threading.Lock()
         self._cache = RecordCache()
         self._unattended_since: dict[str, float] = {}
-        self._unused_since: dict[str, float] = {}
         self._roots: dict[str, RootView] = {}
 
-    def node(self) -> dict[Run, RunView | Exception]:
-        """Read all runs of the node. For a run that cannot be read, return the error."""
+    def runs(self) -> list[Run]:
+        """Return the runs of the node. Forget other runs, and records that were not read again."""
         with self._lock:
-            read = {run: self._try_to_read_run(run) for run in self._home.runs()}
+            runs = list(dict.fromkeys((*self._home.runs(), *self._home.mirrored_runs())))
             self._cache.forget_unused()
-            names = {run.name for run in read}
-            for known in (self._unattended_since, self._unused_since, self._roots):
+            names = {run.name for run in runs}
+            for known in (self._unattended_since, self._roots):
                 for name in known.keys() - names:
                     del known[name]
-            return read
+            return runs
 
     def run(self, run: Run) -> RunView:
         """Read one run."""
         with self._lock:
-            return self._read_run(run)
+            now = self.clock()
+            is_attended = has_trainers(run)
+            snapshots = read_snapshots(run, self._node, self._cache)
+            unattended = self._unattended_since
+            if is_attended:
+                unattended.pop(run.name, None)
+                self._roots.pop(run.name, None)
+            return RunView(
+                run=run,
+                snapshots=snapshots,
+                lost_ranks=tuple(lost_ranks(run)),
+                unattended_since=None if is_attended else unattended.setdefault(run.name, now),
+                root=self._roots.get(run.name),
+                mirror_changed_at=_changed_at(run.mirror_task_path),
+            )
 
     def set_root(self, run: Run, root: RootView) -> None:
         """Store what the root of a run contains, for the next views."""
         with self._lock:
             self._roots[run.name] = root
 
-    def _try_to_read_run(self, run: Run) -> RunView | Exception:
-        try:
-            return self._read_run(run)
-        except Exception as error:
-            return error
 
-    def _read_run(self, run: Run) -> RunView:
-        now = self.clock()
-        is_attended = has_trainers(run)
-        snapshots = read_snapshots(run, self._node, self._cache)
-        unattended, unused = self._unattended_since, self._unused_since
-        if is_attended:
-            unattended.pop(run.name, None)
-            self._roots.pop(run.name, None)
-        if is_attended or snapshots:
-            unused.pop(run.name, None)
-        return RunView(
-            run=run,
-            snapshots=snapshots,
-            lost_ranks=tuple(lost_ranks(run)),
-            unattended_since=None if is_attended else unattended.setdefault(run.name, now),
-            unused_since=None if is_attended or snapshots else unused.setdefault(run.name, now),
-            root=self._roots.get(run.name),
-        )
+def _changed_at(path: Path) -> int | None:
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime_ns
+    return None
 
 
 def read_run_view(run: Run, cache: RecordCache | None = None) -> RunView:
@@ -114,7 +190,7 @@ def read_snapshots(
 ) -> tuple[SnapshotView, ...]:
     """Read the snapshots of a run, oldest first."""
     cache = cache or RecordCache()
-    return tuple(read_snapshot(SnapshotDirectory(run, step), node, cache) for step in run.steps())
+    return tuple(read_snapshot(place, node, cache) for place in run.snapshots())
 
 
 def read_snapshot(

@@ -53,7 +53,8 @@ class Tls:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         try:
-            context.load_cert_chain(self.certificate, self.key, password=_no_passphrase)
+            # Without a passphrase, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
             context.load_verify_locations(self.ca)
         except (OSError, ValueError) as error:
             raise StoreError(
@@ -62,11 +63,6 @@ class Tls:
                 "without a passphrase"
             ) from error
         return context
-
-
-def _no_passphrase() -> str:
-    """Return an empty passphrase. Without this, OpenSSL would ask for one on the terminal."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

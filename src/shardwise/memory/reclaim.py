@@ -9,6 +9,9 @@ the slot can be found.
 
 Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
 and wait until the agent releases them.
+
+The free files of a run are the free slots of its ranks, and *spares*: files that the agent reuses
+for copies and parity.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +31,6 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.memory.files import lock_directory, regular_files
-from shardwise.memory.free_files import add_spare, delete_free_slots, delete_smallest_spares
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,
     Home,
@@ -37,12 +39,13 @@ from shardwise.memory.home import (
     SnapshotInUse,
 )
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.observe import read_run_view, read_snapshot
+from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
+from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import has_trainers, is_rank_alive
-from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import rank_in_name
 from shardwise.store import LocalStore
 
+SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 REMOVED_RUN_PREFIX = "vacant-"
 MOST_OUTCOMES = 64
 SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
@@ -103,7 +106,7 @@ def free_replaced(place: SnapshotDirectory) -> None:
         place.abandon()
         raise SnapshotInUse(place)
     run = place.run
-    places = [SnapshotDirectory(run, step) for step in run.steps()]
+    places = run.snapshots()
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
         # Ranks that staged a file of the newest snapshot may return to this node.
@@ -162,7 +165,7 @@ def discard_all(run: Run) -> None:
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard([SnapshotDirectory(run, each) for each in run.steps()])
+    discard(run.snapshots())
 
 
 def discard_superseded(
@@ -184,7 +187,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
     Raises:
         StateError: memory holds a newer step.
     """
-    snapshots = [read_snapshot(SnapshotDirectory(run, each)) for each in run.steps() if each > step]
+    snapshots = [read_snapshot(each) for each in run.snapshots() if each.step > step]
     newer = [
         each.step for each in snapshots if each.is_committed and not is_superseded(each, lineage)
     ]
@@ -210,7 +213,7 @@ def remove_if_unused(home: Home, run: Run) -> None:
     A trainer that starts at the same time locks the directory first, or creates it again.
     """
     with lock_directory(run.path, shared=False) as locked:
-        if locked and _has_neither_trainers_nor_snapshots(run):
+        if locked and not run.steps() and not has_trainers(run):
             _remove_run(home, run)
 
 
@@ -320,13 +323,87 @@ def _remove_run(home: Home, run: Run) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _has_neither_trainers_nor_snapshots(run: Run) -> bool:
-    return not run.steps() and not has_trainers(run)
-
-
 def _refuse_trainers(run: Run, force: bool) -> None:
     if not force and has_trainers(run):
         raise StoreError(
             f"run {run.name} has a trainer on this node, which would lose its snapshots: stop the "
             "training first, or pass --force"
         )
+
+
+def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
+    """Delete the free slots of all ranks for which `is_kept` returns False."""
+    for name in regular_files(run.free_directory):
+        if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
+            (run.free_directory / name).unlink(missing_ok=True)
+
+
+def add_spare(run: Run, path: Path) -> None:
+    """Keep a file that the agent made, so that the agent can reuse its memory."""
+    path.rename(run.free_directory / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
+
+
+def list_spares(run: Run) -> list[tuple[int, Path]]:
+    """Return size and path of each spare file, by ascending size."""
+    files = regular_files(run.free_directory)
+    return sorted(
+        (status.st_size, run.free_directory / name)
+        for name, status in files.items()
+        if name.endswith(SPARE_SUFFIX)
+    )
+
+
+def reuse_spare(run: Run, size: int, path: Path) -> None:
+    """Move a spare file to `path`, where the agent will write a file of `size` bytes.
+
+    Choose the smallest spare file that is large enough, or else the largest. Do nothing if there is
+    no spare file, or `path` exists.
+    """
+    spares = list_spares(run)
+    large = [spare for nbytes, spare in spares if nbytes >= size]
+    small = [spare for nbytes, spare in reversed(spares) if nbytes < size]
+    for spare in (*large, *small):
+        if path.exists():
+            return
+        with suppress(FileNotFoundError):  # the whole run was removed
+            spare.rename(path)
+
+
+def delete_smallest_spares(run: Run, most: int) -> None:
+    """Delete all but the `most` largest spare files."""
+    spares = list_spares(run)
+    for _, path in spares[: max(0, len(spares) - most)]:
+        path.unlink(missing_ok=True)
+
+
+def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
+    """Return the bytes of copies and parity that an agent stores for each rank of its node.
+
+    All ranks are assumed to stage a similar number of bytes.
+
+    Args:
+        bytes_per_rank: the bytes that a rank stages.
+        nodes: the number of nodes of the run.
+    """
+    if nodes < 2:
+        return 0
+    groups = -(-nodes // options.group)
+    members = nodes // groups
+    parity = min(options.parity, members - 1)
+    copied = min(options.copies, nodes - 1) * bytes_per_rank
+    return options.slots * (copied + parity * -(-bytes_per_rank // (members - parity)))
+
+
+def bytes_stored_for_others(run: Run) -> int:
+    """Return the bytes of copies, parity and spare files on a node, not counting slots."""
+    total = sum(nbytes for nbytes, _ in list_spares(run))
+    for place in run.snapshots():
+        in_slots = {each.file.name for each in place.staged_files()}
+        for ring_file in place.ring_files():
+            in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
+        total += sum(
+            status.st_size
+            for name, status in regular_files(place.path).items()
+            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots
+        )
+    return total

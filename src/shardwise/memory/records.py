@@ -38,7 +38,7 @@ STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying"
 Part = Literal["", "done", "all", "retry", "copy"]
-_PENDING_PARTS: tuple[Part, ...] = ("", "copy")
+PENDING_PARTS: tuple[Part, ...] = ("", "copy")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
 
 
@@ -336,7 +336,7 @@ def pending_records(names: Iterable[str]) -> list[str]:
     """Return the names of the pending manifests, and of the copies of others, among names."""
     return [
         save_record("pending", save_id, part)
-        for part in _PENDING_PARTS
+        for part in PENDING_PARTS
         for save_id in saves_with(names, "pending", part)
     ]
 

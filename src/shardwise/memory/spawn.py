@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -183,14 +182,6 @@ def _refuse_other_options(
         )
 
 
-def redirect_output_to_log(path: Path) -> logging.Handler:
-    """Return a log handler for a file, and redirect stdout and stderr of this process to the file.
-
-    If the file becomes larger than 1 MiB, it is renamed to `<name>.old`, and a new file is begun.
-    """
-    return _RotatingLog(path)
-
-
 def open_log(path: Path) -> BinaryIO:
     """Open the log file for a process that is about to start; rotate it if it is too large."""
     with suppress(FileNotFoundError):
@@ -208,8 +199,11 @@ def log_tail(path: Path) -> str:
     return "\n".join(lines[-10:]) or "(the log is empty)"
 
 
-class _RotatingLog(RotatingFileHandler):
-    """Rotates the file if it is too large, and redirects stdout and stderr to the new file."""
+class RotatingLog(RotatingFileHandler):
+    """Logs to a file, and redirects stdout and stderr of this process to the file.
+
+    If the file becomes larger than 1 MiB, it is renamed to `<name>.old`, and a new file is begun.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")

@@ -172,17 +172,17 @@ class RunView:
         lost_ranks: the ranks that died on this node without ending normally.
         unattended_since: the time, on the observer's clock, since which the run has had no trainer
             on this node; None if it has a trainer.
-        unused_since: the time, on the observer's clock, since which the run has had neither
-            trainers nor snapshots; None if it has trainers or snapshots.
         root: the root as it was last read; None if the run has trainers on this node.
+        mirror_changed_at: the time when the task to mirror the root was written, in nanoseconds
+            since 1970; None if there is no task.
     """
 
     run: Run
     snapshots: tuple[SnapshotView, ...] = ()
     lost_ranks: tuple[int, ...] = ()
     unattended_since: float | None = None
-    unused_since: float | None = None
     root: RootView | None = None
+    mirror_changed_at: int | None = None
 
     @property
     def newest_committed(self) -> SnapshotView | None:

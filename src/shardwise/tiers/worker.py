@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
 
 CHECK_PERIOD = 60.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
-NICENESS = 10
 log = logging.getLogger("shardwise.mirror")
 
 
@@ -24,25 +21,16 @@ class MirrorWorker:
     Args:
         mirroring: the root and the mirror.
         clock: a monotonic clock, in seconds.
-        lowers_priority: whether the thread runs with a lower priority than others.
     """
 
-    def __init__(
-        self,
-        mirroring: Mirroring,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        lowers_priority: bool = False,
-    ) -> None:
+    def __init__(self, mirroring: Mirroring, clock: Callable[[], float] = time.monotonic) -> None:
         self.mirroring = mirroring
         self._clock = clock
-        self._lowers_priority = lowers_priority
         self._changed = threading.Condition()
         self._saved = SavedSteps()
         self._due_at = clock()
         self._failures = 0
         self._has_unseen_steps = True
-        self._is_running = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="shardwise-mirror", daemon=True)
 
@@ -59,30 +47,21 @@ class MirrorWorker:
                 self._due_at = self._clock()
             self._changed.notify_all()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the mirror has all checkpoints that `set_saved` reported."""
+    def seconds_until_due(self) -> float:
+        """Return the seconds until the next attempt; 0 if it is due."""
         with self._changed:
-            return not (self._has_unseen_steps or self._failures or self._is_running)
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last attempt failed, and no other runs now."""
-        with self._changed:
-            return self._failures > 0 and not self._is_running
+            return max(0.0, self._due_at - self._clock())
 
     def attempt(self) -> bool:
         """Bring the mirror up to date; return whether that succeeded. The thread calls this."""
         with self._changed:
             self._has_unseen_steps = False
-            self._is_running = True
         try:
             is_current = self.mirroring.catch_up(lambda: self._saved)
         except Exception:
             log.exception("mirroring failed; trying again")
             is_current = False
         with self._changed:
-            self._is_running = False
             self._failures = 0 if is_current else self._failures + 1
             delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
             wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
@@ -101,9 +80,6 @@ class MirrorWorker:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        if self._lowers_priority:
-            with suppress(OSError):
-                os.nice(NICENESS)  # on Linux, this applies to the thread
         while self._wait():
             self.attempt()
 

@@ -16,14 +16,13 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
-from shardwise.memory.agent.opened_stores import OpenedStores
-from shardwise.memory.agent.persist import copy_file
+from shardwise.memory.agent.mirrors import set_mirror_task
+from shardwise.memory.agent.persist import OpenedStores, copy_file
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import REPLACED, Action, RunAction
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
-from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended

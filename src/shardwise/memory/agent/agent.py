@@ -18,18 +18,16 @@ from dataclasses import dataclass
 
 from shardwise.errors import StoreUnavailableError
 from shardwise.memory.decide import (
-    DEFAULT_PERIODS,
     FREE,
     Action,
     AnyAction,
-    Periods,
     RunAction,
     decide_run,
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.memory.observe import Observer
 from shardwise.memory.records import REMOVE_OLD
-from shardwise.memory.view import Failing, RunView
+from shardwise.memory.view import Failing
 
 OBSERVE_PERIOD = 1.0
 NICENESS = 10
@@ -48,7 +46,6 @@ class Agent:
         observer: the observer of the node. The caller holds the agent's lock.
         performers: the function that performs each kind of action.
         before_observing: a function to call before each observation.
-        periods: the times to wait before memory is freed.
     """
 
     def __init__(
@@ -56,12 +53,10 @@ class Agent:
         observer: Observer,
         performers: Mapping[str, Performer],
         before_observing: Callable[[], object] = lambda: None,
-        periods: Periods = DEFAULT_PERIODS,
     ) -> None:
         self._observer = observer
         self._performers = performers
         self._before_observing = before_observing
-        self._periods = periods
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
         self._stopping = threading.Event()
@@ -103,20 +98,16 @@ class Agent:
     def due_actions(self) -> list[AnyAction]:
         """Observe the node, and return the actions that are due."""
         now = self._observer.clock()
-        views = self._observer.node()
-        decided = {run: self._try_to_decide(run, view, now) for run, view in views.items()}
+        decided = {run: self._try_to_decide(run, now) for run in self._observer.runs()}
         actions = [each for found in decided.values() for each in found or ()]
         failed = [run for run, found in decided.items() if found is None]
         self._retries.forget_all_except([*actions, *failed])
         return [each for each in actions if self._retries.is_due(each)]
 
-    def _try_to_decide(
-        self, run: Run, view: RunView | Exception, now: float
-    ) -> list[AnyAction] | None:
+    def _try_to_decide(self, run: Run, now: float) -> list[AnyAction] | None:
+        """Return the actions for a run; None if it cannot be observed."""
         try:
-            if isinstance(view, Exception):
-                raise view
-            return decide_run(view, now, self._periods)
+            return decide_run(self._observer.run(run), now)
         except Exception as error:
             self._retries.record_failure(run, error)
             return None
@@ -148,7 +139,7 @@ class Agent:
 
     def _is_still_due(self, action: AnyAction) -> bool:
         run = self._observer.run(action.run)
-        is_decided = action in decide_run(run, self._observer.clock(), self._periods)
+        is_decided = action in decide_run(run, self._observer.clock())
         return is_decided and self._retries.is_due(action)
 
     def _observe_repeatedly(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -21,8 +22,8 @@ from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
-from shardwise.memory.agent.opened_stores import OpenedStores
 from shardwise.memory.agent.persist import (
+    OpenedStores,
     copy_files_of_lost_nodes,
     lock_for_publishing,
 )
@@ -43,6 +44,7 @@ from shardwise.memory.records import (
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
 
+T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 RESCUE_TIMEOUT = 5.0
 """Seconds to wait for a node that does not answer, during a rescue."""
@@ -201,8 +203,14 @@ class _LeaderSave:
         """Have each node copy its files to storage, then copy the files that are still missing."""
         files_of = self._files_by_node()
         # Send all requests before waiting for any node.
-        reached = run_on_nodes(files_of, lambda node: self._request_copy(node, files_of[node]))
-        outcome_of = run_on_nodes([node for node in files_of if reached[node]], self._wait_for_copy)
+        reached = run_on_nodes(
+            files_of,
+            lambda node: self._unless_lost(node, lambda: self._request_copy(node, files_of[node])),
+        )
+        outcome_of = run_on_nodes(
+            [node for node in files_of if reached[node]],
+            lambda node: self._unless_lost(node, lambda: self._wait_for_node("persist", node)),
+        )
         copied = {node: done for node, done in outcome_of.items() if done is not None}
         nbytes = _total_bytes(copied)
         outcome = records.save_record("commit", self.pending.save_id, "all")
@@ -233,7 +241,7 @@ class _LeaderSave:
         return nbytes
 
     def _request_copy(self, node: str, files: list[str]) -> bool:
-        """Request that a node copies its files to storage; return False if the node is lost."""
+        """Request that a node copies its files to storage; return True."""
         request = PersistRequest(
             save_id=self.pending.save_id,
             root=self.pending.storage.root,
@@ -241,24 +249,17 @@ class _LeaderSave:
             budget=self.pending.budget,
             wait=self.pending.wait,
         )
-        try:
-            self.nodes.write(node, records.save_record("persist", self.pending.save_id), request)
-        except StoreError as error:
-            self._log_lost_node(node, error)
-            return False
+        self.nodes.write(node, records.save_record("persist", self.pending.save_id), request)
         return True
 
-    def _wait_for_copy(self, node: str) -> StageOutcome | None:
-        """Wait until a node has copied its files; return None if the node is lost."""
+    def _unless_lost(self, node: str, work: Callable[[], T]) -> T | None:
+        """Return the result of `work`; None if the node is lost."""
         try:
-            return self._wait_for_node("persist", node)
+            return work()
         except StoreError as error:
-            self._log_lost_node(node, error)
+            self.place.refuse_abandoned()
+            log.warning("node %s is lost: %s", node, error)
             return None
-
-    def _log_lost_node(self, node: str, error: StoreError) -> None:
-        self.place.refuse_abandoned()
-        log.warning("node %s is lost: %s", node, error)
 
     def _wait_for_node(self, stage: str, node: str) -> StageOutcome:
         """Wait until a node has done its part of a stage."""
@@ -294,13 +295,12 @@ def read_pending_manifest(action: Action) -> PendingManifest:
     Raises:
         StoreError: this node has neither, because the snapshot is being removed.
     """
-    place = action.place
-    for pending in place.pending_manifests():
+    for pending in action.place.pending_manifests():
         if pending.save_id == action.save_id:
             return pending
     raise StoreError(
-        f"{place.path}: the pending manifest of save {action.save_id} was removed or is damaged, "
-        "so the save cannot be completed: save again"
+        f"{action.place.path}: the pending manifest of save {action.save_id} was removed or is "
+        "damaged, so the save cannot be completed: save again"
     )
 
 
@@ -308,11 +308,7 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     """Return the agents of a snapshot's nodes, with the newest address that this node knows."""
     if len(pending.nodes) == 1:  # only this node
         return pending.nodes
-    places = [SnapshotDirectory(run, step) for step in run.steps()]
-    manifests = [
-        pending,
-        *(each for place in places for each in place.pending_manifests()),
-    ]
+    manifests = [pending, *run.pending_manifests()]
     newest = {info.node: info for each in manifests for info in each.nodes}
     return [newest[info.node] for info in pending.nodes]
 

@@ -1,157 +1,162 @@
-"""`Mirrors`: the agent's threads that keep the mirrors of roots up to date."""
+"""The mirrors that the agent of this node keeps up to date, one task for each run.
+
+<home>/mirrors/<run>.json
+
+Trainers and agents write a task. The agent removes the task when the run has ended and the mirror
+has all checkpoints. So the copying continues after the training has ended, and after the agent was
+restarted.
+"""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwise.errors import ShardwiseError
+import msgspec
+
+from shardwise.errors import ShardwiseError, StoreError
+from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run
-from shardwise.memory.mirror_tasks import (
-    mirror_task_age,
-    mirror_tasks,
-    remove_mirror_task,
-)
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import StorageTask
 from shardwise.store import open_store
+from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
-from shardwise.tiers.worker import MirrorWorker
 
-POLL_PERIOD = 1.0
-RETRY_PERIOD = 60.0
-REOPEN_PERIOD = 600.0
-"""Seconds after which a mirror that fails is opened anew."""
+# All in seconds.
+CHECK_PERIOD = 60.0  # others may have changed the root or the mirror since
+REOPEN_PERIOD = 600.0  # opened anew, the stores may find other credentials
 LONGEST_AFTER_END = 86400.0
-STOP_TIMEOUT = 5.0
 log = logging.getLogger("shardwise.agent")
 
 
+def set_mirror_task(run: Run, task: StorageTask) -> None:
+    """Have the agent of this node keep a mirror up to date.
+
+    A task without a newest step keeps the newest step of the earlier task for the same root.
+    """
+    path = run.mirror_task_path
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    earlier = read_mirror_task(run)
+    if earlier is not None and earlier.root == task.root and task.newest is None:
+        task = msgspec.structs.replace(task, newest=earlier.newest, damaged=earlier.damaged)
+    write_record(path, task)
+
+
+def read_mirror_task(run: Run) -> StorageTask | None:
+    """Return the task of a run, or None if there is none. A damaged one is set aside."""
+    path = run.mirror_task_path
+    try:
+        return read_record(path, StorageTask)
+    except StoreError as error:
+        log.error("the next save requests the mirror again: %s", error)
+        with suppress(FileNotFoundError):
+            path.rename(path.with_name(f".{path.name}.damaged"))
+        return None
+
+
+def mirror_tasks(home: Home) -> dict[Run, StorageTask]:
+    """Return the task of each run that has one."""
+    found = {run: read_mirror_task(run) for run in home.mirrored_runs()}
+    return {run: task for run, task in found.items() if task is not None}
+
+
 @dataclass(slots=True)
-class _ActiveTask:
-    """A task, and the thread that works on it; None if its stores could not be opened."""
+class _OpenMirror:
+    """A root and its mirror, opened for a task.
+
+    Attributes:
+        task: the task when the mirror was last brought up to date.
+        opened_at: the time of the opening.
+        current_at: the time when the mirror was last complete; 0 if the last attempt failed.
+    """
 
     task: StorageTask
-    worker: MirrorWorker | None
-    started_at: float
+    mirroring: Mirroring
+    opened_at: float
+    current_at: float = 0.0
 
 
 class Mirrors:
-    """Works on the tasks of this node: keeps the mirrors of roots up to date.
+    """Keeps the mirrors of roots up to date.
 
     Args:
-        home: the home of the node.
         clock: seconds since 1970.
     """
 
-    def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
-        self._home = home
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._active: dict[Run, _ActiveTask] = {}
-        self._bell = threading.Event()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._work, name="mirrors", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that looks for tasks."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Look for tasks soon."""
-        self._bell.set()
+        self._open_mirrors: dict[Run, _OpenMirror] = {}
 
     def stop(self) -> None:
-        """Stop all threads. Copies in progress are continued by the next agent."""
-        self._is_stopping = True
-        self.wake()
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT)
-        for active in self._active.values():
-            if active.worker is not None:
-                active.worker.stop(STOP_TIMEOUT)
+        """End the copies in progress between two chunks. The next agent continues them."""
+        for each in list(self._open_mirrors.values()):
+            each.mirroring.stop()
 
-    def is_busy(self) -> bool:
-        """Return whether there is any task."""
-        return bool(mirror_tasks(self._home))
+    def catch_up(self, run: Run) -> None:
+        """Bring the mirror of a run up to date. Remove the task if it is done, or has failed long.
 
-    def update_tasks(self) -> None:
-        """Start threads for new tasks, update the other threads, and remove completed tasks."""
-        tasks = mirror_tasks(self._home)
-        for run in self._active.keys() - tasks.keys():
-            self._end_task(run)
-        for run, task in tasks.items():
-            self._update_task(run, task)
-            if self._is_finished(run, self._active[run]):
-                remove_mirror_task(run)
-                self._end_task(run)
+        Failures are logged, and recorded in the root. The agent calls this again and again.
+        """
+        if (task := read_mirror_task(run)) is None:
+            self._open_mirrors.pop(run, None)
+            return
+        opened = self._open_mirrors.get(run)
+        if opened is None or _tiers_of(opened.task) != _tiers_of(task):
+            opened = self._open(run, task)
+        if opened is not None and self._needs_attempt(opened, task):
+            opened.task, opened.current_at = task, 0.0
+            if opened.mirroring.catch_up(lambda: _saved_steps(run)):
+                opened.current_at = self._clock()
+        is_failing = opened is None or not opened.current_at
+        is_old = opened is not None and self._clock() - opened.opened_at >= REOPEN_PERIOD
+        if is_failing and is_old:
+            del self._open_mirrors[run]
+        if read_mirror_task(run) == task and self._is_finished(run, task, is_failing=is_failing):
+            run.mirror_task_path.unlink(missing_ok=True)
+            self._open_mirrors.pop(run, None)
 
-    def _update_task(self, run: Run, task: StorageTask) -> None:
-        active = self._active.get(run)
-        if active is not None and _have_same_tiers(active.task, task):
-            # Opened anew, the stores may find other credentials.
-            age = self._clock() - active.started_at
-            if age < (RETRY_PERIOD if active.worker is None else REOPEN_PERIOD) or (
-                active.worker is not None and not active.worker.is_failing
-            ):
-                if active.worker is not None and active.task != task:
-                    active.worker.set_saved(task.newest, task.damaged)
-                active.task = task
-                return
-        if active is not None:
-            self._end_task(run)
-        self._active[run] = _ActiveTask(task, _start_worker(task), self._clock())
+    def _needs_attempt(self, opened: _OpenMirror, task: StorageTask) -> bool:
+        return task != opened.task or self._clock() - opened.current_at >= CHECK_PERIOD
 
-    def _is_finished(self, run: Run, active: _ActiveTask) -> bool:
+    def _open(self, run: Run, task: StorageTask) -> _OpenMirror | None:
+        """Open the root and the mirror of a task; return None if that fails."""
+        self._open_mirrors.pop(run, None)
+        mirror = task.mirror
+        if mirror is None:
+            return None
+        try:
+            mirroring = Mirroring(open_store(task.root), task.rules, mirror.options())
+        except (ShardwiseError, OSError, ValueError) as error:
+            log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
+            return None
+        opened = self._open_mirrors[run] = _OpenMirror(task, mirroring, self._clock())
+        return opened
+
+    def _is_finished(self, run: Run, task: StorageTask, *, is_failing: bool) -> bool:
         """Return whether a run has ended, and its mirror is complete or has failed for too long."""
         if has_trainers(run) or run.steps():
             return False
-        if active.worker is not None and active.worker.is_current:
+        if not is_failing:
             return True
-        if mirror_task_age(run, self._clock()) < LONGEST_AFTER_END:
-            return False
+        with suppress(FileNotFoundError):
+            if self._clock() - run.mirror_task_path.lstat().st_mtime < LONGEST_AFTER_END:
+                return False
         log.error(
             "the mirror %s of %s still lacks checkpoints a day after the run has ended, and is "
             "given up; the next training with this root and mirror copies them",
-            *(active.task.mirror and active.task.mirror.place, active.task.root),
+            *(task.mirror and task.mirror.place, task.root),
         )
         return True
 
-    def _end_task(self, run: Run) -> None:
-        active = self._active.pop(run)
-        if active.worker is not None:
-            active.worker.stop(STOP_TIMEOUT)
 
-    def _work(self) -> None:
-        while not self._is_stopping:
-            try:
-                self.update_tasks()
-            except Exception:
-                log.exception("looking for mirrors failed; trying again")
-            self._bell.wait(POLL_PERIOD)
-            self._bell.clear()
+def _tiers_of(task: StorageTask) -> object:
+    return task.root, task.mirror, task.keep
 
 
-def _have_same_tiers(before: StorageTask, after: StorageTask) -> bool:
-    def tiers(task: StorageTask) -> object:
-        return task.root, task.mirror, task.keep
-
-    return tiers(before) == tiers(after)
-
-
-def _start_worker(task: StorageTask) -> MirrorWorker | None:
-    """Start a thread for a task; return None if its stores cannot be opened."""
-    mirror = task.mirror
-    if mirror is None:
-        return None
-    try:
-        mirroring = Mirroring(open_store(task.root), task.rules, mirror.options())
-    except (ShardwiseError, OSError, ValueError) as error:
-        log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
-        return None
-    worker = MirrorWorker(mirroring, lowers_priority=True)
-    worker.set_saved(task.newest, task.damaged)
-    worker.start()
-    return worker
+def _saved_steps(run: Run) -> SavedSteps:
+    task = read_mirror_task(run)
+    return SavedSteps(task.newest, frozenset(task.damaged)) if task else SavedSteps()

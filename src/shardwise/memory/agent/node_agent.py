@@ -14,7 +14,7 @@ from shardwise.memory.identity import LOOPBACK
 from shardwise.memory.options import DEFAULT_DIRECTORY, Tls
 from shardwise.memory.rank_locks import is_training
 from shardwise.memory.reclaim import clear_run
-from shardwise.memory.spawn import end_agent, redirect_output_to_log, running_agent
+from shardwise.memory.spawn import RotatingLog, end_agent, running_agent
 
 
 class NodeAgent:
@@ -74,9 +74,7 @@ class NodeAgent:
         logging.basicConfig(
             level=logging.INFO,
             format="%(asctime)s %(levelname)s %(message)s",
-            handlers=[
-                logging.StreamHandler() if log is None else redirect_output_to_log(Path(log))
-            ],
+            handlers=[logging.StreamHandler() if log is None else RotatingLog(Path(log))],
             force=True,
         )
         return run_agent(

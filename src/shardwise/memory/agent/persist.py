@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +23,40 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, list_own_files
-from shardwise.store import Store
+from shardwise.store import Store, open_store
 from shardwise.store.store import Buffer
 
 WRITE_THREADS = 4
 READ_THREADS = 2
+MOST_STORES = 16
 LOCK_TIMEOUT = 1.0
 LOCK_PAUSE = 0.05
+
+
+class OpenedStores:
+    """The stores that an agent has opened, by URL. Threads may share them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+
+    @contextmanager
+    def open(self, url: str) -> Iterator[Store]:
+        """Open a store, and keep it open for later calls, unless the block raises.
+
+        After a failure, the store is opened anew: it may have to read other credentials.
+
+        Raises:
+            StoreError: as for `open_store`.
+        """
+        with self._lock:
+            store = self._stores.pop(url, None)
+        store = store or open_store(url)
+        yield store
+        with self._lock:
+            self._stores[url] = store
+            while len(self._stores) > MOST_STORES:
+                del self._stores[next(iter(self._stores))]
 
 
 def copy_file(

@@ -24,7 +24,7 @@ from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
 from shardwise.memory.agent.lead import Leader
 from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.agent.opened_stores import OpenedStores
+from shardwise.memory.agent.persist import OpenedStores
 from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
 from shardwise.memory.home import AGENT_LOCK, Home
@@ -87,9 +87,9 @@ def run_agent(
         mapped_files = MappedFiles()
         finish_removals(home)
         observer = Observer(home, node)
-        performers = _make_performers(home, node, observer, mapped_files, tls)
+        mirrors = Mirrors()
+        performers = _make_performers(home, node, observer, mapped_files, mirrors, tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
-        mirrors = Mirrors(home)
         info = AgentInfo(
             node=node,
             url="",
@@ -107,7 +107,12 @@ def run_agent(
 
 
 def _make_performers(
-    home: Home, node: str, observer: Observer, mapped_files: MappedFiles, tls: Tls | None
+    home: Home,
+    node: str,
+    observer: Observer,
+    mapped_files: MappedFiles,
+    mirrors: Mirrors,
+    tls: Tls | None,
 ) -> dict[str, Performer]:
     """Return the function that performs each kind of action."""
     stores = OpenedStores()
@@ -121,6 +126,7 @@ def _make_performers(
         "copy": follower.copy,
         REMOVE_OLD: follower.remove_old,
         decide.RESCUE: follower.rescue,
+        decide.MIRROR: lambda action: mirrors.catch_up(action.run),
         decide.FREE: free,
         decide.FREE_RUN: lambda action: remove_if_unused(home, action.run),
         decide.LOOK_UP_ROOT: partial(look_up_root, observer=observer),
@@ -145,27 +151,22 @@ async def _serve(
     record_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
-
-    def wake() -> None:
-        agent.wake()
-        mirrors.wake()
-
-    threading.Thread(target=listen_to_bell, args=(home.bell_path, wake), daemon=True).start()
+    bell = threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True)
+    bell.start()
     app = create_app(home.path, info.token, agent.wake, agent.list_failing)
     async with serve_connections(app, listener, tls=tls):
         agent.start()
-        mirrors.start()
         agent.wake()
         write_record(home.info_path, info)
         registration = Registration(home, info)
         threading.Thread(target=_register, args=(registration, ended), daemon=True).start()
         log.info("agent of node %s serves %s at %s", info.node, home, info.url)
         try:
-            await _wait_for_end(home, info, mirrors, ended, until_idle=until_idle)
+            await _wait_for_end(home, info, ended, until_idle=until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
+            mirrors.stop()
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
-            await asyncio.to_thread(mirrors.stop)
             home.info_path.unlink(missing_ok=True)
     if not finished:
         log.warning("some actions are unfinished; the next agent repeats them")
@@ -183,7 +184,7 @@ def _register(registration: Registration, ended: asyncio.Event) -> None:
 
 
 async def _wait_for_end(
-    home: Home, info: AgentInfo, mirrors: Mirrors, ended: asyncio.Event, *, until_idle: bool
+    home: Home, info: AgentInfo, ended: asyncio.Event, *, until_idle: bool
 ) -> None:
     busy_at = trimmed_at = time.monotonic()
     while not ended.is_set():
@@ -191,7 +192,7 @@ async def _wait_for_end(
             await asyncio.to_thread(release_free_memory)
             trimmed_at = time.monotonic()
         _restore_info(home, info)
-        if not until_idle or home.runs() or mirrors.is_busy():
+        if not until_idle or home.runs() or home.mirrored_runs():
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE_TIMEOUT:
             log.info("the node stores nothing, and no training runs: exiting")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -17,9 +18,9 @@ from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import opened, read_record, write_record
-from shardwise.memory.free_files import reuse_spare
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_locks import is_rank_alive
+from shardwise.memory.reclaim import reuse_spare
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
 from shardwise.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe
 from shardwise.memory.redundancy.placement import (
@@ -143,27 +144,37 @@ class _ProtectionFiles:
         """
         copies = files_to_copy(group, index)
         for number, (owner, name, size) in enumerate(copies):
-            if not self._place.has(name):
-                data, ring_file = self._begin(group, index, number, name, size)
-                self._fill_copy(data, ring_file, self._entries[name], owner.node)
-                self._place.temporary_path(name).rename(self._place.path / name)
+            with self._begin(group, index, number, name, size) as begun:
+                if begun is not None:
+                    self._fill_copy(*begun, self._entries[name], owner.node)
         nbytes = parity_file_size(group.chunk)
         for number in range(group.parity):
             name = parity_file_name(self._save_id, group, number)
-            if not self._place.has(name):
-                data, ring_file = self._begin(group, index, number, name, nbytes)
-                self._fill_parity(data, ring_file, group, index, number)
-                self._place.temporary_path(name).rename(self._place.path / name)
+            with self._begin(group, index, number, name, nbytes) as begun:
+                if begun is not None:
+                    self._fill_parity(*begun, group, index, number)
         return sum(size for _, _, size in copies) + group.parity * nbytes
 
+    @contextmanager
     def _begin(
         self, group: ProtectionGroup, index: int, number: int, name: str, size: int
-    ) -> tuple[Buffer, RingFile | None]:
-        """Return the memory of an incomplete file, and the record of the rank that began it."""
+    ) -> Iterator[tuple[Buffer, RingFile | None] | None]:
+        """Yield the memory of a file, and the record of the rank that began the file, if any.
+
+        The file gets its name after the block. Yield None if the file exists already.
+        """
+        if self._place.has(name):
+            yield None
+            return
+        temporary = self._place.temporary_path(name)
         ring_file = self._claim_ring_file(group, index, number, name)
         if ring_file is None:
-            self._create_temporary(name, size)
-        return self._mappings.map(self._place.temporary_path(name), size), ring_file
+            reuse_spare(self._place.run, size, temporary)
+            with opened(temporary, os.O_RDWR | os.O_CREAT) as fd:
+                os.ftruncate(fd, size)
+                allocate_pages(fd, size)
+        yield self._mappings.map(temporary, size), ring_file
+        temporary.rename(self._place.path / name)
 
     def _fill_copy(
         self, data: Buffer, ring_file: RingFile | None, entry: FileEntry, owner: str
@@ -292,14 +303,6 @@ class _ProtectionFiles:
                 break
             self._place.refuse_abandoned()
         return None
-
-    def _create_temporary(self, name: str, size: int) -> None:
-        """Create a temporary file with all pages allocated; reuse a spare file if there is one."""
-        temporary = self._place.temporary_path(name)
-        reuse_spare(self._place.run, size, temporary)
-        with opened(temporary, os.O_RDWR | os.O_CREAT) as fd:
-            os.ftruncate(fd, size)
-            allocate_pages(fd, size)
 
 
 def claim_ring_file(

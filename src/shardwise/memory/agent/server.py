@@ -15,7 +15,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,8 +27,8 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import FormatError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.files import LARGEST_RECORD
+from shardwise.memory.home import list_steps, open_below
 from shardwise.memory.identity import make_run_token
-from shardwise.memory.listing import list_steps, open_below
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically
@@ -177,7 +177,6 @@ class _Handlers:
         self._home = home
         self._wake = wake
         self._list_failing = list_failing
-        self._arrival = asyncio.Event()
         self._bytes_received = 0
 
     async def list_failing(self, request: web.Request) -> web.Response:
@@ -194,8 +193,7 @@ class _Handlers:
             seconds_left = deadline - loop.time()
             if seconds_left <= 0 or _is_closed(request):
                 raise web.HTTPNotFound
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrival.wait(), min(seconds_left, POLL_PERIOD))
+            await asyncio.sleep(min(seconds_left, POLL_PERIOD))
         with file:
             return await _send_file(request, file)
 
@@ -211,8 +209,6 @@ class _Handlers:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise web.HTTPInsufficientStorage(text=text) from error
                 raise web.HTTPInternalServerError(text=text) from error
-        arrival, self._arrival = self._arrival, asyncio.Event()
-        arrival.set()
         self._wake()
         return web.Response(status=204)
 

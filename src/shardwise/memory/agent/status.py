@@ -11,13 +11,12 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory import records
+from shardwise.memory.agent.mirrors import mirror_tasks
 from shardwise.memory.files import read_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
-from shardwise.memory.mirror_tasks import mirror_tasks
-from shardwise.memory.observe import read_snapshots, why_retrying
+from shardwise.memory.observe import RecordCache, read_snapshots, why_retrying
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_locks import has_trainers, is_training
-from shardwise.memory.record_cache import RecordCache
 from shardwise.memory.records import AgentInfo, ProtectRequest
 from shardwise.memory.redundancy.placement import groups_of_node
 from shardwise.memory.remote.agent_watch import why_no_answer

@@ -16,14 +16,13 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.manifest.checksums import block_count
-from shardwise.manifest.manifest import LARGEST_INTEGER
+from shardwise.manifest.manifest import Count
 from shardwise.manifest.names import check_file_name, check_save_id
 from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes_of_group
 
 TABLE_ALIGNMENT = 4096
 """The size of a checksum table is a multiple of this many bytes."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 GroupName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,9}\Z")]
 NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ class AssembledStore(ReadOnlyStore):
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
         self._count_lock = threading.Lock()
-        self._mapped_files: dict[str, Buffer] = {}
+        path = self._local.path
+        self._map = functools.cache(lambda key, size: map_file(path / key, size))
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
         if (protection := assembly.protection) is not None:
@@ -210,12 +212,6 @@ class AssembledStore(ReadOnlyStore):
                 f"expected at least {offset + len(out)} bytes"
             )
         return part
-
-    def _map(self, key: str, size: int) -> Buffer:
-        """Map a file in this node's memory."""
-        if key not in self._mapped_files:
-            self._mapped_files[key] = map_file(self._local.path / key, size)
-        return self._mapped_files[key]
 
 
 @dataclass(slots=True)

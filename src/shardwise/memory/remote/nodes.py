@@ -261,19 +261,17 @@ class Nodes:
         self, nodes: Sequence[str], error: StoreError | None = None
     ) -> None:
         """Raise if newer snapshots are made without one of these nodes, which do not answer."""
-        run = self._place.run
-        for step in reversed([step for step in run.steps() if step > self._place.step]):
-            newer = SnapshotDirectory(run, step)
-            pending = newer.pending_manifests()
-            if pending:
-                present = {info.node for each in pending for info in each.nodes}
-                absent = sorted(set(nodes) - present)
-                if absent:
-                    raise _NoRetryError(
-                        f"step {self._place.step} is not completed, because the run continued "
-                        f"without node {', '.join(absent)}; use a newer snapshot"
-                    ) from error
-                return
+        step = self._place.step
+        newer = [each for each in self._place.run.snapshots() if each.step > step]
+        manifests = (each.pending_manifests() for each in reversed(newer))
+        newest = next(filter(None, manifests), [])
+        present = {info.node for each in newest for info in each.nodes}
+        absent = sorted(set(nodes) - present)
+        if present and absent:
+            raise _NoRetryError(
+                f"step {step} is not completed, because the run continued without node "
+                f"{', '.join(absent)}; use a newer snapshot"
+            ) from error
 
     def _client(self, node: str) -> AgentClient:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -15,12 +16,10 @@ from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manif
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import decode_record
-from shardwise.memory.home import Run, SnapshotDirectory
+from shardwise.memory.home import Run, SnapshotDirectory, list_steps
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.listing import list_steps
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
-from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
@@ -31,6 +30,7 @@ READ_TIMEOUT = 10.0
 SEARCH_TIMEOUT = 60.0  # for all requests of a search together
 MOST_REQUESTS = 64
 MOST_FILES_SHOWN = 3
+T = TypeVar("T")
 
 
 @prepare_decoding
@@ -51,9 +51,7 @@ class NodeFiles(msgspec.Struct, array_like=True):
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for info in run.known_nodes()}
-    for step in run.steps():
-        for pending in SnapshotDirectory(run, step).pending_manifests():
-            known |= {info.node: info for info in pending.nodes}
+    known |= {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
     return NodeFiles(node, list_steps(run.path.parents[1], run.name), list(known.values()))
 
 
@@ -267,15 +265,17 @@ class Search:
 
     def _read_epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
+        names = [records.save_record("pending", save_id, part) for part in records.PENDING_PARTS]
+        pending = self._read_record(step, names, PendingManifest)
+        return None if pending is None else pending.epoch
+
+    def _read_record(self, step: int, names: list[str], record_type: type[T]) -> T | None:
+        """Return a record with one of these names, from the first node where it is readable."""
         for each in self.nodes:
-            for record in (
-                records.save_record("pending", save_id),
-                records.save_record("pending", save_id, "copy"),
-            ):
-                if record in each.steps.get(step, {}):
+            for name in names:
+                if name in each.steps.get(step, {}):
                     with suppress(OSError):
-                        data = self.read(each.node, step, record)
-                        return decode_record(data, PendingManifest, record).epoch
+                        return decode_record(self.read(each.node, step, name), record_type, name)
         return None
 
     def _assemble(self, step: int, manifest: Manifest, source: str) -> Assembly | str:
@@ -293,7 +293,9 @@ class Search:
             for name, size in size_of.items()
         }
         lost = {name for name, nodes in holders.items() if not nodes}
-        protection = self._read_protection(step, manifest.save_id, files_of)
+        requests = [records.save_record("protect", manifest.save_id)]
+        request = self._read_record(step, requests, ProtectRequest)
+        protection = None if request is None else request.protection
         if protection is not None:
             lost &= find_unreadable_files(protection, files_of)
         if lost:
@@ -303,18 +305,6 @@ class Search:
         holders[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, files in files_of.items() if files}
         return Assembly(step, holders, size_of, infos, protection)
-
-    def _read_protection(
-        self, step: int, save_id: str, files_of: Mapping[str, Mapping[str, int]]
-    ) -> Protection | None:
-        """Return the protection of a save, from the first node with a readable record of it."""
-        record = records.save_record("protect", save_id)
-        for node, files in files_of.items():
-            if record in files:
-                with suppress(OSError):
-                    data = self.read(node, step, record)
-                    return decode_record(data, ProtectRequest, record).protection
-        return None
 
 
 def _list_files(client: AgentClient, info: AgentInfo, run: str) -> NodeFiles:

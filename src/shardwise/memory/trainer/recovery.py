@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,11 +12,9 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import StoreError
 from shardwise.manifest.names import MANIFEST
-from shardwise.memory.home import Run, SnapshotDirectory
-from shardwise.memory.observe import read_run_view
-from shardwise.memory.record_cache import RecordCache
+from shardwise.memory.home import Run
+from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.registry import read_entries
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import NodeFiles, Search, list_own_files
@@ -116,18 +114,14 @@ def _search_nodes(
 
 def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
-
-    staged_files: list[str] = []
-    files_of_saves: list[tuple[str, list[str]]] = []
     with Round(group, "asking what was staged") as all_ranks:
-        for number in snapshots.run.steps() if snapshots.is_first_of_node else ():
-            place = SnapshotDirectory(snapshots.run, number)
-            with suppress(StoreError):  # a record is damaged, so the save will not be committed
-                staged_files += [staged.file.name for staged in place.staged_files()]
-                files_of_saves += [
-                    (pending.save_id, [name for name, _ in pending.files])
-                    for pending in place.pending_manifests()
-                ]
+        places = snapshots.run.snapshots() if snapshots.is_first_of_node else []
+        staged_files = [each.file.name for place in places for each in place.staged_files()]
+        files_of_saves = [
+            (pending.save_id, [name for name, _ in pending.files])
+            for place in places
+            for pending in place.pending_manifests()
+        ]
         own = staged_files, files_of_saves
         lists = all_ranks.gather(own, tuple[list[str], list[tuple[str, list[str]]]])
     staged = {name for names, _ in lists for name in names}
@@ -142,16 +136,13 @@ def _wait_for_commits(run: Run, saves: set[str]) -> None:
     """
     cache = RecordCache()
 
-    def are_committed() -> bool:
-        return not any(
+    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
+        if not any(
             save.save_id in saves
             and save.has_staged
             and not save.state_of("commit").has_ended
             and snapshot.committed_save != save.save_id
             for snapshot in read_run_view(run, cache).snapshots
             for save in snapshot.saves.values()
-        )
-
-    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
-        if are_committed():
+        ):
             return

@@ -109,69 +109,49 @@ def range_in_replica(file: FileEntry) -> tuple[int, int]:
     return low, max(low, high)
 
 
-class Rings:
-    """The rings of a run, formed anew for each snapshot, because the data of ranks may change.
+def join_ring(
+    planned: PlannedSave, options: Memory, membership: Membership, group: Group
+) -> tuple[FileSource | None, Ring | None, list[list[str]]]:
+    """Form the rings of a snapshot. All ranks call this together.
 
-    Args:
-        options: the user's options.
-        membership: the nodes of the run.
-        group: the ranks.
+    Rings are formed anew for each snapshot, because the data of ranks may change.
 
-    Attributes:
-        files: the names of the files of each ring of the newest snapshot.
+    Returns:
+        The source of this rank's file, and the ring of this rank; None for each that there is not.
+        And the names of the files of each ring.
     """
+    is_protected = options.copies or options.parity
+    if not is_protected or len(set(membership.node_of)) == 1:
+        return planned.source(), None, []
 
-    def __init__(self, options: Memory, membership: Membership, group: Group) -> None:
-        self._options = options
-        self._membership = membership
-        self._group = group
-        self.files: list[list[str]] = []
-
-    def join(self, planned: PlannedSave) -> tuple[FileSource | None, Ring | None]:
-        """Return the source of this rank's file and the ring of this rank, or None for each.
-
-        All ranks call this together.
-        """
-        if not self._are_needed():
-            return planned.source(), None
-
-        with Round(self._group, "forming rings") as all_ranks:
-            source = planned.source()
-            entry = None if source is None else source.entry
-            held = all_ranks.gather((planned.held, entry), tuple[bytes, FileEntry | None])
-        options, node_of = self._options, self._membership.node_of
-        domain_of = {info.node: info.domain for info in self._membership.nodes}
-        rings = form_rings(
-            [fingerprint for fingerprint, _ in held],
-            node_of,
-            domain_of,
-            copies=options.copies,
-            parity=options.parity,
-            group_size=options.group,
-        )
-        own: Ring | None = None
-        self.files = []
-        for ranks in rings:
-            files = [file for rank in ranks if (file := held[rank][1]) is not None]
-            if len(files) < len(ranks):  # a rank writes no file
-                continue
-            self.files.append([file.name for file in files])
-            if self._group.rank in ranks:
-                nodes = [node_of[rank] for rank in ranks]
-                group = make_ring_group(
-                    (
-                        (node, domain_of[node], file.name, file.size)
-                        for node, file in zip(nodes, files, strict=True)
-                    ),
-                    copies=options.copies,
-                    parity=options.parity,
-                )
-                own = Ring(tuple(files), group, ranks.index(self._group.rank))
-        return source, own
-
-    def _are_needed(self) -> bool:
-        is_protected = self._options.copies or self._options.parity
-        return bool(is_protected) and len(set(self._membership.node_of)) > 1
+    with Round(group, "forming rings") as all_ranks:
+        source = planned.source()
+        entry = None if source is None else source.entry
+        held = all_ranks.gather((planned.held, entry), tuple[bytes, FileEntry | None])
+    node_of = membership.node_of
+    domain_of = {info.node: info.domain for info in membership.nodes}
+    own: Ring | None = None
+    files_of_rings = []
+    for ranks in form_rings(
+        [fingerprint for fingerprint, _ in held],
+        node_of,
+        domain_of,
+        copies=options.copies,
+        parity=options.parity,
+        group_size=options.group,
+    ):
+        files = [file for rank in ranks if (file := held[rank][1]) is not None]
+        if len(files) < len(ranks):  # a rank writes no file
+            continue
+        files_of_rings.append([file.name for file in files])
+        if group.rank in ranks:
+            members = [
+                (node_of[rank], domain_of[node_of[rank]], file.name, file.size)
+                for rank, file in zip(ranks, files, strict=True)
+            ]
+            nodes = make_ring_group(members, copies=options.copies, parity=options.parity)
+            own = Ring(tuple(files), nodes, ranks.index(group.rank))
+    return source, own, files_of_rings
 
 
 def bytes_to_read(ring: Ring) -> int:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
 from shardwise.engine.planning import (
-    DescribedSave,
     Offer,
     PlannedSave,
     SaveRequest,
@@ -22,23 +21,26 @@ from shardwise.engine.save import SaveReport, check_replicas
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import data_file
+from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
-from shardwise.memory.free_files import delete_free_slots
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
-from shardwise.memory.mirror_tasks import set_mirror_task
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
-from shardwise.memory.reclaim import discard_superseded, refuse_older_step, remove_other_runs
+from shardwise.memory.reclaim import (
+    delete_free_slots,
+    discard_superseded,
+    refuse_older_step,
+    remove_other_runs,
+)
 from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.memory.trainer.pending_saves import PendingSaves
 from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
-from shardwise.memory.trainer.rings import Rings
-from shardwise.memory.trainer.save_handle import PendingSave, SaveHandle
+from shardwise.memory.trainer.rings import join_ring
+from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.plan.cache import PlanCache
 from shardwise.retention import committed_steps
@@ -93,7 +95,6 @@ class Snapshots:
         self._steps_to_look_for: frozenset[int] | None = None
         with Round(group, "reclaiming memory"):
             self._reclaim()
-        self._rings = Rings(options, self.membership, group)
         self._staging = Staging(
             self.home,
             self.run,
@@ -151,7 +152,12 @@ class Snapshots:
 
         with Round(self._group, "agreeing on a save") as all_ranks:
             info = self._check_before_save()
-            has_slot, described = self._describe(make_save(), recorder, durable=durable)
+            save = make_save()
+            has_slot = self._prepare_slot(save.options.step or 0, durable=durable)
+            place = str(save.store) if durable else f"memory, for {save.store}"
+            root = self.root if durable else None
+            with recorder.stage("describe"):
+                described = describe_save(replace(save, place=place, written_to=root))
             offer = described.offer(plan_cache, self._group, self._comparison)
             messages = all_ranks.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
         offers = [offer for offer, _, _ in messages]
@@ -171,18 +177,11 @@ class Snapshots:
         planned = planned.with_sample(self._comparison)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
-    def _describe(
-        self, save: SaveRequest, recorder: Recorder, *, durable: bool
-    ) -> tuple[bool, DescribedSave]:
-        """Return whether this rank has a slot for a snapshot, and the described save."""
-        step = save.options.step or 0
+    def _prepare_slot(self, step: int, *, durable: bool) -> bool:
+        """Return whether this rank has a slot for a snapshot of a step, or waits for one."""
         refuse_older_step(self.run, step, self.membership.lineage, self.root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
-        place = str(save.store) if durable else f"memory, for {save.store}"
-        root = self.root if durable else None
-        with recorder.stage("describe"):
-            return has_slot, describe_save(replace(save, place=place, written_to=root))
+        return not self._staging.is_prepared or durable or self._staging.has_free()
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -207,7 +206,7 @@ class Snapshots:
             described = describe_save(replace(make_save(), written_to=None))
             offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
         planned = described.plan(offers, group, plan_cache, recorder)
-        source, ring = self._rings.join(planned)
+        source, ring, _ = join_ring(planned, self._options, self.membership, group)
         compared = self._comparison.most_bytes(planned.plan)
         with Round(group, "allocating slots"), recorder.stage("allocate"):
             return self._staging.prepare(source, ring, compared)
@@ -368,10 +367,10 @@ class Snapshots:
         place = SnapshotDirectory(self.run, options.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
-        source, ring = self._rings.join(planned)
+        source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
         manifest = None
         if planned.plan.rank == 0:
-            manifest = self._make_pending_manifest(planned, storage, durable=durable)
+            manifest = self._make_pending_manifest(planned, storage, rings, durable=durable)
         part = SnapshotPart(
             place=place,
             planned=planned,
@@ -408,7 +407,7 @@ class Snapshots:
         return SaveHandle(report, pending, self._mirror)
 
     def _make_pending_manifest(
-        self, planned: PlannedSave, storage: StorageTask, *, durable: bool
+        self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
         plan, options, memory = planned.plan, planned.request.options, self._options
@@ -421,7 +420,7 @@ class Snapshots:
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
-            rings=self._rings.files,
+            rings=rings,
             storage=storage,
             durable=durable,
             rescue=memory.rescue,

@@ -16,11 +16,14 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
-from shardwise.memory.free_files import bytes_needed_for_others, bytes_stored_for_others
 from shardwise.memory.home import Home, Run, SnapshotDirectory
+from shardwise.memory.observe import RecordCache
 from shardwise.memory.options import Memory
-from shardwise.memory.reclaim import free_uncommittable
-from shardwise.memory.record_cache import RecordCache
+from shardwise.memory.reclaim import (
+    bytes_needed_for_others,
+    bytes_stored_for_others,
+    free_uncommittable,
+)
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.redundancy.placement import parity_file_size
 from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
