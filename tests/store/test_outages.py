@@ -12,6 +12,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
+from tests.store.servers import Server, moto  # noqa: F401 - a fixture
+from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.tools.faulty_store import Fault, FaultyStore
 from tests.tools.watched_stores import store_with_own_clock, with_own_clock
 
@@ -36,10 +38,16 @@ def test_a_warning_names_server_reason_and_end_of_the_retries(
     assert re.search(r"repeated until \d\d:\d\d:\d\d \(the option retry=20 of the URL\)", said)
 
 
-def test_whether_a_place_is_writable_is_unknown_in_an_outage(tmp_path: Path) -> None:
+def test_whether_a_place_is_writable_is_unknown_in_an_outage(
+    moto: Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     """Otherwise, a `Checkpointer` would ignore the snapshots in memory."""
-    with pytest.raises(StoreUnavailableError):
-        sw.Checkpointer(f"{UNREACHABLE}&retry=0", memory=sw.Memory(dir=str(tmp_path)))
+    with FaultProxy(moto.endpoint) as proxy:
+        url = moto.behind(proxy.url).new_url(retry="0")
+        proxy.inject(HttpFault(FaultKind.ANSWER, status=503, methods=("PUT",), count=1000))
+        with pytest.raises(StoreUnavailableError):
+            sw.Checkpointer(url, memory=sw.Memory(dir=str(tmp_path)))
 
 
 def test_a_silent_namenode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
