@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.ports.store import open_store
 from tests.cli.conftest import Run
 from tests.cli.states import Model, state
 from tests.formats.test_in_stores import require_same
@@ -24,7 +23,7 @@ def root(moto: Server) -> str:  # noqa: F811
     """The URL of a run with two steps."""
     url = moto.new_url()
     for step in (100, 200):
-        sw.save(str(open_store(url).at(f"step-{step:08}")), state(step), step=step)
+        sw.save(below(url, f"step-{step:08}"), state(step), step=step)
     return url
 
 
@@ -38,7 +37,9 @@ def trained_state() -> dict[str, object]:
 
 
 def below(url: str, name: str) -> str:
-    return str(open_store(url).at(name))
+    """The URL of a name below a URL, with the same options."""
+    path, _, options = url.partition("?")
+    return f"{path}/{name}?{options}"
 
 
 def test_a_root_is_listed_inspected_verified_and_compared(run: Run, root: str) -> None:
@@ -59,7 +60,10 @@ def test_a_root_is_listed_inspected_verified_and_compared(run: Run, root: str) -
 
 
 def test_what_is_open_can_be_read_on_after_rm(
-    run: Run, root: str, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    root: str,
+    moto: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = sw.open(root, step=100)
     name, shape = next((name, each.shape) for name, each in opened.tensors().items() if each.shape)
@@ -75,7 +79,7 @@ def test_what_is_open_can_be_read_on_after_rm(
     later = time.time() + 3601
     monkeypatch.setattr("shardwise.engine.leftovers.time.time", lambda: later)
     assert run("rm", root, "--step", "100", "--yes").status == 0
-    assert open_store(root).list() == ["step-00000200"]
+    assert {key.partition("/")[0] for key in moto.keys(root)} == {"step-00000200"}
     with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):
         opened[name].tensor()
 
@@ -83,8 +87,8 @@ def test_what_is_open_can_be_read_on_after_rm(
 def test_a_prefix_with_files_of_torch_is_explained(run: Run, moto: Server, tmp_path: Path) -> None:  # noqa: F811
     url = moto.new_url()
     torch.save({"w": torch.ones(3)}, tmp_path / "last.pt")
-    open_store(url).publish("last.pt", (tmp_path / "last.pt").read_bytes(), replace=False)
-    open_store(url).publish("notes.txt", b"nothing", replace=False)
+    moto.put(url, "last.pt", (tmp_path / "last.pt").read_bytes())
+    moto.put(url, "notes.txt", b"nothing")
     for place in (url, str(tmp_path)):
         ran = run("ls", place)
         assert ran.status != 0
@@ -94,14 +98,14 @@ def test_a_prefix_with_files_of_torch_is_explained(run: Run, moto: Server, tmp_p
     assert (shown.status, "w" in shown.out) == (0, True), shown.err
 
 
-def test_damage_is_found(run: Run, root: str) -> None:
-    store = open_store(root).at("step-00000100")
-    (name,) = [name for name in store.list() if name.endswith(".safetensors")]
-    data = bytearray(store.read(name, limit=1 << 30))
+def test_damage_is_found(run: Run, root: str, moto: Server) -> None:  # noqa: F811
+    step = below(root, "step-00000100")
+    (name,) = [name for name in moto.keys(step) if name.endswith(".safetensors")]
+    data = bytearray(moto.read(step, name))
     data[len(data) // 2] ^= 1
-    store.publish(name, bytes(data), replace=True)
+    moto.put(step, name, bytes(data))
     assert run("verify", root).status == 1
-    store.publish(name, bytes(data[:-1]), replace=True)
+    moto.put(step, name, bytes(data[:-1]))
     states = [each["state"] for each in run("ls", root, "--json").document["checkpoints"]]
     assert states == ["damaged", "committed"]
 
@@ -116,7 +120,11 @@ def test_a_wrong_name_gets_a_suggestion(run: Run, root: str) -> None:
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch", "deepspeed-universal"])
 def test_exports_to_a_store_are_those_to_a_directory(
-    run: Run, root: str, tmp_path: Path, to: str
+    run: Run,
+    root: str,
+    moto: Server,  # noqa: F811
+    tmp_path: Path,
+    to: str,
 ) -> None:
     source = below(root, "step-00000200")
     only = [] if to == "torch" else ["--only", "model.*"]
@@ -127,19 +135,14 @@ def test_exports_to_a_store_are_those_to_a_directory(
     for place in (tmp_path / "here", target):
         ran = run("export", source, place, "--to", to, *only)
         assert ran.status == 0, ran.err
-    store = open_store(target)
-    files = store.walk(1000)
+    files = moto.keys(target)
     names = {path.relative_to(tmp_path / "here").as_posix() for path in _files(tmp_path / "here")}
     if to == "native":  # names of data files are random
         assert len(files) == len(names)
         names = set(files)
     assert set(files) == names
     for name in names:
-        folder = store
-        *folders, key = name.split("/")
-        for part in folders:
-            folder = folder.at(part)
-        downloaded = folder.read(key, limit=1 << 30)
+        downloaded = moto.read(target, name)
         copy = tmp_path / "copy" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(downloaded)
@@ -170,16 +173,16 @@ def gone(operation: str) -> None:
     raise OSError("the network is gone")
 
 
-def test_an_interrupted_export_is_refused(root: str) -> None:
+def test_an_interrupted_export_is_refused(root: str, moto: Server) -> None:  # noqa: F811
     source, target = below(root, "step-00000200"), below(root, "exported")
-    target_store = FaultyStore(open_store(target), Fault(2, gone, verbs=("commit",)))
+    target_store = FaultyStore(target, Fault(2, gone, verbs=("commit",)))
     with pytest.raises(OSError, match="the network is gone"):
         sw.export(source, target_store, max_file=600, only=["model.*"])
     with pytest.raises(sw.CheckpointExistsError, match="was interrupted: remove it"):
         sw.export(source, target, max_file=600, only=["model.*"])
     target = below(root, "again")
     sw.export(source, target, max_file=600, only=["model.*"])
-    assert not [name for name in open_store(target).list() if name.startswith(".")]
+    assert not [key for key in moto.keys(target) if key.startswith(".")]
     wanted, found = sw.open(source).tensors(), sw.open(target).tensors()
     assert all(torch.equal(found[name][...], wanted[name][...]) for name in found)
     with pytest.raises(sw.CheckpointExistsError, match="not empty"):

@@ -1,10 +1,14 @@
-"""Waits with a deadline on a clock of the test, atomic writes, locks and bells."""
+"""What the processes of a node share: records, locks, bells, and who is alive."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,15 @@ from shardwise.memory.files import (
     ring_bell,
     write_record,
 )
+from shardwise.memory.home import Home, Run, new_run_id
+from shardwise.memory.observe import RecordCache
+from shardwise.memory.rank_locks import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
+from shardwise.memory.records import Retry
+from shardwise.memory.seal import map_file
 from shardwise.store.local_files import try_lock, write_atomically
+from tests.memory.test_irregular import KINDS, replace
+
+# Waits with a deadline on a clock of the test, atomic writes, locks and bells.
 
 
 class Clock:
@@ -109,3 +121,153 @@ def test_a_bell_wakes_its_listener(tmp_path: Path) -> None:
         if woken.is_set():
             return
     pytest.fail("the listener was not woken")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_names_the_path(kind: str, tmp_path: Path) -> None:
+    home, path = Home(tmp_path), tmp_path / "it"
+    replace(path, kind)
+    for name in ("agent.lock", "start.lock"):
+        replace(home.path / name, kind)
+        with pytest.raises(sw.StoreError, match=f"{name} is .*(regular file|symbolic link).*: r"):
+            home.lock(name).__enter__()
+    with pytest.raises(sw.StoreError, match=r"/it is "):
+        read_record(path, Retry)
+    with pytest.raises(sw.StoreError, match=r"/it is "):
+        map_file(path, 0, writable=True)
+    found = RecordCache().read(path, Retry)
+    assert found is not None
+    assert "/it is " in str(found[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_lock_shows_no_rank(kind: str, tmp_path: Path) -> None:
+    run = Home(tmp_path).run("0" * 16)
+    (run.path / "trainers").mkdir(parents=True)
+    replace(run.path / "trainers" / "00000", kind)
+    (run.path / "trainers" / "note").touch()
+    (run.path / "trainers" / "00003").touch()
+    assert lost_ranks(run) == [3]
+    assert not is_rank_alive(run, 0)
+
+
+def test_a_record_takes_no_place_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    with pytest.raises(sw.StoreError, match="is a directory: remove it"):
+        write_record(tmp_path / "it", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["it"]
+
+
+@pytest.mark.parametrize("through", ["file", "link"])
+def test_a_bell_that_is_no_pipe_is_replaced(through: str, tmp_path: Path) -> None:
+    """Reading a file would return at once, for ever; and ringing would write into it."""
+    bell, other, rung = tmp_path / "bell", tmp_path / "other", threading.Event()
+    other.write_bytes(b"other")
+    if through == "link":
+        bell.symlink_to(other)
+    else:
+        bell.write_bytes(b"other")
+    ring_bell(bell)
+    assert bell.read_bytes() == other.read_bytes() == b"other"
+    threading.Thread(target=listen_to_bell, args=(bell, rung.set), daemon=True).start()
+    while not bell.is_fifo():
+        time.sleep(0.01)
+    assert not rung.wait(0.05)
+    while not rung.wait(0.01):
+        ring_bell(bell)
+
+
+# Who lives is known by a lock, and by nothing else.
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run without trainers."""
+    return Home(tmp_path).run(new_run_id())
+
+
+def test_looking_at_a_trainer_does_not_end_it(run: Run) -> None:
+    presence = RankLock(run, 3)
+    assert is_rank_alive(run, 3)
+    assert is_rank_alive(run, 3)
+    assert not is_rank_alive(run, 4)
+    assert lost_ranks(run) == []
+    presence.release()
+    assert not is_rank_alive(run, 3)
+    assert lost_ranks(run) == []
+
+
+def test_one_that_goes_without_a_word_is_lost_until_it_is_back(run: Run) -> None:
+    RankLock(run, 3).release_as_lost()
+    assert lost_ranks(run) == [3]
+    presence = RankLock(run, 3)
+    assert lost_ranks(run) == []
+    presence.release()
+
+
+def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
+    presence = RankLock(run, 0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert is_rank_alive(run, 0)
+        presence.release_as_lost()
+        deadline = time.monotonic() + 10.0
+        while not lost_ranks(run):
+            assert time.monotonic() < deadline
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+TAKE = """
+import sys
+from pathlib import Path
+from shardwise.memory import rank_locks
+from shardwise.memory.home import Run
+rank_locks.LOCK_TIMEOUT = 0.1
+rank_locks.RankLock(Run(Path(sys.argv[1])), 0)
+"""
+
+
+def test_a_rank_is_not_taken_by_another_process(run: Run) -> None:
+    presence = RankLock(run, 0)
+    command = [sys.executable, "-c", TAKE, str(run.path)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "another process is rank 0 of run" in refused.stderr
+    presence.release()
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+def test_a_process_that_gave_up_may_begin_anew(run: Run) -> None:
+    lost = RankLock(run, 0)
+    again = RankLock(run, 0)
+    assert is_rank_alive(run, 0)
+    again.release()
+    assert lost_ranks(run) == []
+    lost.release_as_lost()
+
+
+def test_those_of_before_are_forgotten_once_others_have_come(run: Run) -> None:
+    """Or their node would have every snapshot persisted, though nobody is lost."""
+    RankLock(run, 3).release_as_lost()
+    presence = RankLock(run, 4)
+    assert lost_ranks(run) == [3]
+    forget_lost_ranks(run)
+    assert lost_ranks(run) == []
+    assert is_rank_alive(run, 4)
+    presence.release_as_lost()
+    assert lost_ranks(run) == [4]
+
+
+def test_of_several_in_a_process_the_last_one_counts(run: Run) -> None:
+    first = RankLock(run, 0)
+    second = RankLock(run, 0)
+    assert first.is_replaced()
+    assert not second.is_replaced()
+    first.release()
+    assert is_rank_alive(run, 0)
+    second.release()
+    assert not second.is_replaced()
+    assert lost_ranks(run) == []

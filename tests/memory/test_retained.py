@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.deadline import Deadline
@@ -30,7 +31,9 @@ from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
+from tests.faults.memory.scenario import Cluster, begin
 from tests.memory.test_snapshots import shm
+from tests.tools.gang import Gang
 
 __all__ = ["shm"]
 SAVE = "0" * 16
@@ -365,3 +368,35 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
         StageOutcome(save_id=save_id, stage="persist"),
     )
     assert stages.wait_for("persist", 10.0).failure == ""
+
+
+def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:
+    """One rank alone finds that something has failed: how closing ends, and after how long."""
+    cp = cluster.open()
+    _, state, _ = begin(cp, cluster.columns, "rows")
+    cp.save(1, state)
+    wait_for = PendingSave.wait_for
+
+    def fail(save: PendingSave, stage: str, timeout: float | None) -> StageOutcome:
+        raise sw.StoreError("its disk is full")
+
+    if dist.get_rank() == 1:
+        PendingSave.wait_for = fail  # type: ignore[method-assign]
+    started = time.monotonic()
+    try:
+        with pytest.raises(sw.ShardwiseError) as caught:
+            cp.close()
+    finally:
+        PendingSave.wait_for = wait_for  # type: ignore[method-assign]
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - started
+
+
+def test_closing_fails_on_all_ranks_if_waiting_does_on_one(
+    gang: Gang, tmp_path: Path, shm: Path
+) -> None:
+    cluster = Cluster(root=tmp_path / "root", shm=shm, every=1)
+    (first, said, _), (second, _, _), *_ = told = gang.run(close_though_one_fails, cluster, world=2)
+    assert (first, second) == ("RankError", "StoreError")
+    assert "waiting for saves" in said
+    assert "rank 1: StoreError: its disk is full" in said
+    assert max(took for *_, took in told) < 30.0

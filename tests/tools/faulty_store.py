@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from unittest import mock
 
-from shardwise.store import LocalStore, Store
+from shardwise.ports.store import Store, open_store
+from shardwise.store import LocalStore
 from shardwise.store.wrapped import WrappedStore
 
 T = TypeVar("T")
@@ -68,13 +69,13 @@ class Fault:
 
 
 class FaultyStore(WrappedStore):
-    """Wraps a store or a directory, and reports every operation to a `Fault` before it happens.
+    """Wraps the store of a place, and reports every operation to a `Fault` before it happens.
 
     The system calls of `publish` of a `LocalStore` count as operations, too.
     """
 
     def __init__(self, store: Store | str | os.PathLike[str], fault: Fault) -> None:
-        super().__init__(LocalStore(store) if isinstance(store, (str, os.PathLike)) else store)
+        super().__init__(open_store(store))
         self._fault = fault
 
     def at(self, name: str) -> FaultyStore:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.ports.store import Buffer, ReadableFile
+from shardwise.ports.store import Buffer, ReadableFile, Store
 from shardwise.store import LocalStore
 from shardwise.store.object_store import ObjectStore
 from shardwise.store.retry import Retry, RetryingStore
@@ -97,9 +97,18 @@ class _Copies:
 
 def store_with_own_clock(url: str, retry: int = 10) -> tuple[RetryingStore, list[float]]:
     """Return an object store, and its time, which only pauses between attempts change."""
+    return with_own_clock(ObjectStore(url), retry)
+
+
+def with_own_clock(store: Store, retry: int) -> tuple[RetryingStore, list[float]]:
+    """Return a store whose operations are repeated, and its time, which only pauses change.
+
+    Args:
+        retry: for how many seconds an operation is repeated.
+    """
     now = [0.0]
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    return RetryingStore(ObjectStore(url), Retry(retry, 10.0, lambda: now[0], sleep)), now
+    return RetryingStore(store, Retry(retry, 10.0, lambda: now[0], sleep)), now

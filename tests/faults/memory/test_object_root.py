@@ -15,7 +15,6 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.ports.store import open_store
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.agents import signal_agents, until
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -278,7 +277,7 @@ def test_an_agent_is_killed_at_a_request_and_the_next_one_goes_on(
 def save_and_die(url: str, step: int, at: int | None) -> list[str]:
     """Save a step in this process, which dies at a store operation; return the operations."""
     fault = Fault(at)
-    store = FaultyStore(open_store(url), fault)
+    store = FaultyStore(url, fault)
     with sw.Checkpointer(store, memory=None) as checkpointer:
         checkpointer.save(step, state_of(step), overwrite=step > 1)
     return fault.operations
