@@ -7,6 +7,7 @@ central directory at the end lists all checksums.
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,7 @@ from shardwise.convert.plan import (
     TensorPart,
     size_of,
 )
-from shardwise.formats.containers.zip_archive import (
-    LOCAL_HEADER,
-    MAX_UINT16,
-    MAX_UINT32,
-    ZIP_START,
-)
+from shardwise.formats.containers.zip_archive import MAX_UINT16, MAX_UINT32
 from shardwise.manifest.checksums import crc32
 
 ALIGNMENT = 64
@@ -77,38 +73,22 @@ class ArchiveBuilder:
     def add(self, name: str, content: bytes | TensorPart) -> None:
         """Append an entry. Its content is aligned if the start of the archive is aligned."""
         file, encoded, size = self._file, name.encode(), size_of(content)
-        header = file.size - self._start
-        zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, size, size) if size >= MAX_UINT32 else b""
-        sum_follows = isinstance(content, TensorPart) and size > 0
-        crc = crc32(content) if isinstance(content, bytes) else 0
-        fields = (
-            _VERSION_ZIP64 if zip64 else _VERSION_PLAIN,
-            _entry_flags(sum_follows),
-            0,
-            0,
-            _FIRST_DATE,
-            crc,
-        )
-        stated_size = MAX_UINT32 if zip64 else 0 if sum_follows else size
-        padding = (
-            -(header + LOCAL_HEADER.size + len(encoded) + len(zip64) + _PADDING_FIELD.size)
-            % ALIGNMENT
-        )
-        extra = zip64 + _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
-        file.add(
-            LOCAL_HEADER.pack(
-                ZIP_START, *fields, stated_size, stated_size, len(encoded), len(extra)
-            )
-            + encoded
-            + extra
-        )
-        if isinstance(content, TensorPart) and sum_follows:
+        start, is_large = file.size - self._start, size > zipfile.ZIP64_LIMIT
+        header = zipfile.ZipInfo(name)
+        header.file_size = header.compress_size = size
+        header.CRC = crc32(content) if isinstance(content, bytes) else 0
+        header.flag_bits = _entry_flags(isinstance(content, TensorPart) and size > 0)
+        end = start + len(header.FileHeader(is_large)) + _PADDING_FIELD.size
+        padding = -end % ALIGNMENT
+        header.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
+        file.add(header.FileHeader(is_large))
+        if isinstance(content, TensorPart) and size:
             sum_index = file.add_with_checksum(content)
             file.add(_make_descriptor(sum_index, size))
-            self._entries.append(_Entry(encoded, header, size, sum_index=sum_index))
+            self._entries.append(_Entry(encoded, start, size, sum_index=sum_index))
         else:
             file.add(content)
-            self._entries.append(_Entry(encoded, header, size, crc))
+            self._entries.append(_Entry(encoded, start, size, header.CRC))
 
     def close(self) -> None:
         """Append the central directory."""
@@ -141,7 +121,7 @@ def _entry_flags(sum_follows: bool) -> int:
 
 
 def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
-    layout = _DESCRIPTOR64 if size >= MAX_UINT32 else _DESCRIPTOR
+    layout = _DESCRIPTOR64 if size > zipfile.ZIP64_LIMIT else _DESCRIPTOR
     return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
     )
