@@ -13,7 +13,7 @@ from typing import TypeVar
 from unittest import mock
 
 from shardwise.store import LocalStore, Store
-from shardwise.store.wrapped import WrappedStore
+from tests.tools.wrapped_store import WrappedStore
 
 T = TypeVar("T")
 Action = Callable[[str], None]
