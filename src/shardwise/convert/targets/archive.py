@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from shardwise.convert.plan import (
@@ -42,24 +41,9 @@ _FIRST_DATE = 0x21
 _ENTRIES_AT_ONCE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of an archive.
-
-    Attributes:
-        header: offset of the entry's header in the archive, in bytes.
-        known_crc: checksum of the content, if `sum_index` is None.
-        sum_index: index in the checksums of the file.
-    """
-
-    name: bytes
-    header: int
-    size: int
-    known_crc: int = 0
-    sum_index: int | None = None
-
-    def crc(self, sums: RangeChecksums) -> int:
-        return self.known_crc if self.sum_index is None else sums[self.sum_index]
+_Entry = tuple[zipfile.ZipInfo, int | None]
+"""An entry of an archive, and the index of its checksum in the checksums of the file; None if the
+checksum is known."""
 
 
 class ArchiveBuilder:
@@ -72,23 +56,24 @@ class ArchiveBuilder:
 
     def add(self, name: str, content: bytes | TensorPart) -> None:
         """Append an entry. Its content is aligned if the start of the archive is aligned."""
-        file, encoded, size = self._file, name.encode(), size_of(content)
-        start, is_large = file.size - self._start, size > zipfile.ZIP64_LIMIT
-        header = zipfile.ZipInfo(name)
-        header.file_size = header.compress_size = size
-        header.CRC = crc32(content) if isinstance(content, bytes) else 0
-        header.flag_bits = _entry_flags(isinstance(content, TensorPart) and size > 0)
-        end = start + len(header.FileHeader(is_large)) + _PADDING_FIELD.size
+        file, size, sum_index = self._file, size_of(content), None
+        is_large = size > zipfile.ZIP64_LIMIT
+        sum_follows = isinstance(content, TensorPart) and size > 0
+        entry = zipfile.ZipInfo(name)
+        entry.header_offset = file.size - self._start
+        entry.file_size = entry.compress_size = size
+        entry.flag_bits = _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
+        entry.CRC = crc32(content) if isinstance(content, bytes) else 0
+        end = entry.header_offset + len(entry.FileHeader(is_large)) + _PADDING_FIELD.size
         padding = -end % ALIGNMENT
-        header.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
-        file.add(header.FileHeader(is_large))
+        entry.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
+        file.add(entry.FileHeader(is_large))
         if isinstance(content, TensorPart) and size:
             sum_index = file.add_with_checksum(content)
             file.add(_make_descriptor(sum_index, size))
-            self._entries.append(_Entry(encoded, start, size, sum_index=sum_index))
         else:
             file.add(content)
-            self._entries.append(_Entry(encoded, start, size, header.CRC))
+        self._entries.append((entry, sum_index))
 
     def close(self) -> None:
         """Append the central directory."""
@@ -116,10 +101,6 @@ class ArchiveBuilder:
         )
 
 
-def _entry_flags(sum_follows: bool) -> int:
-    return _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
-
-
 def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
     layout = _DESCRIPTOR64 if size > zipfile.ZIP64_LIMIT else _DESCRIPTOR
     return BytesFromChecksums(
@@ -130,25 +111,16 @@ def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
 def _encode_directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
-    for entry in entries:
-        zip64 = [n for n in (entry.size, entry.size, entry.header) if n >= MAX_UINT32]
+    for entry, sum_index in entries:
+        name, header = entry.filename.encode(), entry.header_offset
+        zip64 = [n for n in (entry.file_size, entry.file_size, header) if n >= MAX_UINT32]
         extra = (
             struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
         )
         needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
-        crc = 0 if sums is None else entry.crc(sums)
-        size, header = min(entry.size, MAX_UINT32), min(entry.header, MAX_UINT32)
-        head = (
-            needed,
-            needed,
-            _entry_flags(entry.sum_index is not None),
-            0,
-            0,
-            _FIRST_DATE,
-            crc,
-            size,
-            size,
-        )
-        rest = (len(entry.name), len(extra), 0, 0, 0, 0, header)
-        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + entry.name + extra)
+        crc = entry.CRC if sums is None or sum_index is None else sums[sum_index]
+        size = min(entry.file_size, MAX_UINT32)
+        head = (needed, needed, entry.flag_bits, 0, 0, _FIRST_DATE, crc, size, size)
+        rest = (len(name), len(extra), 0, 0, 0, 0, min(header, MAX_UINT32))
+        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + name + extra)
     return b"".join(records)
