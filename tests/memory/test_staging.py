@@ -20,7 +20,8 @@ import torch
 
 import shardwise as sw
 from shardwise.deadline import Deadline
-from shardwise.divergence.comparison import ReplicaSample, SampledSet
+from shardwise.divergence.comparison import ReplicaSample
+from shardwise.divergence.replica_sets import ReplicaSet
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
 from shardwise.engine.write_file import FileSource
@@ -258,9 +259,9 @@ def sample_of(*memories: Memory) -> ReplicaSample:
     devices = frozenset(each.device for each in memories if each.device is not None)
     layout = FileLayout(b"", 0, end, end, end)
     source = FileSource(layout, pieces, b"", memories.__getitem__, devices)
-    sampled = SampledSet(number=7, holders=2, first=0, last=len(memories))
     nothing: Any = None
-    return ReplicaSample("0" * 16, 1, 0, source, [sampled], nothing)
+    replicas = ReplicaSet(number=7, holders=2, fragment=nothing, start=nothing)
+    return ReplicaSample("0" * 16, 1, 0, source, [replicas], [0, len(memories)], nothing)
 
 
 @pytest.mark.parametrize("writes_file", [True, False])
