@@ -18,7 +18,6 @@ from shardwise.memory.mirror_tasks import (
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import StorageTask
 from shardwise.store import open_store
-from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.worker import MirrorWorker
 
 POLL_PERIOD = 1.0
@@ -147,11 +146,11 @@ def _start_worker(task: StorageTask) -> MirrorWorker | None:
     if mirror is None:
         return None
     try:
-        mirroring = Mirroring(open_store(task.root), task.rules, mirror.options())
+        root = open_store(task.root)
+        worker = MirrorWorker(root, task.rules, mirror.options(), lowers_priority=True)
     except (ShardwiseError, OSError, ValueError) as error:
         log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
         return None
-    worker = MirrorWorker(mirroring, lowers_priority=True)
     worker.set_saved(task.newest, task.damaged)
     worker.start()
     return worker
