@@ -26,7 +26,6 @@ from shardwise.retention import (
     apply_retention,
     choose_step,
     committed_steps,
-    decode_keep,
 )
 from shardwise.store import LocalStore
 
@@ -75,7 +74,7 @@ def test_rules_survive_their_way_to_an_agent() -> None:
         latest_for=timedelta(minutes=2),
         every_time="1.5h",
     )
-    assert decode_keep(json.loads(msgspec.json.encode(asdict(keep)))) == keep
+    assert sw.Keep.decode(json.loads(msgspec.json.encode(asdict(keep)))) == keep
     assert keep.latest_for == "120.0s"
     assert keep.every_time == "5400.0s"
 

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -126,6 +126,19 @@ class Keep:
                 seconds = duration_in_seconds(value, f"Keep({name}={value!r})")
                 object.__setattr__(self, name, f"{seconds!r}s")
 
+    @classmethod
+    def decode(cls, data: Mapping[str, Any]) -> Keep:
+        """Decode rules from the plain values of `dataclasses.asdict`.
+
+        Raises:
+            msgspec.ValidationError: the values are not valid rules.
+        """
+        try:
+            best = None if data.get("best") is None else Best(**data["best"])
+            return cls(**{**data, "best": best})
+        except (TypeError, ValueError) as error:
+            raise msgspec.ValidationError(str(error)) from error
+
     @property
     def has_rules(self) -> bool:
         """Whether there is any rule; without one, no checkpoint is removed."""
@@ -219,19 +232,6 @@ def parse_choice(step: object) -> Choice:
     return check_step(step)
 
 
-def decode_keep(data: Mapping[str, Any]) -> Keep:
-    """Decode rules from the plain values of `dataclasses.asdict`.
-
-    Raises:
-        msgspec.ValidationError: the values are not valid rules.
-    """
-    try:
-        best = None if data.get("best") is None else Best(**data["best"])
-        return Keep(**{**data, "best": best})
-    except (TypeError, ValueError) as error:
-        raise msgspec.ValidationError(str(error)) from error
-
-
 def duration_in_seconds(duration: Duration, label: str = "") -> float:
     """Return a duration in seconds. Errors begin with `label`, by default with the duration.
 
@@ -296,10 +296,35 @@ def apply_retention(
     else:
         checkpoints = {step: CheckpointInfo() for step in steps}
     kept = keep.steps_to_keep(checkpoints) | {newest}
-    to_remove = takewhile(lambda _: should_continue(), (s for s in steps if s not in kept))
+    to_remove = [step for step in steps if step not in kept]
+    return remove_checkpoints(root, to_remove, newest, committed, should_continue)
+
+
+def remove_checkpoints(
+    root: Store,
+    steps: Iterable[int],
+    newest: int,
+    committed: Sequence[int],
+    should_continue: Callable[[], bool] = lambda: True,
+) -> list[int]:
+    """Remove checkpoints of a root, and the files of those that were removed long enough ago.
+
+    Args:
+        root: the root.
+        steps: the checkpoints to remove, unless they are being read.
+        newest: the step that was just saved. The files of newer steps stay.
+        committed: all steps with a manifest.
+        should_continue: as for `apply_retention`.
+
+    Returns:
+        The steps that were removed.
+    """
+    to_remove = takewhile(lambda _: should_continue(), steps)
     removed = [step for step in to_remove if _remove_if_ours(root.at(step_directory(step)))]
     if root.traits.reading_grace and should_continue():
-        remove_files_of_removed(root, newest, committed)
+        found = [step for name in root.list() if (step := step_of_directory(name)) is not None]
+        older = [step for step in found if step < newest and step not in set(committed)]
+        remove_leftovers_below(root, [step_directory(step) for step in older])
     return removed
 
 
@@ -310,18 +335,6 @@ def _remove_if_ours(store: Store) -> bool:
     except NotRegularFileError as error:
         log.warning("retention does not remove %s: %s", store, error)
         return False
-
-
-def remove_files_of_removed(root: Store, newest: int, committed: Sequence[int]) -> None:
-    """Remove the files of checkpoints that were removed long enough ago.
-
-    Args:
-        newest: the files of newer steps stay.
-        committed: the steps with a manifest, and those that were just removed.
-    """
-    steps = [step for name in root.list() if (step := step_of_directory(name)) is not None]
-    older = [step for step in steps if step < newest and step not in set(committed)]
-    remove_leftovers_below(root, [step_directory(step) for step in older])
 
 
 def remove_checkpoint(store: Store) -> bool:

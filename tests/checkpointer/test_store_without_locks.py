@@ -22,8 +22,8 @@ from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, st
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.retention import committed_steps
 from shardwise.store.retry import Retry, RetryingStore
-from shardwise.store.wrapped import WrappedStore
 from tests.memory_store import MemoryStore, Server
+from tests.tools.wrapped_store import WrappedStore
 
 SAVE_ID = "0123456789abcdef"
 T = TypeVar("T")

@@ -271,9 +271,9 @@ class Simulation:
     def start(self) -> None:
         """Start, as another process after the first one has ended."""
         store = Outage(self.mirror, self.down, self.calls)
-        options = sw.Mirror(store)
-        self.mirroring = Mirroring(LocalStore(self.root), self.keep, options, lambda: self.now)
-        self.worker = MirrorWorker(self.mirroring, lambda: self.now)
+        root, options, clock = LocalStore(self.root), sw.Mirror(store), lambda: self.now
+        self.worker = MirrorWorker(root, self.keep, options, wall_clock=clock, clock=clock)
+        self.mirroring = self.worker.mirroring
 
     def save(self, step: int) -> None:
         sw.save(self.root / step_directory(step), state(step), step=step)

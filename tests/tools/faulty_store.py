@@ -14,7 +14,7 @@ from unittest import mock
 
 from shardwise.ports.store import Store, open_store
 from shardwise.store import LocalStore
-from shardwise.store.wrapped import WrappedStore
+from tests.tools.wrapped_store import WrappedStore
 
 T = TypeVar("T")
 Action = Callable[[str], None]

@@ -13,7 +13,6 @@ from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
-from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
 
@@ -51,8 +50,7 @@ class RunMirror(RunHook):
             self._watch.report(Recorder())  # events of earlier trainings are not reported
         self._is_mirroring = group.rank == 0 and is_writable(settings.root)
         if self._is_mirroring and request is None and settings.mirror is not None:
-            mirroring = Mirroring(settings.root, settings.keep, settings.mirror)
-            self._worker = MirrorWorker(mirroring)
+            self._worker = MirrorWorker(settings.root, settings.keep, settings.mirror)
             self._worker.start()
         self._update()
 

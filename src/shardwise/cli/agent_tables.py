@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 import shardwise as sw
@@ -35,11 +36,11 @@ def show_runs(home: str, runs: Sequence[sw.RunStatus], cleared: bool, console: C
     if not runs:
         console.print(f"{fmt.printable(home)} keeps no snapshots")
         return
-    shown = table()
-    shown.add_column("run", no_wrap=True, style="bold")
-    shown.add_column("size", justify="right", no_wrap=True)
-    for header in ("steps", "in storage", "training"):
-        shown.add_column(header, min_width=len(header))
+    shown = table(
+        Column("run", no_wrap=True, style="bold"),
+        Column("size", justify="right", no_wrap=True),
+        *(Column(each, min_width=len(each)) for each in ("steps", "in storage", "training")),
+    )
     for run in runs:
         steps = [each.step for each in run.snapshots]
         persisted = [each.step for each in run.snapshots if each.persist.state == "done"]
@@ -86,13 +87,13 @@ def _show_run(run: sw.RunStatus, console: Console) -> None:
     if not run.snapshots:
         return
     console.print(Text("   ").join(_lag_text(run, stage) for stage in PARTICIPLE_OF_STAGE))
-    shown = table(gap=2)
-    shown.add_column("step", justify="right", no_wrap=True, style="bold")
-    for header in ("age", "size", "copies"):
-        shown.add_column(header, justify="right", no_wrap=True)
-    for stage in PARTICIPLE_OF_STAGE:
-        shown.add_column(PARTICIPLE_OF_STAGE[stage], min_width=len(PARTICIPLE_OF_STAGE[stage]))
-    shown.add_column("protected by", overflow="fold", min_width=len("protected by"))
+    shown = table(
+        Column("step", justify="right", no_wrap=True, style="bold"),
+        *(Column(each, justify="right", no_wrap=True) for each in ("age", "size", "copies")),
+        *(Column(each, min_width=len(each)) for each in PARTICIPLE_OF_STAGE.values()),
+        Column("protected by", overflow="fold", min_width=len("protected by")),
+        gap=2,
+    )
     for each in run.snapshots:
         shown.add_row(*_snapshot_cells(each))
     console.print(shown)

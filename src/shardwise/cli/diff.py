@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import shardwise as sw
@@ -88,9 +88,8 @@ def _show_section(
     if not rows:
         return
     console.print(Text.assemble((f"\n{title}", "bold"), (f"  {len(rows):,}", "dim")))
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    columns = Column(overflow="fold"), Column(overflow="fold")
+    table = Table.grid(*columns, padding=(0, 3, 0, 0))
     shown = rows if len(rows) <= max_rows else rows[: int(max_rows)]
     for name, detail in shown:
         table.add_row(Text("  " + fmt.printable(name)), detail)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 import shardwise as sw
@@ -193,11 +194,12 @@ def _show_tensor(tensor: dict[str, Any], console: Console, *, show_all: bool) ->
     if not boxes:
         return
     console.print()
-    shown = table()
-    shown.add_column("rank", justify="right", no_wrap=True)
-    shown.add_column("box", no_wrap=True)
-    shown.add_column("size", justify="right", no_wrap=True)
-    shown.add_column("file", no_wrap=True)
+    shown = table(
+        Column("rank", justify="right", no_wrap=True),
+        Column("box", no_wrap=True),
+        Column("size", justify="right", no_wrap=True),
+        Column("file", no_wrap=True),
+    )
     for each in boxes if show_all else boxes[:MAX_LISTED_BOXES]:
         box = str(sw.Box(each["offset"], each["shape"])).replace(",", ", ")
         size, file = fmt.size(each["bytes"]), Text(each["file"], "dim")
@@ -216,9 +218,7 @@ def _show_value(value: dict[str, Any], console: Console) -> None:
         text = json.dumps(value["value"], indent=2, ensure_ascii=False)
         console.print(Text("\n".join(map(fmt.printable, text.split("\n")))))
         return
-    shown = table()
-    shown.add_column("rank", justify="right")
-    shown.add_column("value", overflow="fold")
+    shown = table(Column("rank", justify="right"), Column("value", overflow="fold"))
     for rank, each in enumerate(value["values"]):
         shown.add_row(str(rank), Text(fmt.value(each), "green"))
     console.print(shown)

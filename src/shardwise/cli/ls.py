@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 import shardwise as sw
@@ -71,17 +73,14 @@ def _show_table(checkpoints: Sequence[sw.ListedCheckpoint], console: Console) ->
         del columns["mirrored"]
     if not any(each.metrics for each in checkpoints):
         del columns["metrics"]
-    shown = table(gap=2)
-    for header in columns:
-        if header in ("directory", "metrics"):
-            style = "cyan" if header == "metrics" else None
-            shown.add_column(header, style=style, overflow="fold", min_width=len(header))
-        else:
-            is_number = header in ("step", "size", "files", "ranks")
-            style = "bold" if header == "step" else None
-            shown.add_column(
-                header, justify="right" if is_number else "left", no_wrap=True, style=style
-            )
+    folded = {
+        "directory": Column("directory", overflow="fold", min_width=len("directory")),
+        "metrics": Column("metrics", overflow="fold", min_width=len("metrics"), style="cyan"),
+    }
+    number = partial(Column, justify="right", no_wrap=True)
+    numbers = {header: number(header) for header in ("size", "files", "ranks")}
+    styled = {**folded, **numbers, "step": number("step", style="bold")}
+    shown = table(*(styled.get(each) or Column(each, no_wrap=True) for each in columns), gap=2)
     for row in zip(*columns.values(), strict=True):
         shown.add_row(*row)
     console.print(shown)

@@ -62,9 +62,9 @@ def print_json(document: object) -> None:
     sys.stdout.write(text + "\n")
 
 
-def table(gap: int = 3) -> Table:
+def table(*columns: Column | str, gap: int = 3) -> Table:
     """Return a table without rules, with `gap` blanks between its columns."""
-    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
 
 
 def print_labelled(lines: Sequence[tuple[str, str]], console: Console) -> None:

@@ -19,9 +19,11 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.encoding import encode_layout
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.quantized import FLOATS, REMEDY, find_quantized
+from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.state.selection import Selection
 from shardwise.store import Files, open_store
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 
 import numpy as np
@@ -240,18 +242,9 @@ def _chunks_of(
         for start, segment in zip(file.starts, file.segments, strict=True)
         if isinstance(segment, BytesFromChecksums)
     ]
-    buffers = [aligned_buffer(min(CHUNK, -(-file.size // ALIGNMENT) * ALIGNMENT)) for _ in range(2)]
-
-    def read_chunk(index: int) -> Buffer:
-        low = index * CHUNK
-        data = buffers[index % 2][: min(CHUNK, file.size - low)]
-        _fill(data, low, file, source)
-        return data
-
     content = b""
-    chunks = _read_ahead(-(-file.size // CHUNK), read_chunk) if file.size else ()
-    for index, data in enumerate(chunks):
-        low, high, summed = index * CHUNK, index * CHUNK + len(data), 0
+    for low, data, padded in _read_ahead(file.size, partial(_fill, file, source)):
+        high, summed = low + len(data), 0
         while late and late[0][0] < high:
             start, segment = late[0]
             at = max(start - low, 0)
@@ -263,17 +256,16 @@ def _chunks_of(
             if start + segment.size > high:
                 break  # the rest is in the next chunk
             late.pop(0)
-        padded = buffers[index % 2][: -(-len(data) // ALIGNMENT) * ALIGNMENT]
         padded[len(data) :] = 0
         yield low, data[summed:], padded
 
 
-def _fill(data: Buffer, low: int, file: OutputFile, source: Checkpoint) -> None:
+def _fill(file: OutputFile, source: Checkpoint, low: int, data: Buffer) -> None:
     """Fill a chunk with the known bytes of a file, and with the parts of tensors.
 
     Args:
-        data: the bytes of the chunk.
         low: the offset of the chunk in the file.
+        data: the bytes of the chunk.
     """
     high = low + len(data)
     requests: list[tuple[str, Box, torch.Tensor]] = []
@@ -302,32 +294,44 @@ def _verify_file(file: OutputFile, sums: RangeChecksums, target: Store) -> None:
         CorruptionError: the file differs from what was written.
     """
     found = RunningChecksums(file)
-    buffers = [aligned_buffer(min(CHUNK, file.size)) for _ in range(2)]
     folder, name = _folder_of(target, file.name)
     with closing(folder.open(name)) as readable:
-
-        def read_chunk(index: int) -> Buffer:
-            buffer = buffers[index % 2][: min(CHUNK, file.size - index * CHUNK)]
-            return buffer[: readable.read_at(index * CHUNK, buffer)]
-
-        for data in _read_ahead(-(-file.size // CHUNK), read_chunk) if file.size else ():
+        for _, data, _ in _read_ahead(file.size, readable.read_at):
             found.add(data)
-    if found.finish() != list(sums):
+    if readable.size != file.size or found.finish() != list(sums):
         raise CorruptionError(
             f"{folder.at(name)}: does not read back as written. Check the storage, remove "
             f"{target}, and export again"
         )
 
 
-def _read_ahead(count: int, read: Callable[[int], Buffer]) -> Iterator[Buffer]:
-    """Yield `read(0)`, `read(1)`, …; each is read while the caller uses the one before."""
+def _read_ahead(
+    size: int, read: Callable[[int, Buffer], object]
+) -> Iterator[tuple[int, Buffer, Buffer]]:
+    """Yield the chunks of a file; each is read while the caller uses the one before.
+
+    Args:
+        size: the size of the file.
+        read: fills a buffer with the bytes from an offset on.
+
+    Yields:
+        The offset of the chunk; its bytes; and the same memory, padded to `ALIGNMENT`.
+    """
+    buffers = [aligned_buffer(min(CHUNK, -(-size // ALIGNMENT) * ALIGNMENT)) for _ in range(2)]
+
+    def read_chunk(low: int) -> tuple[int, Buffer, Buffer]:
+        buffer, nbytes = buffers[low // CHUNK % 2], min(CHUNK, size - low)
+        read(low, buffer[:nbytes])
+        return low, buffer[:nbytes], buffer[: -(-nbytes // ALIGNMENT) * ALIGNMENT]
+
     with ThreadPoolExecutor(1, "shardwise-convert-read") as reader:
-        upcoming = reader.submit(read, 0)
-        for index in range(1, count + 1):
-            data = upcoming.result()
-            if index < count:
-                upcoming = reader.submit(read, index)
-            yield data
+        upcoming: deque[Future[tuple[int, Buffer, Buffer]]] = deque()
+        for low in range(0, size, CHUNK):
+            upcoming.append(reader.submit(read_chunk, low))
+            if len(upcoming) > 1:
+                yield upcoming.popleft().result()
+        if upcoming:
+            yield upcoming.popleft().result()
 
 
 def _folder_of(target: Store, path: str) -> tuple[Store, str]:

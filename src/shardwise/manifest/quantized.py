@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 _DATA = ("", "_packed", "_blocks", "_qdata", "_data")
 _PARTS = (
     *("_scale_inv", "_scale", "_scales", "_scale_2", "_global_scale", "_zero_point", "_shape"),

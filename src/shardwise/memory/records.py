@@ -18,7 +18,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count, FileEntry
 from shardwise.memory.files import encode_record
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.retention import Keep, PlainKeep, decode_keep
+from shardwise.retention import Keep, PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
 # The types of the fields of records. A record with another value is damaged.
@@ -143,7 +143,7 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rules(self) -> Keep:
         """The retention rules of the root."""
-        return decode_keep(self.keep)
+        return Keep.decode(self.keep)
 
 
 @prepare_decoding

@@ -230,17 +230,6 @@ def refresh_directory(directory: Path) -> None:
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
-
-
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -256,10 +245,11 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
 
 def is_cached(fd: int, offset: int, length: int) -> bool:
     """Return whether all pages of a range are in the page cache; False if unknown."""
-    wanted, found = _Range(offset, length), _Statistics()
-    status = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0)
+    wanted = (ctypes.c_uint64 * 2)(offset, length)
+    found = (ctypes.c_uint64 * 5)()  # cached, dirty, in writeback, evicted, recently evicted
+    status = _libc.syscall(_CACHESTAT, fd, wanted, found, 0)
     pages = -(-(offset + length) // 4096) - offset // 4096
-    return bool(status == 0 and found.cached >= pages)
+    return bool(status == 0 and found[0] >= pages)
 
 
 def is_node_local(path: Path) -> bool:

@@ -174,34 +174,26 @@ def _open_client(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
             f"{url}: {url.scheme}:// needs the package obstore: "
             f"pip install 'shardwise[{EXTRAS[url.scheme]}]'"
         ) from error
-    skip_signature = url.is_set("anonymous")
-    endpoint = url.options.get("endpoint")
     if url.scheme == "s3":
         return _open_s3(url, retry)
-    if url.scheme == "gs":
-        given = {"base_url": endpoint} if endpoint else {}
-        return obstore.store.GCSStore(
-            url.host,
-            client_options=_client_options(url, endpoint),
-            retry_config=retry,
-            skip_signature=skip_signature,
-            **given,  # type: ignore[arg-type]
+    if url.scheme.startswith("http"):
+        server = f"{url.scheme}://{url.host}"
+        return obstore.store.HTTPStore(
+            server, client_options=_client_options(url, server), retry_config=retry
         )
-    if url.scheme == "az":
-        given = {"endpoint": endpoint} if endpoint else {}
-        if "account" in url.options:
-            given["account_name"] = url.options["account"]
-        return obstore.store.AzureStore(
-            url.host,
-            client_options=_client_options(url, endpoint),
-            retry_config=retry,
-            skip_signature=skip_signature,
-            **given,  # type: ignore[arg-type]
-        )
-    server = f"{url.scheme}://{url.host}"
-    return obstore.store.HTTPStore(
-        server, client_options=_client_options(url, server), retry_config=retry
+    endpoint = url.options.get("endpoint")
+    kind: Any = obstore.store.GCSStore if url.scheme == "gs" else obstore.store.AzureStore
+    given = {"base_url" if url.scheme == "gs" else "endpoint": endpoint} if endpoint else {}
+    if "account" in url.options:  # of Azure
+        given["account_name"] = url.options["account"]
+    store: ObjectStore = kind(
+        url.host,
+        client_options=_client_options(url, endpoint),
+        retry_config=retry,
+        skip_signature=url.is_set("anonymous"),
+        **given,
     )
+    return store
 
 
 def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:

@@ -7,22 +7,29 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store.store import FileStatus, Store
+from shardwise.store.store import (
+    Buffer,
+    FileStatus,
+    ReadableFile,
+    Store,
+    StoreTraits,
+    ViewableFile,
+    WritableFile,
+)
 from shardwise.store.store_url import parse_url
-from shardwise.store.wrapped import WrappedStore
 
 RETRY_SECONDS = 180.0
 WARNING_SECONDS = 10.0
 LATE_SECONDS = 10.0
 """How long a server may not find what was just written."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0  # seconds
-NOT_REPEATED = ("create", "write_at", "commit")
-"""Operations that may have had an effect when they fail, so that they cannot simply be repeated."""
 
 T = TypeVar("T")
 log = logging.getLogger("shardwise")
@@ -135,12 +142,13 @@ def _is_missing(error: OSError) -> bool:
     return isinstance(error, FileNotFoundError) or error.errno == errno.ENOENT
 
 
-class RetryingStore(WrappedStore):
+class RetryingStore:
     """Repeats the operations of another store while it does not answer.
 
     A file that this store wrote a moment ago is looked for again if the server does not find it. If
     the answer to `publish` is lost, the file is read: `data` must include a random number that no
-    other process uses. The bytes of files that are being written are not repeated.
+    other process uses. `create`, and the writes and the commit of the file that it returns, are not
+    repeated, because they may have had an effect when they fail.
 
     Args:
         store: the other store, which raises `StoreUnavailableError` if trying again may help.
@@ -148,29 +156,31 @@ class RetryingStore(WrappedStore):
     """
 
     def __init__(self, store: Store, retry: Retry) -> None:
-        super().__init__(store)
+        self.store = store
         self._retry = retry
 
     def __repr__(self) -> str:
         return repr(self.store)
 
+    def __str__(self) -> str:
+        return str(self.store)
+
+    @property
+    def traits(self) -> StoreTraits:
+        """The traits of the other store."""
+        return self.store.traits
+
     def at(self, name: str) -> RetryingStore:
         """Return the store one level below."""
         return RetryingStore(self.store.at(name), self._retry)
 
-    def run(self, operation: str, path: str, act: Callable[[], T]) -> T:
-        """Repeat an operation; see the class."""
-        place = self._place(path)
-        if operation == "delete":
-            self._retry.forget_write(place)
-        if operation in NOT_REPEATED:
-            result = act()
-        else:
-            looked_for = None if operation in ("list", "walk") else place
-            result = self._retry.call(act, lambda: self._retry.has_written(looked_for))
-        if operation in ("publish", "commit"):
-            self._retry.note_write(place)
-        return result
+    def list(self) -> list[str]:
+        """See `Store.list`."""
+        return self._repeat(None, self.store.list)
+
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        """See `Store.walk`."""
+        return self._repeat(None, lambda: self.store.walk(limit))
 
     def stat(self, path: str) -> FileStatus | None:
         """See `Store.stat`."""
@@ -182,9 +192,24 @@ class RetryingStore(WrappedStore):
             return status
 
         try:
-            return self.run("stat", path, find)
+            return self._repeat(path, find)
         except FileNotFoundError:
             return None
+
+    def open(self, path: str, size: int | None = None) -> ReadableFile:
+        """See `Store.open`."""
+        file = self._repeat(path, lambda: self.store.open(path, size))
+        kind = _ViewableFile if isinstance(file, ViewableFile) else _ReadableFile
+        return kind(file, partial(self._repeat, path))
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """See `Store.read`."""
+        return self._repeat(key, lambda: self.store.read(key, limit=limit))
+
+    def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
+        """See `Store.create`."""
+        file = self.store.create(key, size, replace=replace)
+        return _WritableFile(file, lambda: self._retry.note_write(self._place(key)))
 
     def publish(
         self,
@@ -208,7 +233,26 @@ class RetryingStore(WrappedStore):
                 if replace or self._has_failed(key, data, failure):
                     raise
 
-        self.run("publish", key, publish)
+        self._repeat(key, publish)
+        self._retry.note_write(self._place(key))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._retry.forget_write(self._place(key))
+        self._repeat(key, lambda: self.store.delete(key))
+
+    @contextmanager
+    def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
+        """See `Store.lock`. Only the attempt to lock is repeated."""
+        with ExitStack() as locks:
+            yield self._repeat(
+                key, lambda: locks.enter_context(self.store.lock(key, shared=shared))
+            )
+
+    def _repeat(self, path: str | None, act: Callable[[], T]) -> T:
+        """Return the result of an operation on a file; on all files here if `path` is None."""
+        place = None if path is None else self._place(path)
+        return self._retry.call(act, lambda: self._retry.has_written(place))
 
     def _has_failed(self, key: str, data: bytes, failure: OSError) -> bool:
         """Read a file that may have been published, and return whether it was not.
@@ -238,3 +282,39 @@ class RetryingStore(WrappedStore):
         """Return the URL of a file without options."""
         place = str(self.store).partition("?")[0]
         return f"{place}/{path}" if path else place
+
+
+class _ReadableFile:
+    def __init__(self, file: ReadableFile, repeat: Callable[[Callable[[], Any]], Any]) -> None:
+        self._file, self._repeat = file, repeat
+        self.size = file.size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        count: int = self._repeat(lambda: self._file.read_at(offset, out))
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ViewableFile(_ReadableFile):
+    _file: ViewableFile
+
+    def view(self, offset: int, count: int) -> Buffer:
+        found: Buffer = self._repeat(lambda: self._file.view(offset, count))
+        return found
+
+
+class _WritableFile:
+    def __init__(self, file: WritableFile, note_write: Callable[[], object]) -> None:
+        self._file, self._note_write = file, note_write
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        self._file.write_at(offset, data)
+
+    def commit(self) -> None:
+        self._file.commit()
+        self._note_write()
+
+    def close(self) -> None:
+        self._file.close()

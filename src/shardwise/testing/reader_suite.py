@@ -158,16 +158,13 @@ class ReaderSuite:
 
     def test_a_missing_file_is_named(self, key: str, place: Path, tmp_path: Path) -> None:
         """Without one of its files, a checkpoint is refused, or the rest is read."""
-        for name in _files_of(place):
-            copy = _copy(place, tmp_path / "missing")
-            (copy.parent / name if place.is_file() else copy / name).unlink()
+        for name, copy, file in _copies(place, tmp_path / "missing"):
+            file.unlink()
             self._check(copy, key, name, place_is_enough=True)
 
     def test_a_truncated_file_is_named(self, key: str, place: Path, tmp_path: Path) -> None:
         """Whatever is opened has the right bytes."""
-        for name in _files_of(place):
-            copy = _copy(place, tmp_path / "short")
-            file = copy if place.is_file() else copy / name
+        for name, copy, file in _copies(place, tmp_path / "short"):
             data = file.read_bytes()
             for size in sorted({0, 1, 9, len(data) // 2, max(0, len(data) - 1)} - {len(data)}):
                 file.write_bytes(data[:size])
@@ -177,11 +174,8 @@ class ReaderSuite:
         self, key: str, place: Path, tmp_path: Path
     ) -> None:
         """Neither flipped bits nor huge numbers hang, fill the memory, or raise other errors."""
-        for name in _files_of(place):
-            copy = _copy(place, tmp_path / "damaged")
-            file = copy if place.is_file() else copy / name
-            data = file.read_bytes()
-            for altered in _alterations(data):
+        for name, copy, file in _copies(place, tmp_path / "damaged"):
+            for altered in _alterations(file.read_bytes()):
                 file.write_bytes(altered)
                 self._check(copy, key, name, bytes_may_differ=True)
 
@@ -237,19 +231,19 @@ def _counted_bytes() -> Iterator[list[int]]:
         yield counted
 
 
-def _files_of(place: Path) -> list[str]:
-    if place.is_file():
-        return [place.name]
-    return sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
-
-
-def _copy(place: Path, folder: Path) -> Path:
-    """Copy a checkpoint into a new folder of the same name, and return its place."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    if place.is_file():
-        return Path(shutil.copy(place, folder))
-    return Path(shutil.copytree(place, folder / place.name))
+def _copies(place: Path, folder: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Copy a checkpoint for each of its files; yield the file's name, the copy, and the file."""
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file())
+    for file in files:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = folder / place.name
+        if place.is_file():
+            shutil.copy(place, copy)
+        else:
+            shutil.copytree(place, copy)
+        relative = file.relative_to(place)
+        yield file.name if place.is_file() else str(relative), copy, copy / relative
 
 
 def _alterations(data: bytes) -> Iterator[bytes]:

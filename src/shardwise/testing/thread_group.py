@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,7 +14,6 @@ T = TypeVar("T")
 TIMEOUT = 60.0  # seconds
 
 
-@dataclass(slots=True)
 class _SharedTable:
     """Memory that the ranks of a group share to exchange data, and a barrier.
 
@@ -23,16 +21,12 @@ class _SharedTable:
         parts: the data of each rank in the current operation, by rank.
     """
 
-    size: int
-    timeout: float
-    parts: list[bytes] = field(init=False)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _arrived: set[int] = field(default_factory=set)
-    _round: int = 0
-    _ended: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.parts = [b""] * self.size
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.parts = [b""] * size
+        self._changed = threading.Condition()
+        self._arrived, self._ended = set[int](), set[int]()
+        self._round = 0
 
     def wait_for_all(self, rank: int) -> dict[int, str]:
         """Wait for all ranks. For each rank that ended or is late, return the reason."""

@@ -18,7 +18,7 @@ from shardwise.retention import (
     CheckpointInfo,
     Keep,
     remove_checkpoint,
-    remove_files_of_removed,
+    remove_checkpoints,
 )
 from shardwise.store import Store, open_store
 from shardwise.tiers.copying import copy_checkpoint
@@ -155,13 +155,11 @@ class Mirroring:
             raise MirroringStopped
 
     def _remove_from_root(self, plan: TierPlan, newest: int | None) -> None:
-        grace = self._root.traits.reading_grace > 0.0
-        before = list(self._root_tier.known)
-        for step in plan.remove_from_root:
-            if remove_checkpoint(self._root.at(step_directory(step))):
-                self._root_tier.forget(step)
-        if grace and plan.remove_from_root and newest is not None:
-            remove_files_of_removed(self._root, newest, before)
+        if not plan.remove_from_root or newest is None:
+            return
+        committed = list(self._root_tier.known)
+        for step in remove_checkpoints(self._root, plan.remove_from_root, newest, committed):
+            self._root_tier.forget(step)
 
     def _remove_from_mirror(self, plan: TierPlan) -> str:
         """Remove checkpoints from the mirror; return why that failed, or ""."""

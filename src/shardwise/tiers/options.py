@@ -10,7 +10,7 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.events import repr_of_set_fields
-from shardwise.retention import Keep, PlainKeep, decode_keep
+from shardwise.retention import Keep, PlainKeep
 from shardwise.store import Store
 
 SMALLEST_BUDGET = 1 << 20
@@ -75,4 +75,4 @@ class MirrorRequest(msgspec.Struct, frozen=True):
 
     def options(self) -> Mirror:
         """Return the options."""
-        return Mirror(self.place, decode_keep(self.keep), self.budget)
+        return Mirror(self.place, Keep.decode(self.keep), self.budget)

@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from shardwise.retention import Keep
+from shardwise.store import Store
 from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
+from shardwise.tiers.options import Mirror
 
 CHECK_PERIOD = 60.0
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
@@ -19,12 +22,21 @@ class MirrorWorker:
     """Keeps a mirror of a root up to date in a thread.
 
     Args:
-        mirroring: the root and the mirror.
+        root, keep, mirror: as for `Mirroring`.
+        wall_clock: seconds since 1970.
         clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, mirroring: Mirroring, clock: Callable[[], float] = time.monotonic) -> None:
-        self.mirroring = mirroring
+    def __init__(
+        self,
+        root: Store,
+        keep: Keep,
+        mirror: Mirror,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mirroring = Mirroring(root, keep, mirror, wall_clock)
         self._clock = clock
         self._changed = threading.Condition()
         self._saved = SavedSteps()

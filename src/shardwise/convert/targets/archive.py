@@ -7,8 +7,8 @@ central directory at the end lists all checksums.
 from __future__ import annotations
 
 import struct
+import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from shardwise.convert.plan import (
@@ -43,24 +43,9 @@ _FIRST_DATE = 0x21
 _ENTRIES_AT_ONCE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of an archive.
-
-    Attributes:
-        header: offset of the entry's header in the archive, in bytes.
-        known_crc: checksum of the content, if `sum_index` is None.
-        sum_index: index in the checksums of the file.
-    """
-
-    name: bytes
-    header: int
-    size: int
-    known_crc: int = 0
-    sum_index: int | None = None
-
-    def crc(self, sums: RangeChecksums) -> int:
-        return self.known_crc if self.sum_index is None else sums[self.sum_index]
+_Entry = tuple[zipfile.ZipInfo, int | None]
+"""An entry of an archive, and the index of its checksum in the checksums of the file; None if the
+checksum is known."""
 
 
 class ArchiveBuilder:
@@ -73,39 +58,24 @@ class ArchiveBuilder:
 
     def add(self, name: str, content: bytes | TensorPart) -> None:
         """Append an entry. Its content is aligned if the start of the archive is aligned."""
-        file, encoded, size = self._file, name.encode(), size_of(content)
-        header = file.size - self._start
-        zip64 = struct.pack("<HHQQ", _ZIP64_FIELD, 16, size, size) if size >= MAX_UINT32 else b""
+        file, size, sum_index = self._file, size_of(content), None
+        is_large = size > zipfile.ZIP64_LIMIT
         sum_follows = isinstance(content, TensorPart) and size > 0
-        crc = crc32(content) if isinstance(content, bytes) else 0
-        fields = (
-            _VERSION_ZIP64 if zip64 else _VERSION_PLAIN,
-            _entry_flags(sum_follows),
-            0,
-            0,
-            _FIRST_DATE,
-            crc,
-        )
-        stated_size = MAX_UINT32 if zip64 else 0 if sum_follows else size
-        padding = (
-            -(header + LOCAL_HEADER.size + len(encoded) + len(zip64) + _PADDING_FIELD.size)
-            % ALIGNMENT
-        )
-        extra = zip64 + _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
-        file.add(
-            LOCAL_HEADER.pack(
-                ZIP_START, *fields, stated_size, stated_size, len(encoded), len(extra)
-            )
-            + encoded
-            + extra
-        )
-        if isinstance(content, TensorPart) and sum_follows:
+        entry = zipfile.ZipInfo(name)
+        entry.header_offset = file.size - self._start
+        entry.file_size = entry.compress_size = size
+        entry.flag_bits = _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
+        entry.CRC = crc32(content) if isinstance(content, bytes) else 0
+        end = entry.header_offset + len(entry.FileHeader(is_large)) + _PADDING_FIELD.size
+        padding = -end % ALIGNMENT
+        entry.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
+        file.add(entry.FileHeader(is_large))
+        if isinstance(content, TensorPart) and size:
             sum_index = file.add_with_checksum(content)
             file.add(_make_descriptor(sum_index, size))
-            self._entries.append(_Entry(encoded, header, size, sum_index=sum_index))
         else:
             file.add(content)
-            self._entries.append(_Entry(encoded, header, size, crc))
+        self._entries.append((entry, sum_index))
 
     def close(self) -> None:
         """Append the central directory."""
@@ -133,12 +103,8 @@ class ArchiveBuilder:
         )
 
 
-def _entry_flags(sum_follows: bool) -> int:
-    return _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
-
-
 def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
-    layout = _DESCRIPTOR64 if size >= MAX_UINT32 else _DESCRIPTOR
+    layout = _DESCRIPTOR64 if size > zipfile.ZIP64_LIMIT else _DESCRIPTOR
     return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
     )
@@ -147,25 +113,16 @@ def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
 def _encode_directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
-    for entry in entries:
-        zip64 = [n for n in (entry.size, entry.size, entry.header) if n >= MAX_UINT32]
+    for entry, sum_index in entries:
+        name, header = entry.filename.encode(), entry.header_offset
+        zip64 = [n for n in (entry.file_size, entry.file_size, header) if n >= MAX_UINT32]
         extra = (
             struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
         )
         needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
-        crc = 0 if sums is None else entry.crc(sums)
-        size, header = min(entry.size, MAX_UINT32), min(entry.header, MAX_UINT32)
-        head = (
-            needed,
-            needed,
-            _entry_flags(entry.sum_index is not None),
-            0,
-            0,
-            _FIRST_DATE,
-            crc,
-            size,
-            size,
-        )
-        rest = (len(entry.name), len(extra), 0, 0, 0, 0, header)
-        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + entry.name + extra)
+        crc = entry.CRC if sums is None or sum_index is None else sums[sum_index]
+        size = min(entry.file_size, MAX_UINT32)
+        head = (needed, needed, entry.flag_bits, 0, 0, _FIRST_DATE, crc, size, size)
+        rest = (len(name), len(extra), 0, 0, 0, 0, min(header, MAX_UINT32))
+        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + name + extra)
     return b"".join(records)

@@ -8,7 +8,7 @@ in the nested state, and the hyperparameters of optimizers as DCP flattened them
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import product
 from typing import Any, TypeAlias
@@ -35,31 +35,21 @@ _LONGEST_LIST = 1 << 20
 """The largest total length of all lists in a state, as the paths in a file describe it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatState:
-    """A state as DCP flattened it. All keys are names of DCP.
+def name_state(
+    tensors: Collection[str],
+    values: Mapping[str, object],
+    whole: Collection[str],
+    arrays: Collection[str],
+    paths: Mapping[str, Path],
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Give the tensors and values of a state that DCP flattened their names in the checkpoint.
 
-    Attributes:
-        tensors: the names of the tensors.
+    Args:
+        tensors: the names of the tensors, as DCP names them, like all others.
         values: the plain values without tensors.
         whole: the names of the values with tensors inside.
         arrays: the names of the values that are NumPy arrays, which are stored as tensors.
         paths: the path of each name in the nested state. A name without a path was not flattened.
-    """
-
-    tensors: Collection[str]
-    values: Mapping[str, object]
-    whole: Collection[str] = ()
-    arrays: Collection[str] = ()
-    paths: Mapping[str, Path] = field(default_factory=dict)
-
-    def path(self, name: str) -> Path:
-        """Return the path of a name."""
-        return self.paths.get(name, (name,))
-
-
-def name_state(state: FlatState) -> tuple[dict[str, str], dict[str, object]]:
-    """Give the tensors and values of a flattened state their names in the checkpoint.
 
     Returns:
         The name of each tensor, by its name of DCP; and the values by name, with `dcp_metadata`,
@@ -68,18 +58,14 @@ def name_state(state: FlatState) -> tuple[dict[str, str], dict[str, object]]:
     Raises:
         StateError: a name is taken.
     """
-    bytes_io_positions = {
-        name: v.tell() for name, v in state.values.items() if isinstance(v, BytesIO)
-    }
-    plain = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in state.values.items()}
-    state = replace(state, values=plain)
-    values = {state.path(name): value for name, value in plain.items()}
-    others = list(map(state.path, (*state.whole, *state.arrays)))
-    arrays = [*map(state.path, state.tensors), *others]
-    named = port.name_leaves(
-        port.nest([*((path, _TENSOR) for path in arrays), *values.items()]), others
-    )
-    tensor_names = {name: named.names[state.path(name)] for name in state.tensors}
+    bytes_io_positions = {name: v.tell() for name, v in values.items() if isinstance(v, BytesIO)}
+    values = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in values.items()}
+    path_of = {n: paths.get(n, (n,)) for n in (*tensors, *values, *whole, *arrays)}
+    others = [path_of[name] for name in (*whole, *arrays)]
+    leaves = [(path, _TENSOR) for path in (*(path_of[name] for name in tensors), *others)]
+    nested = port.nest([*leaves, *((path_of[name], value) for name, value in values.items())])
+    named = port.name_leaves(nested, others)
+    tensor_names = {name: named.names[path_of[name]] for name in tensors}
     named_values = {named.names[path]: value for path, value in named.values.items()}
     groups = {
         name: [
@@ -88,36 +74,24 @@ def name_state(state: FlatState) -> tuple[dict[str, str], dict[str, object]]:
         ]
         for name, optimizer in named.optimizers.items()
     }
-    if DCP_METADATA in (*tensor_names.values(), *named_values, *state.whole, *state.arrays):
+    if DCP_METADATA in (*tensor_names.values(), *named_values, *whole, *arrays):
         raise StateError(
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
         )
-    metadata = _make_metadata(state, tensor_names, named_values, bytes_io_positions)
-    return tensor_names, {**named_values, **groups, DCP_METADATA: metadata}
-
-
-def _make_metadata(
-    state: FlatState,
-    tensor_names: Mapping[str, str],
-    named_values: Mapping[str, object],
-    bytes_io_positions: Mapping[str, int],
-) -> dict[str, object]:
-    """Return what a load by DCP needs in addition to the names."""
-    renamed = {name: saved for name, saved in tensor_names.items() if name != saved}
-    values = {}
-    for name, value in state.values.items():
-        place = _locate(state.path(name), named_values)
+    separate = {}
+    for name, value in values.items():
+        place = _locate(path_of[name], named_values)
         if place is None or _find(named_values[place.object_name], place.keys) is not value:
-            values[name] = value
-    is_nested = any(path != (name,) for name, path in state.paths.items())
-    paths = {name: list(path) for name, path in state.paths.items()} if is_nested else {}
-    return {
-        _PATHS: paths,
-        _NAMES: renamed,
-        _VALUES: values,
-        _BYTES_IO: dict(bytes_io_positions),
-        _ARRAYS: dict.fromkeys(state.arrays),
+            separate[name] = value
+    is_nested = any(path != (name,) for name, path in paths.items())
+    metadata = {
+        _PATHS: {name: list(path) for name, path in paths.items()} if is_nested else {},
+        _NAMES: {name: saved for name, saved in tensor_names.items() if name != saved},
+        _VALUES: separate,
+        _BYTES_IO: bytes_io_positions,
+        _ARRAYS: dict.fromkeys(arrays),
     }
+    return tensor_names, {**named_values, **groups, DCP_METADATA: metadata}
 
 
 @dataclass(frozen=True, slots=True)

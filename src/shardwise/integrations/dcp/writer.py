@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import shardwise as sw
-from shardwise.integrations.dcp.names import FlatState, name_state
+from shardwise.integrations.dcp.names import name_state
 
 
 class StorageWriter(storage.StorageWriter):
@@ -147,7 +147,7 @@ class StorageWriter(storage.StorageWriter):
         written = [result for results_of_rank in results for result in results_of_rank]
         try:
             parts = [each.storage_data.part for each in written]
-            tensors, values = name_state(_flat_state(metadata, written))
+            tensors, values = _name_all(metadata, written)
             save.commit([each for each in parts if each is not None], values, tensors)
         finally:
             self._end_save()
@@ -220,8 +220,10 @@ def _write_items(plan: SavePlan, planner: SavePlanner, save: sw.PartialSave) -> 
     ]
 
 
-def _flat_state(metadata: Metadata, written: list[WriteResult]) -> FlatState:
-    """Return what all ranks have written, under the names of DCP."""
+def _name_all(
+    metadata: Metadata, written: list[WriteResult]
+) -> tuple[dict[str, str], dict[str, object]]:
+    """Return the tensors and values that all ranks have written, as `name_state` does."""
     names: dict[str, list[str]] = {"tensor": [], "value": [], "whole": [], "array": []}
     for each in written:
         names[each.storage_data.kind].append(each.index.fqn)
@@ -234,12 +236,13 @@ def _flat_state(metadata: Metadata, written: list[WriteResult]) -> FlatState:
             "way round: correct the planner's create_global_plan"
         )
     paths = metadata.planner_data or {}
-    return FlatState(
+    values = {e.index.fqn: e.storage_data.value for e in written if e.storage_data.kind == "value"}
+    return name_state(
         tensors,
-        {e.index.fqn: e.storage_data.value for e in written if e.storage_data.kind == "value"},
-        names["whole"],
-        names["array"],
-        {name: paths[name] for name in described if name in paths},
+        values,
+        whole=names["whole"],
+        arrays=names["array"],
+        paths={name: paths[name] for name in described if name in paths},
     )
 
 

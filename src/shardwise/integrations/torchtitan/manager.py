@@ -280,11 +280,12 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _restore_state(self, state: dict[str, Any], step: int | None) -> int | None:
         if self._checkpointer is not None:
             return self._checkpointer.restore(state, step="newest" if step is None else step)
-        if find_newest_step(self.folder) is None:
+        try:
+            return sw.load(self.folder, state, step="newest" if step is None else step).step
+        except sw.CheckpointNotFoundError:
             if step is None:
                 return None
-            raise sw.CheckpointNotFoundError(f"{self.folder} has no checkpoint of step {step}")
-        return sw.load(self.folder, state, step="newest" if step is None else step).step
+            raise
 
     def _load_dcp(self, step: int) -> None:
         """Load a checkpoint of torchtitan's own back end. Step 0 is a seed: only the model."""

@@ -1,4 +1,4 @@
-"""`WrappedStore`: passes every operation to another store through one method."""
+"""A store that passes every operation to another store through one method, to inject faults."""
 
 from __future__ import annotations
 
