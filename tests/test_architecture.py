@@ -55,12 +55,12 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("detect", "specification", "remap"),
+    ("specification", "remap"),
     ("foreign_builder", "checksums"),
     ("specs",),
     ("language", "values"),
-    ("merge_ranks", "nested", "flat_ranges"),
-    ("optimizers", "piece_tables"),
+    ("merge_ranks", "nested"),
+    ("optimizers", "pieces"),
     ("file_tree", "encoding"),
     ("containers",),
     ("foreign",),

@@ -27,7 +27,7 @@ from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.formats.foreign import StoredArray
-from shardwise.formats.piece_tables import pieces_of_boxes
+from shardwise.formats.pieces import pieces_of_boxes
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import TensorEntry

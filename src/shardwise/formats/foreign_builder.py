@@ -12,7 +12,6 @@ import torch
 
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.flat_ranges import pieces_of_ranges
 from shardwise.formats.foreign import (
     Row,
     StoredArray,
@@ -34,7 +33,7 @@ from shardwise.formats.optimizers import (
     encode_param_groups,
     merge_param_groups,
 )
-from shardwise.formats.piece_tables import pieces_of_boxes
+from shardwise.formats.pieces import pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box

@@ -158,6 +158,29 @@ def add_number(builder: Builder, names: Sequence[str], key: str, number: Number)
             builder.add_value(tensor, number)
 
 
+def add_state(
+    builder: Builder,
+    parameter: str,
+    key: str,
+    values: Sequence[StoredArray | Number],
+    place: PlacementRule,
+) -> None:
+    """Add the weight (`MASTER`) or a state of a parameter.
+
+    Args:
+        values: the value of each tensor-parallel rank, all of one type.
+    """
+    arrays = [value for value in values if isinstance(value, StoredArray)]
+    if not isinstance(values[0], StoredArray):
+        add_number(builder, [parameter], key, values[0])
+    elif not values[0].shape:
+        # Numbers other than steps can differ between ranks: for example, norms of their parts.
+        add_scalars(builder, [parameter], key, arrays if key == STEP else arrays[:1])
+    else:
+        placement = place(parameter, [array.shape for array in arrays])
+        add_shards(builder, tensor_name(parameter, key), arrays, placement)
+
+
 def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
     """Add `optimizer.param_groups`; groups with equal hyperparameters become one.
 

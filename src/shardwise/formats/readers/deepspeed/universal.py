@@ -19,8 +19,7 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_number,
     add_param_groups,
     add_scalars,
-    add_shards,
-    tensor_name,
+    add_state,
 )
 from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
@@ -139,15 +138,13 @@ def _add_parameters(
             continue
         path = tree.label(file)
         array = _unwrap_parameter(values[file])
-        if isinstance(array, (int, float)):
-            add_number(builder, [name], key, array)
-        elif not isinstance(array, StoredArray):
+        if not isinstance(array, (int, float, StoredArray)):
             raise FormatError(
                 f"{path}: expected a tensor or a number, found {type(array).__name__}: copy the "
                 "file again from an intact source, or convert the checkpoint again with "
                 "ds_to_universal"
             )
-        else:
+        if isinstance(array, StoredArray):
             array = _unflatten(array, trained[name], path)
             if name not in shapes:
                 shapes[name] = place(name, trained[name]).shape
@@ -157,8 +154,7 @@ def _add_parameters(
                     f"{list(shapes[name])}: the file is of another model, or damaged: copy all "
                     "files of one save"
                 )
-            tensor = tensor_name(name, MASTER if key == WEIGHTS_KEY else key)
-            add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
+        add_state(builder, name, MASTER if key == WEIGHTS_KEY else key, [array], place_whole)
 
 
 def _unwrap_parameter(value: Any) -> Any:
