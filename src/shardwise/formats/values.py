@@ -89,9 +89,12 @@ def _make_plain(
 
 
 def are_plain_values_equal(value: object, other: object) -> bool:
-    """Return whether two values are equal. Values without a plain form count as equal."""
-    if value is other:
-        return True
+    """Return whether two values are equal; NaN equals NaN.
+
+    Values without a plain form count as equal.
+    """
+    if value is other or (type(value) is type(other) and isinstance(value, (str, int))):
+        return value == other
     try:
         (plain, arrays, contents), (other_plain, other_arrays, other_contents) = (
             encode_plain(each, "") for each in (value, other)

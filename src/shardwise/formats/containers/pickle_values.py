@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
-from shardwise.state.hash_collisions import check_keys
+from shardwise.state.hash_collisions import KeyCounter
 
 Constructor: TypeAlias = Callable[..., object]
 """A function that builds a value from the arguments in a pickle, which are not trusted.
@@ -201,7 +201,7 @@ def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # each tensor has an empty OrderedDict, for its hooks
     pair_list = list(_list_pairs(pairs))
-    check_keys(key for key, _ in pair_list)
+    KeyCounter().add(key for key, _ in pair_list)
     return OrderedDict(pair_list)
 
 
@@ -231,7 +231,7 @@ def _make_list(items: object = (), *_: object) -> list[Any]:
 
 def _make_set(items: object = ()) -> set[Any]:
     item_list = _list_items(items)
-    check_keys(item_list)
+    KeyCounter().add(item_list)
     return set(item_list)
 
 

@@ -187,10 +187,10 @@ def _find_master_dtypes(ranks: Sequence[Rank], optimizers: Sequence[RankOptimize
     # The distributed optimizer saves state that several expert ranks share on the first of them.
     dtypes: dict[tuple[int, ...], dict[str, str]] = {}
     for rank, optimizer in zip(ranks, optimizers, strict=True):
-        for parameter, arrays in optimizer.arrays.items():
-            if MASTER in arrays:
+        for parameter, state in optimizer.state.items():
+            if isinstance(master := state.get(MASTER), StoredArray):
                 coordinate = (*rank.position[:2], parameter.chunk)
-                dtypes.setdefault(coordinate, {})[parameter.name] = arrays[MASTER].dtype
+                dtypes.setdefault(coordinate, {})[parameter.name] = master.dtype
     return dtypes
 
 
@@ -209,11 +209,13 @@ def _rows_of_rank(rank: Rank, optimizer: RankOptimizer, master_dtypes: MasterDty
             is_trained = dtypes.get(name, array.dtype) == array.dtype
             name = ties.get(name, name)
             rows.append((name if is_trained else f"module.{name}", array, coordinate))
-    for parameter, arrays in optimizer.arrays.items():
+    for parameter, state in optimizer.state.items():
         coordinate = (*rank.position, parameter.chunk)
         name = ties.get(parameter.name, parameter.name)
-        for key, array in arrays.items():
-            rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, coordinate))
+        for key, value in state.items():
+            if isinstance(value, StoredArray):
+                name_of_state = name if key == MASTER else f"optimizer.{name}.{key}"
+                rows.append((name_of_state, value, coordinate))
     return rows
 
 
@@ -243,10 +245,12 @@ def _add_param_groups(
                         "are from different saves: copy all files of one save"
                     )
             groups.append(ParamGroup(tuple(member_names), hyperparameters))
-        for parameter, values in optimizer.scalars.items():
+        for parameter, state in optimizer.state.items():
             parameter_name = name_of(parameter)
-            for key, value in values.items() if parameter_name is not None else ():
+            for key, value in state.items() if parameter_name is not None else ():
                 tensor = f"optimizer.{parameter_name}.{key}"
+                if isinstance(value, StoredArray):
+                    continue
                 if scalars.setdefault(tensor, value) != value:
                     raise FormatError(
                         f"{tensor}: {scalars[tensor]} on one rank and {value} on another: their "
