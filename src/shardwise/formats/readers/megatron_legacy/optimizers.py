@@ -33,7 +33,7 @@ _UNSUPPORTED = (
 _MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 Bucketing: TypeAlias = tuple[int | None, frozenset[str]]
-"""How buffers were divided into buckets: the number of elements after which a bucket is full, or None
+"""How buffers were divided into buckets: the number of elements after which one is full, or None
 if there is one bucket; and the names of the parameters that have a separate bucket."""
 SavedParamGroup: TypeAlias = Mapping[str, Any]
 """A param group as it was saved: hyperparameters, and numbers of parameters if it has them."""
