@@ -246,7 +246,14 @@ class Builder:
         Raises:
             FormatError: the number is too large.
         """
-        self.add_array(name, self.add_content(make_number_tensor(value, name)))
+        try:
+            number = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+        except OverflowError as error:
+            raise FormatError(
+                f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
+                "damaged: copy it again from an intact source"
+            ) from error
+        self.add_array(name, self.add_content(number))
 
     def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
         """Add the values of the first rank, and lines about those of other ranks that differ.
@@ -459,22 +466,3 @@ class Builder:
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
         return Pieces.join([*self._tables[replica], boxes])
-
-
-def make_number_tensor(value: float, name: str) -> torch.Tensor:
-    """Return a number as a 0-d float32 tensor, the type that optimizers count steps with.
-
-    Args:
-        value: the number.
-        name: the name of the tensor, for messages.
-
-    Raises:
-        FormatError: the number exceeds the range of a float.
-    """
-    try:
-        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    except OverflowError as error:
-        raise FormatError(
-            f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
-            "damaged: copy it again from an intact source"
-        ) from error

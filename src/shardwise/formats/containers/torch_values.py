@@ -15,6 +15,7 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     UnknownObject,
     allow_as_instances,
+    call_with,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
 from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
@@ -143,12 +144,6 @@ def _make_device(device_type: object, index: object = None) -> torch.device:
     if not isinstance(device_type, str) or not (index is None or type(index) is int):
         raise TypeError("torch.device() is called with values that are not a name and an index")
     return torch.device(device_type) if index is None else torch.device(device_type, index)
-
-
-def _require_text(text: object) -> object:
-    if not isinstance(text, str):
-        raise TypeError("the name of a torch.layout, or a version, is not text")
-    return text
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -392,8 +387,8 @@ TORCH_NAMES: AllowedNames = {
     "torch.nn.parameter.Buffer": _return_first_argument,
     "torch.Size": _make_size,
     "torch.device": _make_device,
-    "torch.serialization._get_layout": _require_text,
-    "torch.torch_version.TorchVersion": _require_text,
+    "torch.serialization._get_layout": call_with(str, str),
+    "torch.torch_version.TorchVersion": call_with(str, str),
     **{
         f"torch.{type_name}Storage": getattr(torch, dtype)
         for type_name, dtype in STORAGE_DTYPES.items()

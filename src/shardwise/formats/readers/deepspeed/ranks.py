@@ -11,6 +11,7 @@ from shardwise.formats.readers.deepspeed.agreement import check_counters, check_
 from shardwise.formats.readers.deepspeed.files import (
     RankKey,
     TagFiles,
+    find_files,
     require_layers_and_experts,
     require_rank_files,
 )
@@ -27,7 +28,7 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
     parse_placement_rule,
     place_whole,
 )
-from shardwise.ports.reader import FileTree, FormatError, StoredArray
+from shardwise.ports.reader import Builder, FileTree, FormatError, StoredArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +36,23 @@ class AllRanks:
     """The contents of the files of all ranks.
 
     Attributes:
-        path: the path of the checkpoint, for messages.
+        tree: the checkpoint.
+        files: the names of the files.
         models: the model states.
         optimizers: the optimizer states; empty without ZeRO.
         layers: for each tensor-parallel rank, the weights of pipeline layers by name.
         experts: for each model-parallel rank, the weights of experts by name.
-        data_parallel, tensor_parallel, stages: the numbers of ranks along each axis.
-        zero_3: whether ZeRO 3 divided the parameters.
-        left_out: lines about content that is not read.
+        tensor_parallel, stages: the numbers of ranks along these axes.
     """
 
-    path: str
+    tree: FileTree
+    files: TagFiles
     models: Mapping[RankKey, ModelState]
     optimizers: Mapping[RankKey, OptimizerState]
     layers: Mapping[int, Mapping[str, StoredArray]]
     experts: Mapping[int, Mapping[str, StoredArray]]
-    data_parallel: int
     tensor_parallel: int
     stages: int
-    zero_3: bool
-    left_out: tuple[str, ...]
 
     @property
     def first_model(self) -> ModelState:
@@ -62,16 +60,11 @@ class AllRanks:
         return self.models[0, 0]
 
     @property
-    def step(self) -> object:
-        """The number of training steps, as the file has it."""
-        return self.first_model.values.get("global_steps")
-
-    @property
     def world_size(self) -> int:
         """The number of ranks that wrote the checkpoint."""
         data_parallel = self.first_model.values.get("dp_world_size")
         if type(data_parallel) is not int or not 0 < data_parallel < 2**20:
-            data_parallel = self.data_parallel
+            data_parallel = self.files.data_parallel
         return data_parallel * self.tensor_parallel * self.stages
 
     def placement_rule(self) -> PlacementRule:
@@ -83,7 +76,7 @@ class AllRanks:
         if self.tensor_parallel == 1:
             return place_whole
         return parse_placement_rule(
-            self.first_model.values.get("universal_checkpoint_info"), self.path
+            self.first_model.values.get("universal_checkpoint_info"), str(self.tree)
         )
 
     def ranks_of_stage(self, stage: int) -> range:
@@ -108,7 +101,7 @@ class AllRanks:
             states = [self.models[0, model_rank] for model_rank in model_ranks]
             for model_rank, state in zip(model_ranks, states, strict=True):
                 arrays |= {**state.arrays, **self.experts.get(model_rank, {})}
-                frozen |= {} if self.zero_3 else state.frozen
+                frozen |= {} if self.files.zero_3 else state.frozen
             module = replace(
                 states[0],
                 module={**arrays, **self.layers.get(rank, {})},
@@ -120,18 +113,21 @@ class AllRanks:
         return modules
 
 
-def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> AllRanks:
+def read_ranks(tree: FileTree, builder: Builder, *, universal: bool = False) -> AllRanks:
     """Read the files of all ranks, in parallel; no tensor is read.
 
     Args:
+        builder: receives the names of files, the step, the number of ranks, and lines about what is
+            not read.
         universal: whether the optimizer's state lies in the parameter files of a universal
             checkpoint, and not in the ranks' files.
 
     Raises:
+        CheckpointNotFoundError: the place is one of several files.
         FormatError: a file is malformed or missing, or the files are from different saves.
     """
-    left_out: list[str] = []
-    models = _read_model_states(tree, files, left_out)
+    files = find_files(tree, universal=universal)
+    models = _read_model_states(tree, files, builder.left_out)
     check_counters(tree, models.values())
     values = tree.load_each(files.optimizer.values(), classes=CLASSES)
     optimizers = {
@@ -152,7 +148,7 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     experts: dict[int, dict[str, StoredArray]] = {}
     for (_, _, rank), name in sorted(files.experts.items()):
         experts.setdefault(rank, {}).update(require_arrays(values[name], tree.label(name)))
-    left_out += [
+    builder.left_out += [
         f"the file {name}: its optimizer's parameters have no names"
         for name in files.expert_optimizers.values()
     ]
@@ -162,19 +158,21 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
         states_of_stage = [
             state for (_, rank), state in sorted(optimizers.items()) if rank in ranks
         ]
-        left_out += check_optimizers(tree, states_of_stage)
-    return AllRanks(
-        path=str(tree),
+        builder.left_out += check_optimizers(tree, states_of_stage)
+    for name in tree.sizes:
+        builder.add_file(name)
+    all_ranks = AllRanks(
+        tree=tree,
+        files=files,
         models=models,
         optimizers=optimizers,
         layers=layers,
         experts=experts,
-        data_parallel=files.data_parallel,
         tensor_parallel=tensor_parallel,
         stages=stages,
-        zero_3=files.zero_3,
-        left_out=tuple(left_out),
     )
+    builder.step, builder.world_size = first.values.get("global_steps"), all_ranks.world_size
+    return all_ranks
 
 
 def _read_model_states(
