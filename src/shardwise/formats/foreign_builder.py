@@ -30,7 +30,6 @@ from shardwise.formats.nested import (
 from shardwise.formats.optimizers import (
     Optimizer,
     ParamGroup,
-    encode_param_groups,
     merge_param_groups,
 )
 from shardwise.formats.pieces import pieces_of_boxes, pieces_of_ranges
@@ -41,6 +40,7 @@ from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
+from shardwise.state.plain_values import JsonValue, encode
 
 CONTENT_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
@@ -307,7 +307,11 @@ class Builder:
         """
         groups = merge_param_groups(groups) if merge else groups
         try:
-            self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
+            encoded: list[JsonValue] = [
+                {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
+                for group in groups
+            ]
+            self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))
 
