@@ -286,16 +286,14 @@ class Builder:
             self.add_array(name, value)
             return
         try:
-            plain, arrays, contents = encode_plain(value, name)
+            plain, arrays = encode_plain(value, name, self.add_content)
         except StateError as error:
             self.left_out.append(str(error))
             return
-        if name not in contents:
+        if name not in arrays:
             self._objects.append(ObjectEntry(name, plain))
         for path, array in arrays.items():
             self.add_array(path, array)
-        for path, tensor in contents.items():
-            self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
         """Add the param groups of an optimizer.
