@@ -28,7 +28,6 @@ from shardwise.formats.nested import (
     name_parameters,
 )
 from shardwise.formats.optimizers import (
-    Optimizer,
     ParamGroup,
     merge_param_groups,
 )
@@ -342,7 +341,13 @@ class Builder:
             else:
                 self.add_value(named.names[path], value)
         for name, optimizer in named.optimizers.items():
-            self._add_optimizer_groups(optimizer, name)
+            self.add_groups(optimizer.groups, name)
+            if ungrouped := optimizer.find_ungrouped_parameters():
+                self.left_out.append(
+                    f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
+                    f"example those of {ungrouped[0]}: pipeline stages overwrote each other's "
+                    "param groups in the save"
+                )
 
     def add_ranks(self, states: Sequence[tuple[str, Any]]) -> None:
         """Add the states that ranks saved separately as one; see `merge_ranks` and `add_state`.
@@ -370,15 +375,6 @@ class Builder:
     def _read_array(self, array: StoredArray) -> bytes:
         with self._tree.open_range(array.file) as file:
             return file.read(array.start, math.prod(array.shape) * array.itemsize)
-
-    def _add_optimizer_groups(self, optimizer: Optimizer, name: str) -> None:
-        self.add_groups(optimizer.groups, name)
-        if ungrouped := optimizer.find_ungrouped_parameters():
-            self.left_out.append(
-                f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
-                f"example those of {ungrouped[0]}: pipeline stages overwrote each other's param "
-                "groups in the save"
-            )
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the layout; return its array. Equal bytes are stored once."""

@@ -82,12 +82,14 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
     """
     _add_flat_arrays(builder, shards, place)
     first = shards[0]
-    for key in first.scalars:
-        arrays = [array for group in shards for array in group.scalars.get(key, ())]
+    for key, value in first.scalars.items():
+        if isinstance(value, (int, float)):
+            add_number(builder, first.names, key, value)
+            continue
+        scalars = (group.scalars.get(key, ()) for group in shards)
+        arrays = [array for each in scalars if isinstance(each, Sequence) for array in each]
         # Numbers other than steps can differ between ranks: for example, norms of their parts.
         add_scalars(builder, first.names, key, arrays if key == STEP else arrays[:1])
-    for key, number in first.numbers.items():
-        add_number(builder, first.names, key, number)
     builder.left_out += first.left_out
 
 

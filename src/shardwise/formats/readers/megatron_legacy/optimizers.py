@@ -48,13 +48,15 @@ class RankOptimizer:
             weight.
         groups: members and hyperparameters of each param group.
         values: other values, such as the gradient scaler.
-        reason_unassigned: the reason why the state cannot be assigned to parameters, or "".
     """
 
     state: dict[Parameter, dict[str, StoredArray | float]] = field(default_factory=dict)
     groups: list[tuple[list[Parameter], dict[str, Any]]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    reason_unassigned: str = ""
+
+
+class UnassignedStateError(Exception):
+    """The files do not say which parameters the state of an optimizer belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +81,28 @@ class _OptimizerPart:
         return state if isinstance(state, dict) else {}
 
 
-def find_optimizer_state(
-    rank: Rank, parameters: Sequence[Parameter], bucketings: Sequence[Bucketing]
-) -> RankOptimizer:
-    """Return a rank's optimizer state by parameter; it is empty if none was saved.
+def take_optimizer_state(
+    optimizer: RankOptimizer,
+    rank: Rank,
+    parameters: Sequence[Parameter],
+    bucketings: Sequence[Bucketing],
+) -> None:
+    """Add a rank's values and optimizer state by parameter to `optimizer`, if any was saved.
 
     Raises:
         FormatError: the state is malformed, or does not fit these parameters.
+        UnassignedStateError: it is unknown to which parameters the state belongs.
     """
-    optimizer = RankOptimizer()
     if rank.optimizer is None:
-        return optimizer
+        return
     saved = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
     parts = [_parse_part(part, rank.path) for part in saved]
     for part in parts:
         optimizer.values.update(part.values)
     parameters_of_parts = _assign_to_parts(parameters, parts)
-    if parameters_of_parts is None:
-        optimizer.reason_unassigned = (
-            f"it has {len(parts)} parts, and the checkpoint does not say which parameters each has"
-        )
-        return optimizer
     buffers_of_parts = rank.buffers if isinstance(rank.buffers, list) else [rank.buffers]
     for index, (part, members) in enumerate(zip(parts, parameters_of_parts, strict=True)):
         grouped = _assign_to_groups(members, part)
-        if grouped is None:
-            optimizer.reason_unassigned = (
-                "the checkpoint does not name its parameters, and their shapes do not match "
-                "Megatron-LM's own param groups"
-            )
-            return optimizer
         for group_members, group in zip(grouped, part.groups, strict=True):
             _take_hyperparameters(optimizer, group_members, group)
         _take_indexed_state(optimizer, part, grouped)
@@ -116,7 +110,6 @@ def find_optimizer_state(
         if buffers is not None:
             for parameter, arrays in _arrays_in_buffers(buffers, members, bucketings, rank.path):
                 optimizer.state.setdefault(parameter, {}).update(arrays)
-    return optimizer
 
 
 def _parse_part(saved: Any, path: str) -> _OptimizerPart:
@@ -143,11 +136,14 @@ def _parse_part(saved: Any, path: str) -> _OptimizerPart:
 
 def _assign_to_parts(
     parameters: Sequence[Parameter], parts: Sequence[_OptimizerPart]
-) -> list[list[Parameter]] | None:
-    """Return the parameters of each part of an optimizer, or None if they are unknown.
+) -> list[list[Parameter]]:
+    """Return the parameters of each part of an optimizer.
 
     A model with experts has one optimizer for them and one for the rest; interleaved stages can
     have one for the first chunk.
+
+    Raises:
+        UnassignedStateError: there are other parts.
     """
     are_for_experts = [
         bool(part.groups) and all(_has_true(group, "is_expert_parallel") for group in part.groups)
@@ -155,7 +151,9 @@ def _assign_to_parts(
     ]
     dense_count = len(parts) - sum(are_for_experts)
     if dense_count not in (1, 2) or sum(are_for_experts) > 1:
-        return None
+        raise UnassignedStateError(
+            f"it has {len(parts)} parts, and the checkpoint does not say which parameters each has"
+        )
     shared = [p for p in parameters if not (p.belongs_to_expert and any(are_for_experts))]
     dense_parameters: list[list[Parameter]] = [shared]
     if dense_count == 2:
@@ -167,10 +165,11 @@ def _assign_to_parts(
 
 def _assign_to_groups(
     parameters: Sequence[Parameter], part: _OptimizerPart
-) -> list[list[Parameter]] | None:
-    """Return the parameters of each param group in the module's order, or None if unknown.
+) -> list[list[Parameter]]:
+    """Return the parameters of each param group in the module's order.
 
-    An assignment must agree with the stored state.
+    Raises:
+        UnassignedStateError: no assignment agrees with the stored state.
     """
     kinds = [_kind_of_group(group) for group in part.groups]
     candidates: list[list[tuple[bool, bool]]] = []
@@ -186,7 +185,12 @@ def _assign_to_groups(
         ]
         if sum(map(len, grouped)) == len(parameters) and _fit_groups(grouped, part):
             return grouped
-    return [list(parameters)] if len(kinds) == 1 and _fit_groups([parameters], part) else None
+    if len(kinds) == 1 and _fit_groups([parameters], part):
+        return [list(parameters)]
+    raise UnassignedStateError(
+        "the checkpoint does not name its parameters, and their shapes do not match Megatron-LM's "
+        "own param groups"
+    )
 
 
 def _kind_of_group(group: SavedParamGroup) -> tuple[bool, bool]:
