@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.formats.readers.deepspeed.agreement import STEP
-from shardwise.formats.readers.deepspeed.states import ModelState, Number
+from shardwise.formats.readers.deepspeed.states import STEP, ModelState, Number
 from shardwise.formats.readers.deepspeed.tensor_parallel import (
     Placement,
     PlacementRule,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
     WEIGHTS_KEY,
@@ -24,6 +23,7 @@ from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
     CLASSES,
+    STEP,
     Shape,
     parse_torch_optimizer,
     select_loss_scaling_values,
