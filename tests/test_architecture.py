@@ -55,12 +55,13 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("detect", "specification", "remap"),
+    ("specification", "remap"),
     ("foreign_builder", "checksums"),
     ("specs",),
-    ("language", "values"),
-    ("merge_ranks", "nested", "flat_ranges"),
-    ("optimizers", "piece_tables"),
+    ("language", "merge_ranks"),
+    ("values",),
+    ("nested",),
+    ("optimizers", "pieces"),
     ("file_tree", "encoding"),
     ("containers",),
     ("foreign",),

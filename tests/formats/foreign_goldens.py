@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import shardwise as sw
-from shardwise.formats.detect import load_readers, read_foreign
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.opening import load_readers, read_foreign
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.validate import validate_layout
 

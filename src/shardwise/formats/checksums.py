@@ -5,12 +5,12 @@ A data file of DCP consists of many archives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
-from shardwise.formats.file_tree import FileTree, ForeignFiles
+from shardwise.formats.file_tree import ForeignFiles
 from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.store import Files
@@ -19,31 +19,22 @@ from shardwise.store import Files
 def checksums_of(store: Files, layout: Layout) -> Iterator[FileChecksums]:
     """Yield the checksums in the files of a foreign checkpoint; nothing for another checkpoint.
 
+    A file without checksums has no ranges.
+
     Args:
         store, layout: the checkpoint, as `open_any` returns it.
 
     Raises:
         FormatError: an archive is malformed or truncated.
     """
-    if isinstance(store, ForeignFiles):
-        names = [file.name for file in layout.files if file.content is None]
-        yield from read_checksums(store.tree, names)
-
-
-def read_checksums(tree: FileTree, names: Iterable[str]) -> Iterator[FileChecksums]:
-    """Yield the checksums of ranges of each file. A file without checksums has no ranges.
-
-    Raises:
-        FormatError: an archive is malformed or truncated.
-    """
-    for name in names:
-        with tree.open_range(name) as file:
+    if not isinstance(store, ForeignFiles):
+        return
+    for name in (file.name for file in layout.files if file.content is None):
+        with store.tree.open_range(name) as file:
             rows = []
             if file.read(0, min(len(ZIP_START), file.size)) == ZIP_START:
                 rows = [
-                    (e.offset, e.size, crc)
-                    for e, crc in read_entry_checksums(file)
-                    if crc and e.size
+                    (e.offset, e.size, c) for e, c in read_entry_checksums(file) if c and e.size
                 ]
         table = np.array(rows, np.int64)
         yield FileChecksums(name, table.reshape(len(table), 3))

@@ -12,7 +12,6 @@ import torch
 
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.flat_ranges import pieces_of_ranges
 from shardwise.formats.foreign import (
     Row,
     StoredArray,
@@ -29,12 +28,10 @@ from shardwise.formats.nested import (
     name_parameters,
 )
 from shardwise.formats.optimizers import (
-    Optimizer,
     ParamGroup,
-    encode_param_groups,
     merge_param_groups,
 )
-from shardwise.formats.piece_tables import pieces_of_boxes
+from shardwise.formats.pieces import pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.layout import Box
@@ -42,6 +39,7 @@ from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
+from shardwise.state.plain_values import JsonValue, encode
 
 CONTENT_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
@@ -247,7 +245,14 @@ class Builder:
         Raises:
             FormatError: the number is too large.
         """
-        self.add_array(name, self.add_content(make_number_tensor(value, name)))
+        try:
+            number = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+        except OverflowError as error:
+            raise FormatError(
+                f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
+                "damaged: copy it again from an intact source"
+            ) from error
+        self.add_array(name, self.add_content(number))
 
     def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
         """Add the values of the first rank, and lines about those of other ranks that differ.
@@ -280,16 +285,14 @@ class Builder:
             self.add_array(name, value)
             return
         try:
-            plain, arrays, contents = encode_plain(value, name)
+            plain, arrays = encode_plain(value, name, self.add_content)
         except StateError as error:
             self.left_out.append(str(error))
             return
-        if name not in contents:
+        if name not in arrays:
             self._objects.append(ObjectEntry(name, plain))
         for path, array in arrays.items():
             self.add_array(path, array)
-        for path, tensor in contents.items():
-            self.add_array(path, self.add_content(tensor))
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
         """Add the param groups of an optimizer.
@@ -301,7 +304,11 @@ class Builder:
         """
         groups = merge_param_groups(groups) if merge else groups
         try:
-            self._objects.append(ObjectEntry(name, encode_param_groups(groups, name)))
+            encoded: list[JsonValue] = [
+                {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
+                for group in groups
+            ]
+            self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))
 
@@ -334,7 +341,13 @@ class Builder:
             else:
                 self.add_value(named.names[path], value)
         for name, optimizer in named.optimizers.items():
-            self._add_optimizer_groups(optimizer, name)
+            self.add_groups(optimizer.groups, name)
+            if ungrouped := optimizer.find_ungrouped_parameters():
+                self.left_out.append(
+                    f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
+                    f"example those of {ungrouped[0]}: pipeline stages overwrote each other's "
+                    "param groups in the save"
+                )
 
     def add_ranks(self, states: Sequence[tuple[str, Any]]) -> None:
         """Add the states that ranks saved separately as one; see `merge_ranks` and `add_state`.
@@ -362,15 +375,6 @@ class Builder:
     def _read_array(self, array: StoredArray) -> bytes:
         with self._tree.open_range(array.file) as file:
             return file.read(array.start, math.prod(array.shape) * array.itemsize)
-
-    def _add_optimizer_groups(self, optimizer: Optimizer, name: str) -> None:
-        self.add_groups(optimizer.groups, name)
-        if ungrouped := optimizer.find_ungrouped_parameters():
-            self.left_out.append(
-                f"{name}: the hyperparameters of {len(ungrouped)} parameters are missing, for "
-                f"example those of {ungrouped[0]}: pipeline stages overwrote each other's param "
-                "groups in the save"
-            )
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the layout; return its array. Equal bytes are stored once."""
@@ -460,22 +464,3 @@ class Builder:
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
         return Pieces.join([*self._tables[replica], boxes])
-
-
-def make_number_tensor(value: float, name: str) -> torch.Tensor:
-    """Return a number as a 0-d float32 tensor, the type that optimizers count steps with.
-
-    Args:
-        value: the number.
-        name: the name of the tensor, for messages.
-
-    Raises:
-        FormatError: the number exceeds the range of a float.
-    """
-    try:
-        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    except OverflowError as error:
-        raise FormatError(
-            f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
-            "damaged: copy it again from an intact source"
-        ) from error

@@ -8,10 +8,7 @@ from itertools import islice, product
 from math import prod
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.foreign import (
     Placed,
     StoredArray,
@@ -20,6 +17,7 @@ from shardwise.formats.foreign import (
     row_major_strides,
 )
 from shardwise.formats.optimizers import Path, is_in_optimizer
+from shardwise.formats.values import are_plain_values_equal
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch", "last_epoch", "_step_count")
 _DIFFERS = object()
@@ -101,7 +99,7 @@ class _Merger:
             ]
             return _DIFFERS if any(item is _DIFFERS for item in items) else type(first)(items)
         differing_file = next(
-            (file for file, value in values[1:] if not _are_equal(value, first)), None
+            (file for file, value in values[1:] if not are_plain_values_equal(value, first)), None
         )
         if differing_file is None:
             return first
@@ -217,18 +215,3 @@ def _may_be_random_state(array: StoredArray) -> bool:
 def _division_of(part: StoredPart) -> tuple[object, ...]:
     """Return what the parts of all ranks have in common."""
     return part.shape, part.dtype, part.places, part.arrangement
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, PickledInstance):
-        return _are_equal((one.name, one.args, one.fields), (other.name, other.args, other.fields))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    return bool(one == other) or (one != one and other != other)

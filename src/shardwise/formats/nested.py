@@ -57,7 +57,7 @@ def name_leaves(state: NestedState, values_with_tensors: Collection[Path] = ()) 
         state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
         values_with_tensors: the paths of arrays that stand for values with tensors inside.
     """
-    leaves = find_leaves(state)
+    leaves = dict(_iterate_leaves(state, ()))
     arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, STORED)}
     tensors = {path: leaf for path, leaf in arrays.items() if path not in values_with_tensors}
     plain = {path: leaf for path, leaf in leaves.items() if path not in arrays}
@@ -153,19 +153,17 @@ def _restore_lists(value: Any) -> Any:
     return [restored[key] for key in sorted(restored)] if is_list else restored
 
 
-def find_leaves(state: NestedState) -> dict[Path, Any]:
-    """Return the tensors and values in a state by their paths.
-
-    A dict without tensors, for example a scheduler's state_dict, is one value, unless it is in the
-    state of an optimizer.
-    """
-    return dict(_iterate_leaves(state, ()))
-
-
 def _iterate_leaves(
     state: NestedState, path: Path, *, divide: bool = False
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves. With `divide`, each dict in the state is divided, with tensors or not."""
+    """Yield the tensors and values in a state with their paths.
+
+    A dict without tensors, for example a scheduler's state_dict, is one value, unless it is in the
+    state of an optimizer.
+
+    Args:
+        divide: divide each dict in the state, with tensors or not.
+    """
     for key, value in state.items():
         leaf_path = (*path, key if isinstance(key, int) else str(key))
         is_optimizer_state = key == STATE and is_optimizer(state)

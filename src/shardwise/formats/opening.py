@@ -1,16 +1,148 @@
-"""Open a foreign checkpoint: read the layout of its files, and check the layout."""
+"""Open a foreign checkpoint: detect its format, and read and check the layout of its files.
+
+Each reader is asked in turn whether it recognises the files. Readers are found by entry points,
+those of shardwise like those of other packages.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import EntryPoint
 
-from shardwise.errors import FormatError, MismatchError
-from shardwise.formats.detect import find_readers, read_foreign
+from shardwise.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    MismatchError,
+    ShardwiseError,
+    StateError,
+)
+from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
+from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.specification import Specification
 from shardwise.manifest.layout import Layout
+from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validate_layout
-from shardwise.store import Store
+from shardwise.plugins import find_plugins, load_plugin
+from shardwise.store import Store, name_of
+
+MOST_SUGGESTIONS = 8
+"""The most directories that a message suggests to open instead."""
+
+
+GROUP = "shardwise.readers"
+"""The group of entry points by which other packages add readers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A foreign format.
+
+    Attributes:
+        name: the name of the format in messages.
+        recognise: returns whether files look like this format. It reads a few bytes at most.
+        read: adds all tensors and values of the files to a builder. It reads no tensor.
+        overrides: the keys of other formats to ignore if this format is recognised. Their readers
+            recognise the same files.
+    """
+
+    name: str
+    recognise: Callable[[FileTree], bool]
+    read: Callable[[FileTree, Builder], None]
+    overrides: tuple[str, ...] = ()
+
+
+def _built_in(key: str, module: str, name: str = "READER") -> EntryPoint:
+    return EntryPoint(key, f"shardwise.formats.readers.{module}:{name}", GROUP)
+
+
+_BUILT_IN = (
+    _built_in("megatron", "megatron"),
+    _built_in("bytecheckpoint", "bytecheckpoint"),
+    _built_in("torchsnapshot", "torchsnapshot"),
+    _built_in("lightning", "lightning"),
+    _built_in("dcp", "dcp.reader"),
+    _built_in("deepspeed", "deepspeed.reader"),
+    _built_in("deepspeed-universal", "deepspeed.universal"),
+    _built_in("megatron-legacy", "megatron_legacy.reader"),
+    _built_in("accelerate", "accelerate"),
+    _built_in("hf-shards", "huggingface", "SHARDED_READER"),
+    _built_in("hf", "huggingface"),
+    _built_in("fsdp-ranks", "fsdp_ranks.reader"),
+    _built_in("torch-ranks", "torch_save", "RANKS_READER"),
+    _built_in("torch", "torch_save"),
+)
+
+
+def load_readers() -> Mapping[str, Reader]:
+    """Return all readers by their keys: `dcp` in `format="dcp"`. Import them.
+
+    Raises:
+        StateError: the reader of another package cannot be imported, or has the key of another one.
+    """
+    return {key: _load_reader(point) for key, point in _find_points().items()}
+
+
+@lru_cache
+def _load_reader(point: EntryPoint) -> Reader:
+    reader = load_plugin(point)
+    if not isinstance(reader, Reader):
+        raise StateError(
+            f"{point.value} is registered as a reader, but is a {type(reader).__name__}: name a "
+            "Reader(name, recognise, read)"
+        )
+    return reader
+
+
+def _find_points() -> Mapping[str, EntryPoint]:
+    """Return all readers, by key."""
+    points = {point.name: point for point in _BUILT_IN}
+    for key, point in find_plugins(GROUP).items():
+        if key in points:
+            raise StateError(
+                f"{point.value} is registered as a reader of {key!r}, which shardwise reads "
+                "itself: rename the entry point, or uninstall its package"
+            )
+        points[key] = point
+    return points
+
+
+def _reader_of(key: str) -> Reader:
+    """Return a reader by its key. Readers of other packages need not work for this."""
+    point = _find_points().get(key)
+    if point is not None:
+        return _load_reader(point)
+    readers = load_readers()
+    if key not in readers:
+        raise StateError(f"format={key!r}: unknown format; known formats are {', '.join(readers)}")
+    return readers[key]
+
+
+def _recognises(key: str, reader: Reader, tree: FileTree) -> bool:
+    try:
+        return reader.recognise(tree)
+    except (ShardwiseError, OSError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{tree}: the reader {key!r} failed to recognise the files: {type(error).__name__}: "
+            f"{error}; correct or uninstall its package, or pass format="
+        ) from error
+
+
+def find_readers(tree: FileTree) -> dict[str, Reader]:
+    """Return the readers that recognise the files; several, if there are several checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: the place does not exist.
+    """
+    found = {
+        key: reader for key, reader in load_readers().items() if _recognises(key, reader, tree)
+    }
+    overridden = {key for reader in found.values() for key in reader.overrides}
+    return {key: reader for key, reader in found.items() if key not in overridden}
 
 
 def formats_at(store: Store) -> str:
@@ -45,7 +177,7 @@ def read_layout(
             return read_foreign(tree, format)
         return spec.read(tree)
     except FormatError as error:
-        if tree.is_named_in(str(error)):
+        if type(error) is not FormatError or tree.is_named_in(str(error)):
             raise
         raise FormatError(f"{tree}: {error}") from error
     except MismatchError as error:
@@ -70,3 +202,103 @@ def check_layout(store: Store, layout: Layout) -> tuple[ForeignFiles, Layout]:
     missing = (f"{name}: {file} is missing" for name, file in layout.missing_files.items())
     files = ForeignFiles(FileTree(store), layout.files)
     return files, replace(layout, left_out=(*layout.left_out, *missing))
+
+
+def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: A002 - as in `open`
+    """Read the layout of a foreign checkpoint. No tensor is read.
+
+    Args:
+        tree: the files.
+        format: the key of a reader; None to detect the format.
+
+    Raises:
+        CheckpointNotFoundError: no reader recognises the files, or the reader of `format` does not.
+        FormatError: the checkpoint is malformed.
+        StateError: several readers recognise the files, or `format` is unknown.
+    """
+    chosen: dict[str, Reader] = {}
+    if format is not None:
+        named = _reader_of(format)
+        chosen = {format: named} if _recognises(format, named, tree) else {}
+    if not chosen:
+        chosen = find_readers(tree)
+        if format is not None or not chosen:
+            raise CheckpointNotFoundError(_describe_unrecognised(tree, chosen))
+    (key, reader), *others = chosen.items()
+    if others:
+        names = " and ".join(each.name for each in chosen.values())
+        keys = " or ".join(chosen)
+        raise StateError(
+            f"{tree} contains checkpoints of several formats, {names}: choose one by "
+            f"format={key!r} (on the command line --format {key}); keys: {keys}"
+        )
+    try:
+        return _read(reader, tree)
+    except FormatError as error:
+        if tree.skip_unknown:
+            _explain_by_unknown_classes(reader, tree, error)
+        raise
+
+
+def _read(reader: Reader, tree: FileTree) -> Layout:
+    builder = Builder(tree)
+    reader.read(tree, builder)
+    return builder.build(reader.name)
+
+
+def _explain_by_unknown_classes(reader: Reader, tree: FileTree, error: FormatError) -> None:
+    """Raise an error that names the unknown classes in the files; return if there are none."""
+    try:
+        _read(reader, FileTree(tree.store))
+    except UnknownClassError as unknown:
+        raise UnknownClassError(
+            f"{tree}: what skip_unknown=True leaves is not {reader.name}, because the files need "
+            f"their objects of {unknown.names}: load them with the library of these classes, and "
+            f"save tensors and plain values only ({error})",
+            unknown.names,
+        ) from error
+    except FormatError:
+        return
+
+
+def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
+    if found:
+        names = " and ".join(f"{reader.name} (format={key!r})" for key, reader in found.items())
+        return (
+            f"{tree}: the checkpoint does not have the given format, but that of {names}: pass "
+            "this format, or leave out format="
+        )
+    known = ", ".join(reader.name for reader in load_readers().values())
+    contents = ""
+    if tree.single_file is None:
+        files = ", ".join(list(tree.sizes)[:5]) or "no file"
+        contents = f": it contains {files}{', …' if len(tree.sizes) > 5 else ''}"
+    return (
+        f"{tree} is not a checkpoint of a known format ({known}){contents}"
+        f"{_suggest_checkpoints_below(tree)}"
+    )
+
+
+def _has_manifest(tree: FileTree) -> bool:
+    """Return whether a tree is a checkpoint of shardwise, or the root of a run."""
+    return any(name.rpartition("/")[2] == MANIFEST for name in tree.sizes)
+
+
+def _suggest_checkpoints_below(tree: FileTree) -> str:
+    """Return a sentence that suggests what to open, for example checkpoints one level below."""
+    names = (
+        []
+        if tree.single_file is not None
+        else sorted({name.partition("/")[0] for name in tree.sizes})
+    )
+    subtrees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
+    recognised = [tree for tree in subtrees if _has_manifest(tree) or find_readers(tree)]
+    if not recognised:
+        return ". Check the path, or describe the files by a specification (spec=)"
+    names = [name_of(subtree.store) for subtree in recognised]
+    if sum(subtree.single_file is not None for subtree in recognised) > 1:
+        return (
+            f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "
+            "read all of them with a specification (spec=)"
+        )
+    return f". Open a checkpoint below: {', '.join(names)}"

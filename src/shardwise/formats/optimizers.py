@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.state.plain_values import JsonValue, encode
-
 Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead from a state to a leaf: a tensor or a value."""
 STATE, GROUPS = "state", "param_groups"
@@ -64,35 +62,15 @@ class Optimizer:
         )
 
 
-def encode_param_groups(groups: Iterable[ParamGroup], name: str) -> JsonValue:
-    """Encode param groups as shardwise stores them.
-
-    Args:
-        name: the name of the value, for messages.
-
-    Raises:
-        StateError: a hyperparameter has no plain form.
-    """
-    return [
-        {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
-        for group in groups
-    ]
-
-
 def merge_param_groups(groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Merge the groups that have equal hyperparameters."""
     merged: dict[str, ParamGroup] = {}
     for group in groups:
-        key = make_hyperparameters_key(group.hyperparameters)
+        key = repr(sorted(group.hyperparameters.items(), key=lambda item: str(item[0])))
         existing = merged.get(key, ParamGroup((), group.hyperparameters))
         names = dict.fromkeys((*existing.names, *group.names))
         merged[key] = ParamGroup(tuple(names), existing.hyperparameters)
     return tuple(merged.values())
-
-
-def make_hyperparameters_key(hyperparameters: Mapping[str, Any]) -> str:
-    """Return a text that is equal for equal hyperparameters."""
-    return repr(sorted(hyperparameters.items(), key=lambda item: str(item[0])))
 
 
 def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[Optimizer]:
@@ -102,20 +80,16 @@ def find_optimizers(paths: Iterable[Path], values: Mapping[Path, Any]) -> list[O
         paths: the paths of all leaves, tensors and values.
         values: the leaves that are not tensors, by path.
     """
-    states: dict[Path, list[tuple[Path, Path]]] = {}
-    groups: dict[Path, list[tuple[Path, Path]]] = {}
+    leaves: dict[Path, dict[str, list[tuple[Path, Path]]]] = {}
     for path in paths:
-        split_path = _split_at_optimizer(path)
-        if split_path is not None:
-            optimizer_path, key_of_part, rest = split_path
-            (states if key_of_part == STATE else groups).setdefault(optimizer_path, []).append(
-                (path, rest)
-            )
+        if (split_path := _split_at_optimizer(path)) is not None:
+            optimizer_path, part, rest = split_path
+            parts = leaves.setdefault(optimizer_path, {STATE: [], GROUPS: []})
+            parts[part].append((path, rest))
     found = [
-        _parse_optimizer(
-            optimizer_path, states.get(optimizer_path, []), groups[optimizer_path], values
-        )
-        for optimizer_path in groups
+        _parse_optimizer(optimizer_path, parts[STATE], parts[GROUPS], values)
+        for optimizer_path, parts in leaves.items()
+        if parts[GROUPS]
     ]
     return [optimizer for optimizer in found if optimizer is not None]
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardwise.errors import CheckpointNotFoundError, FormatError, StateError
 from shardwise.formats.containers.pickle_values import PickledInstance
 from shardwise.formats.containers.ranges import FileRange
@@ -122,16 +120,20 @@ def _read_rank_files(
         FormatError: the file of a rank is missing, or a file is malformed.
     """
     axes = _AXIS_PLACEHOLDER.findall(pattern)
-    coordinate_by_file = dict(_match_files(tree, pattern))
+    parts = _AXIS_PLACEHOLDER.split(pattern)
+    expression = "".join(r"(\d{1,9})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+    coordinate_by_file = {
+        name: tuple(map(int, match.groups()))
+        for name in tree.sizes
+        if (match := re.fullmatch(expression, name)) is not None
+    }
     if not coordinate_by_file:
         raise CheckpointNotFoundError(
             f"{tree}: no file matches {pattern}, which is relative to this directory: correct "
             "files=, for example files='mp_rank_{tp}/model_optim_rng.pt'"
         )
-    coordinate = np.array(list(coordinate_by_file.values()), np.int64).reshape(
-        len(coordinate_by_file), len(axes)
-    )
-    sizes = {axis: int(n) + 1 for axis, n in zip(axes, coordinate.max(axis=0), strict=True)}
+    coordinates = zip(*coordinate_by_file.values(), strict=True)
+    sizes = {axis: max(along) + 1 for axis, along in zip(axes, coordinates, strict=True)}
     _require_files_of_all_ranks(tree, pattern, coordinate_by_file, sizes)
     contents_by_file = tree.read_each(coordinate_by_file, _read_rank_file)
     rows = [
@@ -142,24 +144,13 @@ def _read_rank_files(
     return sizes, coordinate_by_file, rows, [values for _, values in contents_by_file.values()]
 
 
-def _match_files(tree: FileTree, pattern: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    pattern_parts = _AXIS_PLACEHOLDER.split(pattern)
-    regular_expression = "".join(
-        r"(\d{1,9})" if i % 2 else re.escape(part) for i, part in enumerate(pattern_parts)
-    )
-    for name in tree.sizes:
-        match = re.fullmatch(regular_expression, name)
-        if match is not None:
-            yield name, tuple(map(int, match.groups()))
-
-
 def _require_files_of_all_ranks(
     tree: FileTree,
     pattern: str,
     coordinate_by_file: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, int],
 ) -> None:
-    expected_count = int(np.prod(list(sizes.values()), dtype=np.float64))
+    expected_count = math.prod(sizes.values())
     file_by_coordinate: dict[tuple[int, ...], str] = {}
     for name, coordinate in coordinate_by_file.items():
         other = file_by_coordinate.setdefault(coordinate, name)
@@ -182,16 +173,12 @@ def _read_rank_file(file_range: FileRange) -> tuple[Mapping[str, StoredArray], M
     if is_safetensors(file_range.read(0, min(64, file_range.size))):
         return read_header(file_range).arrays, {}
     value = read_torch_file(file_range, skip_unknown=True)
-    arrays: dict[str, StoredArray] = {}
-    values: dict[str, Any] = {}
-    for path, leaf in _iterate_leaves(value, ""):
-        if isinstance(leaf, StoredPart) and leaf.local is not None:
-            arrays[path] = leaf.local
-        elif isinstance(leaf, StoredArray):
-            arrays[path] = leaf
-        else:
-            values[path] = leaf
-    return arrays, values
+    leaves = {
+        path: leaf.local if isinstance(leaf, StoredPart) and leaf.local is not None else leaf
+        for path, leaf in _iterate_leaves(value, "")
+    }
+    arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, StoredArray)}
+    return arrays, {path: leaf for path, leaf in leaves.items() if path not in arrays}
 
 
 def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
@@ -210,8 +197,6 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _contains_arrays(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_contains_arrays, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_contains_arrays, value))
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_contains_arrays, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (StoredArray, StoredPart))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +27,24 @@ def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-Arrays: TypeAlias = Mapping[str, StoredArray | StoredTensor]
-
-
-def encode_plain(value: object, name: str) -> tuple[JsonValue, Arrays, Mapping[str, torch.Tensor]]:
+def encode_plain(
+    value: object, name: str, store: Callable[[torch.Tensor], StoredArray]
+) -> tuple[JsonValue, Mapping[str, StoredArray | StoredTensor]]:
     """Encode a value as `shardwise.state.plain_values` does.
 
     Namespaces become dicts; other objects become dicts with the key `class`.
 
+    Args:
+        name: the name of the value.
+        store: returns an array with the elements of a numpy array from a pickle.
+
     Returns:
-        The encoded value; and what it refers to by name: arrays in files, and numpy arrays from
-        pickles.
+        The encoded value, and the arrays that it refers to by name.
 
     Raises:
         StateError: a part of the value has no plain form.
     """
     arrays: dict[str, StoredArray | StoredTensor] = {}
-    contents: dict[str, torch.Tensor] = {}
     stored: dict[int, tuple[torch.Tensor, StoredArray | StoredTensor]] = {}
 
     def replace_array(array: StoredArray | StoredTensor) -> torch.Tensor:
@@ -54,12 +55,11 @@ def encode_plain(value: object, name: str) -> tuple[JsonValue, Arrays, Mapping[s
 
     def record_array(path: str, array: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(array, np.ndarray):
-            contents[path] = torch.from_numpy(np.array(array, order="C"))
+            arrays[path] = store(torch.from_numpy(np.array(array, order="C")))
         else:
             arrays[path] = stored[id(array)][1]
 
-    encoded = encode(_make_plain(value, name, replace_array), name, record_array)
-    return encoded, arrays, contents
+    return encode(_make_plain(value, name, replace_array), name, record_array), arrays
 
 
 def _make_plain(
@@ -89,21 +89,19 @@ def _make_plain(
 
 
 def are_plain_values_equal(value: object, other: object) -> bool:
-    """Return whether two values are equal. Values without a plain form count as equal."""
-    if value is other:
-        return True
+    """Return whether two values are equal; NaN equals NaN.
+
+    Values without a plain form count as equal.
+    """
+    if value is other or (type(value) is type(other) and isinstance(value, (str, int))):
+        return value == other
+    contents: dict[bytes, int] = {}
+
+    def store(tensor: torch.Tensor) -> StoredArray:
+        number = contents.setdefault(bytes_of_tensor(tensor), len(contents))
+        return StoredArray("", number, str(tensor.dtype), tuple(tensor.shape), ())
+
     try:
-        (plain, arrays, contents), (other_plain, other_arrays, other_contents) = (
-            encode_plain(each, "") for each in (value, other)
-        )
+        return encode_plain(value, "", store) == encode_plain(other, "", store)
     except StateError:
         return True
-    return (plain, arrays, _bytes_by_name(contents)) == (
-        other_plain,
-        other_arrays,
-        _bytes_by_name(other_contents),
-    )
-
-
-def _bytes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: bytes_of_tensor(tensor) for name, tensor in tensors.items()}

@@ -13,7 +13,6 @@ from shardwise.formats.containers.pickle_values import PickledInstance as Pickle
 from shardwise.formats.containers.pickle_values import UnknownObject as UnknownObject
 from shardwise.formats.containers.ranges import FileRange as FileRange
 from shardwise.formats.containers.safetensors import read_header as read_header
-from shardwise.formats.detect import Reader as Reader
 from shardwise.formats.file_tree import FilePart as FilePart
 from shardwise.formats.file_tree import FileTree as FileTree
 from shardwise.formats.foreign import Placed as Placed
@@ -23,5 +22,6 @@ from shardwise.formats.foreign import StoredTensor as StoredTensor
 from shardwise.formats.foreign_builder import Builder as Builder
 from shardwise.formats.nested import name_leaves as name_leaves
 from shardwise.formats.nested import nest as nest
+from shardwise.formats.opening import Reader as Reader
 from shardwise.formats.optimizers import ParamGroup as ParamGroup
 from shardwise.layout import Box as Box

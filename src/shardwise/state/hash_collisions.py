@@ -53,15 +53,6 @@ class KeyCounter:
             self._counts_by_hash[hash_value] = first_key, count + 1
 
 
-def check_keys(keys: Iterable[object]) -> None:
-    """Check the keys of a new dict or set.
-
-    Raises:
-        TypeError, UnsafeKeysError: see `KeyCounter.add`.
-    """
-    KeyCounter().add(keys)
-
-
 def _check_parts(key: object) -> None:
     """Refuse a key with so many nested parts that its hash would overflow the stack."""
     parts = [key]

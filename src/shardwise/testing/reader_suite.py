@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.formats import detect
+from shardwise.formats import opening
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.file_tree import FileTree
 from shardwise.ports.reader import Reader
@@ -37,7 +37,7 @@ Write: TypeAlias = Callable[[Path, Tensors], Path]
 
 def reader_of(key: str) -> Reader:
     """Return an installed reader by its key, as in `sw.open(path, format=key)`."""
-    return detect.load_readers()[key]
+    return opening.load_readers()[key]
 
 
 def make_tensors(rows: int = 6) -> dict[str, torch.Tensor]:
@@ -76,11 +76,11 @@ class ReaderSuite:
     @pytest.fixture
     def key(self, reader: Reader) -> Iterator[str]:
         """The key of the reader, which opens checkpoints although it need not be installed."""
-        readers = dict(detect.load_readers())
+        readers = dict(opening.load_readers())
         known = [key for key, each in readers.items() if each.name == reader.name]
         for key in known:
             del readers[key]
-        with mock.patch.object(detect, "load_readers", return_value={**readers, KEY: reader}):
+        with mock.patch.object(opening, "load_readers", return_value={**readers, KEY: reader}):
             yield KEY
 
     @pytest.fixture
@@ -92,7 +92,7 @@ class ReaderSuite:
 
     def test_its_own_checkpoints_are_recognised(self, key: str, place: Path) -> None:
         """No other reader takes them, so a user need not say the format."""
-        assert list(detect.find_readers(FileTree(place))) == [key]
+        assert list(opening.find_readers(FileTree(place))) == [key]
 
     def test_no_others_are_recognised(self, reader: Reader, tmp_path: Path) -> None:
         """Neither other files nor an empty directory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from shardwise.errors import FormatError
+from shardwise.state.hash_collisions import UnsafeKeysError
 
 MALFORMED_ERRORS = (
     ArithmeticError,
@@ -58,7 +59,7 @@ def explain_error(error: Exception, position: str) -> FormatError:
     """Return the error with the kind of the problem, its position and a remedy in its message."""
     if isinstance(error, UnsupportedValueError):
         return type(error)(f"{error} ({position}): this is not supported; {error.remedy}")
-    if isinstance(error, UnsafeValueError):
+    if isinstance(error, (UnsafeValueError, UnsafeKeysError)):
         return UnsafeValueError(
             f"{error} ({position}): this is refused. If you trust it, load it with torch, and "
             "save it again with tensors and plain values only"

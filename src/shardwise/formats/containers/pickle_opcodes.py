@@ -15,7 +15,6 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_errors import (
     MALFORMED_ERRORS,
     TruncatedError,
-    UnsafeValueError,
     UnsupportedValueError,
 )
 from shardwise.formats.containers.pickle_values import (
@@ -106,16 +105,13 @@ class PickleMachine:
         """Check the hashes of keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
-            UnsafeValueError: too many keys have the same hash.
+            UnsafeKeysError: too many keys have the same hash.
         """
         if SAFE_KEY_TYPES.issuperset(map(type, new_keys)):
             return
         # The target is kept alive, so that its id stays unique.
         _, counter = self._key_counters.setdefault(id(target), (target, KeyCounter()))
-        try:
-            counter.add(new_keys)
-        except UnsafeKeysError as error:
-            raise UnsafeValueError(str(error)) from error
+        counter.add(new_keys)
 
     def resolve_global(self, module: str, name: str) -> object:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
@@ -146,10 +142,8 @@ class PickleMachine:
         try:
             return constructor.construct(*args)
         except MALFORMED_ERRORS as error:
-            if isinstance(error, FormatError):
+            if isinstance(error, (FormatError, UnsafeKeysError)):
                 raise
-            if isinstance(error, UnsafeKeysError):
-                raise UnsafeValueError(str(error)) from error
             if (unknown := find_unknown(args)) is not None:
                 return unknown
             raise FormatError(f"invalid arguments of {constructor.name}: {error}") from error

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
-from shardwise.state.hash_collisions import check_keys
+from shardwise.state.hash_collisions import KeyCounter
 
 Constructor: TypeAlias = Callable[..., object]
 """A function that builds a value from the arguments in a pickle, which are not trusted.
@@ -201,16 +201,8 @@ def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if pairs == ():
         return OrderedDict()  # each tensor has an empty OrderedDict, for its hooks
     pair_list = list(_list_pairs(pairs))
-    check_keys(key for key, _ in pair_list)
+    KeyCounter().add(key for key, _ in pair_list)
     return OrderedDict(pair_list)
-
-
-def _make_counter(pairs: object = ()) -> Counter[Any]:
-    return Counter(dict(_make_ordered_dict(pairs)))
-
-
-def _make_dict(*_: object) -> dict[Any, Any]:
-    return {}
 
 
 def _list_pairs(pairs: object) -> Iterable[tuple[Any, Any]]:
@@ -225,39 +217,36 @@ def _list_items(items: object) -> list[Any]:
     return list(items)
 
 
-def _make_list(items: object = (), *_: object) -> list[Any]:
-    return _list_items(items)
-
-
 def _make_set(items: object = ()) -> set[Any]:
     item_list = _list_items(items)
-    check_keys(item_list)
+    KeyCounter().add(item_list)
     return set(item_list)
 
 
-def _make_frozenset(items: object = ()) -> frozenset[Any]:
-    return frozenset(_make_set(items))
+def call_with(function: Callable[..., object], *kinds: type | tuple[type, ...]) -> Constructor:
+    """Return a constructor that calls a function, if the arguments have these types."""
+
+    def construct(*args: object) -> object:
+        are_known = map(isinstance, args, kinds)
+        if len(args) > len(kinds) or not all(are_known):
+            found = ", ".join(type(arg).__name__ for arg in args)
+            raise TypeError(f"a class or function is called with arguments of types: {found}")
+        return function(*args)
+
+    return construct
 
 
-def _make_complex(real: object = 0.0, imaginary: object = 0.0) -> complex:
-    if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
-        raise TypeError("complex() is called with a value that is not a number")
-    return complex(real, imaginary)
+def _format_datetime(data: Any, *_: object) -> str:
+    # Pickles call the class with bytes.
+    return datetime.datetime(data).isoformat(timespec="microseconds")  # type: ignore[call-arg]
 
 
-def _make_slice(*bounds: object) -> slice:
-    _check_bounds(bounds)
-    return slice(*bounds)
+def _format_date(data: Any) -> str:
+    return datetime.date(data).isoformat()  # type: ignore[call-arg]
 
 
-def _make_range(*bounds: Any) -> range:
-    _check_bounds(bounds)
-    return range(*bounds)
-
-
-def _check_bounds(bounds: tuple[object, ...]) -> None:
-    if not 1 <= len(bounds) <= 3 or not all(n is None or type(n) is int for n in bounds):
-        raise TypeError("a slice or range has bounds that are not 1 to 3 integers")
+def _seconds_of_timedelta(*durations: int) -> float:
+    return datetime.timedelta(*durations).total_seconds()
 
 
 def _make_enum_member(enum_class: object, member: object) -> object:
@@ -291,34 +280,6 @@ def _join_path(*parts: object) -> str:
     return "/".join(map(str, parts)).replace("//", "/")
 
 
-def _format_datetime(data: object, *_: object) -> str:
-    if not isinstance(data, bytes):
-        raise TypeError("a datetime is not stored as bytes")
-    return datetime.datetime(data).isoformat(timespec="microseconds")  # type: ignore[arg-type, call-arg]
-
-
-def _format_date(data: object) -> str:
-    if not isinstance(data, bytes):
-        raise TypeError("a date is not stored as bytes")
-    return datetime.date(data).isoformat()  # type: ignore[arg-type, call-arg]
-
-
-def _seconds_of_timedelta(*durations: Any) -> float:
-    if not all(type(n) is int for n in durations):
-        raise TypeError("timedelta() is called with a value that is not an integer")
-    return datetime.timedelta(*durations).total_seconds()
-
-
-def _make_text(text: object = "") -> str:
-    if not isinstance(text, str):
-        raise TypeError("str() is called with a value that is not text")
-    return text
-
-
-def _make_namespace(*args: object) -> PickledInstance:
-    return PickledInstance("argparse.Namespace", args)
-
-
 _NUMPY: dict[str, Constructor] = {
     "multiarray._reconstruct": _make_empty_array,
     "multiarray.scalar": _make_scalar,
@@ -332,35 +293,34 @@ ALLOWED_NAMES: AllowedNames = {
     "numpy.ndarray": _make_empty_array,
     "numpy.dtype": _make_dtype,
     "_codecs.encode": _encode_text,
-    "argparse.Namespace": _make_namespace,
     "builtins.bytearray": lambda *args: bytearray(_make_bytes(*args)),
     "builtins.bytes": _make_bytes,
-    "builtins.complex": _make_complex,
+    "builtins.complex": call_with(complex, (int, float), (int, float)),
     "builtins.dict": lambda pairs=(): dict(_make_ordered_dict(pairs)),
-    "builtins.frozenset": _make_frozenset,
+    "builtins.frozenset": lambda items=(): frozenset(_make_set(items)),
     "builtins.getattr": _make_enum_member,
-    "builtins.list": _make_list,
+    "builtins.list": lambda items=(): _list_items(items),
     "builtins.object": lambda: PickledInstance("object"),
-    "builtins.range": _make_range,
+    "builtins.range": call_with(range, int, int, int),
     "builtins.set": _make_set,
-    "builtins.slice": _make_slice,
-    "builtins.str": _make_text,
+    "builtins.slice": call_with(slice, *[(int, type(None))] * 3),
+    "builtins.str": call_with(str, str),
     "builtins.tuple": lambda items=(): tuple(_list_items(items)),
-    "builtins.xrange": _make_range,
-    "collections.Counter": _make_counter,
+    "builtins.xrange": call_with(range, int, int, int),
+    "collections.Counter": lambda pairs=(): Counter(dict(_make_ordered_dict(pairs))),
     "collections.OrderedDict": _make_ordered_dict,
-    "collections.defaultdict": _make_dict,
-    "collections.deque": _make_list,
+    "collections.defaultdict": lambda *_: {},
+    "collections.deque": lambda items=(), *_: _list_items(items),
     "copyreg.__newobj__": _make_instance,
     "copyreg._reconstructor": _reconstruct_instance,
-    "datetime.date": _format_date,
-    "datetime.datetime": _format_datetime,
-    "datetime.timedelta": _seconds_of_timedelta,
+    "datetime.date": call_with(_format_date, bytes),
+    "datetime.datetime": call_with(_format_datetime, bytes, object),
+    "datetime.timedelta": call_with(_seconds_of_timedelta, int, int, int),
     **{
         f"{module}.{name}": _join_path
         for module in ("pathlib", "pathlib._local")
         for name in _PATHS
     },
-    **allow_as_instances("types.SimpleNamespace"),
+    **allow_as_instances("argparse.Namespace", "types.SimpleNamespace"),
 }
 """Dates and paths become text. Deques become lists, defaultdicts dicts, and timedeltas seconds."""

@@ -29,6 +29,7 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     list_parts,
 )
+from shardwise.state.hash_collisions import UnsafeKeysError
 
 MOST_NAMES_SHOWN = 20
 MOST_DEPTH = 100
@@ -141,7 +142,8 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
                 position = machine.position
         raise TruncatedError("it ends before its last opcode")
     except MALFORMED_ERRORS as error:
-        if not isinstance(error, FormatError) and position + 8 > size:
+        is_explained = isinstance(error, (FormatError, UnsafeKeysError))
+        if not is_explained and position + 8 > size:
             # No argument of a fixed length is longer than 8 bytes.
             error = TruncatedError("an argument continues after the end of the data")
         raise explain_error(error, _describe_position(machine, position)) from error

@@ -110,7 +110,12 @@ class FileRange:
         Raises:
             FormatError: the new range exceeds this range.
         """
-        self.require(offset, size, label)
+        if not self._contains(offset, size):
+            raise FormatError(
+                f"{self.label}: {label} should be at bytes [{offset}, {offset + size}), but there "
+                f"are only {self.size} bytes: the file was truncated; copy it again from an intact "
+                "source"
+            )
         start = self.offset + offset
         label = f"{self.label}: {label}"
         return FileRange(self.file, self.name, start, size, label, self.is_remote)
@@ -118,19 +123,6 @@ class FileRange:
     def with_data(self, data: bytes) -> FileRange:
         """Return this range, of which the first bytes, `data`, need not be read again."""
         return replace(self, file=BytesFile(data, self.offset, self.file))
-
-    def require(self, offset: int, size: int, label: str) -> None:
-        """Check that a range is within this range.
-
-        Raises:
-            FormatError: it is not.
-        """
-        if not self._contains(offset, size):
-            raise FormatError(
-                f"{self.label}: {label} should be at bytes [{offset}, {offset + size}), but there "
-                f"are only {self.size} bytes: the file was truncated; copy it again from an intact "
-                "source"
-            )
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.

@@ -15,6 +15,7 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     UnknownObject,
     allow_as_instances,
+    call_with,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
 from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
@@ -145,12 +146,6 @@ def _make_device(device_type: object, index: object = None) -> torch.device:
     return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
-def _require_text(text: object) -> object:
-    if not isinstance(text, str):
-        raise TypeError("the name of a torch.layout, or a version, is not text")
-    return text
-
-
 def name_of_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype, without `torch`."""
     return str(dtype).removeprefix("torch.")
@@ -198,14 +193,12 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     if not isinstance(args, tuple) or len(args) < 3:
         raise TypeError("a DTensor has no shape")
     (attributes := PickledInstance("DTensor")).set_state(state)
-    local, spec = (attributes.fields.get(name) for name in ("_local_tensor", "_spec"))
-    if not isinstance(local, StoredArray) or not isinstance(spec, PickledInstance):
+    local, spec = _field(attributes, "_local_tensor"), _field(attributes, "_spec")
+    placements, mesh = _field(spec, "placements"), _field(spec, "mesh")
+    if not isinstance(local, StoredArray) or not isinstance(placements, (tuple, list)):
         raise TypeError("a DTensor has no plain local tensor or no placements")
-    placements, mesh = spec.fields.get("placements"), spec.fields.get("mesh")
-    if not isinstance(placements, (tuple, list)) or not isinstance(mesh, PickledInstance):
-        raise TypeError("a DTensor has no placements or no mesh")
     mesh_shape = _parse_mesh_shape(mesh)
-    coordinate = _require_sizes(mesh.fields.get("_coordinate_on_dim"), "a coordinate in the mesh")
+    coordinate = _require_sizes(_field(mesh, "_coordinate_on_dim"), "a coordinate in the mesh")
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
             f"a DTensor has {len(placements)} placements for a mesh of {len(mesh_shape)} dimensions"
@@ -266,12 +259,17 @@ def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> MeshShard |
     return MeshShard(mesh_dim, dim % ndim, factor)
 
 
-def _parse_mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
+def _parse_mesh_shape(mesh: object) -> tuple[int, ...]:
     """Return the shape of a device mesh, which torch 2.4 to 2.13 pickle in three ways."""
+    if not isinstance(mesh, PickledInstance):
+        raise TypeError("a DTensor has no mesh")
     layout = mesh.fields.get("_layout")
-    if isinstance(layout, PickledInstance) and isinstance(layout.fields.get("axes"), tuple):
-        axes = [each.fields.get("shape") for each in layout.fields["axes"] if _is_instance(each)]  # type: ignore[attr-defined]
-        return tuple(prod(_require_sizes(each, "an axis of the mesh")) for each in axes)
+    axes = layout.fields.get("axes") if isinstance(layout, PickledInstance) else None
+    if isinstance(axes, tuple):
+        sizes_of_axes = (
+            _require_sizes(_field(each, "shape"), "an axis of the mesh") for each in axes
+        )
+        return tuple(map(prod, sizes_of_axes))
     if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
         return _require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
@@ -279,10 +277,6 @@ def _parse_mesh_shape(mesh: PickledInstance) -> tuple[int, ...]:
     if not isinstance(array, StoredArray):
         raise TypeError("the mesh of a DTensor has no shape")
     return _require_sizes(array.shape, "the shape of the mesh")
-
-
-def _is_instance(value: object) -> bool:
-    return isinstance(value, PickledInstance)
 
 
 def _require_sizes(values: object, subject: str) -> tuple[int, ...]:
@@ -333,7 +327,7 @@ def _rebuild_sharded_tensor(state: object) -> StoredPart:
 
 def _field(value: object, name: str) -> object:
     if not isinstance(value, PickledInstance) or name not in value.fields:
-        raise TypeError(f"a part of a ShardedTensor lacks the attribute {name}")
+        raise TypeError(f"a part of a sharded tensor lacks the attribute {name}")
     return value.fields[name]
 
 
@@ -392,8 +386,8 @@ TORCH_NAMES: AllowedNames = {
     "torch.nn.parameter.Buffer": _return_first_argument,
     "torch.Size": _make_size,
     "torch.device": _make_device,
-    "torch.serialization._get_layout": _require_text,
-    "torch.torch_version.TorchVersion": _require_text,
+    "torch.serialization._get_layout": call_with(str, str),
+    "torch.torch_version.TorchVersion": call_with(str, str),
     **{
         f"torch.{type_name}Storage": getattr(torch, dtype)
         for type_name, dtype in STORAGE_DTYPES.items()

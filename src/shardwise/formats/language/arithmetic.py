@@ -107,24 +107,23 @@ class Expression:
             return environment.ragged_starts[self.names][position] + environment.value_of(last)
         return position * environment.size_of(last) + environment.value_of(last)
 
+    def parts(self) -> Iterator[Expression]:
+        """Yield the expression itself, and all operands."""
+        yield self
+        for operand in self.operands:
+            yield from operand.parts()
+
     def variables(self) -> Iterator[str]:
         """Yield the names whose values the expression uses."""
-        yield from () if self.kind == "size" else self.names
-        for operand in self.operands:
-            yield from operand.variables()
+        yield from (name for e in self.parts() if e.kind != "size" for name in e.names)
 
     def sized_axes(self) -> Iterator[str]:
         """Yield the axes whose sizes the expression uses."""
-        yield from () if self.is_name else self.names
-        for operand in self.operands:
-            yield from operand.sized_axes()
+        yield from (name for e in self.parts() if not e.is_name for name in e.names)
 
     def ragged_indices(self) -> Iterator[tuple[str, ...]]:
         """Yield the axes of each ragged index."""
-        if self.kind == "ragged":
-            yield self.names
-        for operand in self.operands:
-            yield from operand.ragged_indices()
+        yield from (e.names for e in self.parts() if e.kind == "ragged")
 
     def __str__(self) -> str:
         if self.operands:

@@ -189,17 +189,16 @@ def _read_common(tree: FileTree, builder: Builder, contents: Mapping[str, Any]) 
     If both exist, the file is read, as Megatron-Core does.
     """
     if COMMON_FILE in tree.sizes:
-        label, common = tree.label(COMMON_FILE), tree.load(COMMON_FILE)
         builder.add_file(COMMON_FILE)
-    else:
-        label, value = f"{tree}: {COMMON_ITEM}", contents[COMMON_ITEM]
-        common = value[0] if isinstance(value, list) and len(value) == 1 else None
-    if not isinstance(common, dict):
+        common: dict[Any, Any] = tree.load(COMMON_FILE, kind=dict)
+        return common
+    value = contents[COMMON_ITEM]
+    if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], dict):
         raise FormatError(
-            f"{label}: expected a dict of the state that all ranks share, found "
-            f"{type(common).__name__}: copy all files of one save from an intact source"
+            f"{tree}: {COMMON_ITEM}: expected a list with a dict of the state that all ranks "
+            f"share, found {type(value).__name__}: copy all files of one save from an intact source"
         )
-    return common
+    return value[0]
 
 
 def _add_tensors(

@@ -16,7 +16,7 @@ from `module`.
 `reader` and `universal` call the other modules in this order:
 
     files                       find the files, and require all of them
-    ranks, states, agreement    read and parse them, and check that they are from one save
+    ranks, states               read and parse them, and check that they are from one save
     tensor_parallel             how the shards of tensor-parallel ranks make up parameters
     zero                        which ranges of flattened parameters each rank holds
     without_zero                the state of optimizers that ZeRO does not divide

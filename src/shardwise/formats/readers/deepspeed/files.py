@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shardwise.ports.reader import CheckpointNotFoundError, FileTree, FormatError
 
@@ -18,12 +18,19 @@ MOST_TAGS_SHOWN = 8
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d{1,7})(?:-(.*))?-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d{1,7})(?:-(?:.*-)?model_(\d{1,7})|-.*)?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d{1,7})_)?expert_(\d{1,7})_mp_rank_(\d{1,7})_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d{1,7})_mp_rank_(\d{1,7})_optim_states\.pt")
 _FIRST_MODEL = re.compile(r"mp_rank_0+_model_states\.pt")
 _DATA_PARALLEL_PREFIX = "zero_pp_rank_"
-_TENSOR_RANK = re.compile(r"(?:^|-)model_(\d{1,7})$")
+_KINDS = {
+    "model": _MODEL,
+    "optimizer": _OPTIMIZER,
+    "experts": _EXPERT,
+    "expert_optimizers": _EXPERT_OPTIMIZER,
+    "layers": _LAYER,
+}
+"""The files of each field of `TagFiles`. The numbers in their names are the keys."""
 _NEEDED_BY = "ranks of DeepSpeed wrote"
 
 RankKey: TypeAlias = tuple[int, int]
@@ -132,48 +139,33 @@ def find_files(tree: FileTree, *, universal: bool = False) -> TagFiles:
         FormatError: the tag or files of ranks are missing.
     """
     folder = _require_folder(tree, universal=universal)
-    model: dict[RankKey, str] = {}
-    optimizer: dict[RankKey, str] = {}
-    layers: dict[tuple[int, int], str] = {}
-    experts: dict[tuple[int, int, int], str] = {}
-    expert_optimizers: dict[tuple[int, int], str] = {}
+    found: dict[str, dict[Any, str]] = {kind: {} for kind in _KINDS}
     unknown = []
-    for path in tree.sizes:
+    for path in (path for path in tree.sizes if path.startswith(folder)):
         name = path.removeprefix(folder)
-        if not path.startswith(folder):
-            continue
-        if found := _MODEL.fullmatch(name):
-            key = int(found[1] or 0), int(found[2])
-            # A universal checkpoint can have files zero_pp_rank_… and mp_rank_… of the same rank.
-            # The files mp_rank_… contain more.
-            if key not in model or not found[1]:
-                model[key] = path
-        elif found := _OPTIMIZER.fullmatch(name):
-            optimizer[int(found[1]), int(found[2])] = path
-        elif found := _EXPERT.fullmatch(name):
-            experts[int(found[1] or 0), int(found[2]), int(found[3])] = path
-        elif found := _EXPERT_OPTIMIZER.fullmatch(name):
-            expert_optimizers[int(found[1]), int(found[2])] = path
-        elif found := _LAYER.fullmatch(name):
-            rank = _TENSOR_RANK.search(found[2] or "")
-            layers[int(found[1]), int(rank[1]) if rank else 0] = path
-        else:
+        matches = ((kind, pattern.fullmatch(name)) for kind, pattern in _KINDS.items())
+        kind, match = next(((k, match) for k, match in matches if match), ("", None))
+        if match is None:
             unknown.append(name)
-    if not model:
+            continue
+        key = tuple(int(number or 0) for number in match.groups())
+        # A universal checkpoint can have files zero_pp_rank_… and mp_rank_… of the same rank.
+        # The files mp_rank_… contain more.
+        if kind != "model" or key not in found[kind] or not match[1]:
+            found[kind][key] = path
+    if not found["model"]:
         raise FormatError(
             f"{tree}: all files of model states (…_model_states.pt) are missing. Copy them from "
             "a complete copy of the checkpoint, or open another checkpoint"
         )
-    zero_3 = any(_DATA_PARALLEL_PREFIX in name for name in model.values())
-    files = TagFiles(
-        folder, model, optimizer, layers, experts, expert_optimizers, tuple(unknown), zero_3
-    )
+    zero_3 = any(_DATA_PARALLEL_PREFIX in name for name in found["model"].values())
+    files = TagFiles(folder=folder, **found, unknown=tuple(unknown), zero_3=zero_3)
     require_rank_files(
         tree,
         files,
         data_parallel=files.data_parallel,
         model_parallel=files.model_parallel,
-        with_zero=bool(optimizer),
+        with_zero=bool(files.optimizer),
     )
     return files
 

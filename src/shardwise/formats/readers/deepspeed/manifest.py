@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.formats.readers.deepspeed.agreement import STEP
-from shardwise.formats.readers.deepspeed.states import ModelState, Number
+from shardwise.formats.readers.deepspeed.states import STEP, ModelState, Number
 from shardwise.formats.readers.deepspeed.tensor_parallel import (
     Placement,
     PlacementRule,
@@ -82,12 +81,14 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
     """
     _add_flat_arrays(builder, shards, place)
     first = shards[0]
-    for key in first.scalars:
-        arrays = [array for group in shards for array in group.scalars.get(key, ())]
+    for key, value in first.scalars.items():
+        if isinstance(value, (int, float)):
+            add_number(builder, first.names, key, value)
+            continue
+        scalars = (group.scalars.get(key, ()) for group in shards)
+        arrays = [array for each in scalars if isinstance(each, Sequence) for array in each]
         # Numbers other than steps can differ between ranks: for example, norms of their parts.
         add_scalars(builder, first.names, key, arrays if key == STEP else arrays[:1])
-    for key, number in first.numbers.items():
-        add_number(builder, first.names, key, number)
     builder.left_out += first.left_out
 
 
@@ -156,6 +157,29 @@ def add_number(builder: Builder, names: Sequence[str], key: str, number: Number)
             builder.add_number(tensor, number)
         else:
             builder.add_value(tensor, number)
+
+
+def add_state(
+    builder: Builder,
+    parameter: str,
+    key: str,
+    values: Sequence[StoredArray | Number],
+    place: PlacementRule,
+) -> None:
+    """Add the weight (`MASTER`) or a state of a parameter.
+
+    Args:
+        values: the value of each tensor-parallel rank, all of one type.
+    """
+    arrays = [value for value in values if isinstance(value, StoredArray)]
+    if not isinstance(values[0], StoredArray):
+        add_number(builder, [parameter], key, values[0])
+    elif not values[0].shape:
+        # Numbers other than steps can differ between ranks: for example, norms of their parts.
+        add_scalars(builder, [parameter], key, arrays if key == STEP else arrays[:1])
+    else:
+        placement = place(parameter, [array.shape for array in arrays])
+        add_shards(builder, tensor_name(parameter, key), arrays, placement)
 
 
 def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:

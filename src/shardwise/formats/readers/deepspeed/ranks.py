@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from shardwise.formats.readers.deepspeed.agreement import check_counters, check_optimizers
+import torch
+
 from shardwise.formats.readers.deepspeed.files import (
     RankKey,
     TagFiles,
+    find_files,
     require_layers_and_experts,
     require_rank_files,
 )
 from shardwise.formats.readers.deepspeed.states import (
     CLASSES,
+    STEP,
     ModelState,
     OptimizerState,
     parse_model_state,
@@ -27,7 +31,13 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
     parse_placement_rule,
     place_whole,
 )
-from shardwise.ports.reader import FileTree, FormatError, StoredArray
+from shardwise.ports.reader import Builder, FileRange, FileTree, FormatError, StoredArray
+
+MOST_FILES_SHOWN = 4
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+Scalars: TypeAlias = Mapping[tuple[str, int], float]
+"""The values of 0-d arrays, by the index of the file and the offset in it, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +45,23 @@ class AllRanks:
     """The contents of the files of all ranks.
 
     Attributes:
-        path: the path of the checkpoint, for messages.
+        tree: the checkpoint.
+        files: the names of the files.
         models: the model states.
         optimizers: the optimizer states; empty without ZeRO.
         layers: for each tensor-parallel rank, the weights of pipeline layers by name.
         experts: for each model-parallel rank, the weights of experts by name.
-        data_parallel, tensor_parallel, stages: the numbers of ranks along each axis.
-        zero_3: whether ZeRO 3 divided the parameters.
-        left_out: lines about content that is not read.
+        tensor_parallel, stages: the numbers of ranks along these axes.
     """
 
-    path: str
+    tree: FileTree
+    files: TagFiles
     models: Mapping[RankKey, ModelState]
     optimizers: Mapping[RankKey, OptimizerState]
     layers: Mapping[int, Mapping[str, StoredArray]]
     experts: Mapping[int, Mapping[str, StoredArray]]
-    data_parallel: int
     tensor_parallel: int
     stages: int
-    zero_3: bool
-    left_out: tuple[str, ...]
 
     @property
     def first_model(self) -> ModelState:
@@ -62,16 +69,11 @@ class AllRanks:
         return self.models[0, 0]
 
     @property
-    def step(self) -> object:
-        """The number of training steps, as the file has it."""
-        return self.first_model.values.get("global_steps")
-
-    @property
     def world_size(self) -> int:
         """The number of ranks that wrote the checkpoint."""
         data_parallel = self.first_model.values.get("dp_world_size")
         if type(data_parallel) is not int or not 0 < data_parallel < 2**20:
-            data_parallel = self.data_parallel
+            data_parallel = self.files.data_parallel
         return data_parallel * self.tensor_parallel * self.stages
 
     def placement_rule(self) -> PlacementRule:
@@ -83,7 +85,7 @@ class AllRanks:
         if self.tensor_parallel == 1:
             return place_whole
         return parse_placement_rule(
-            self.first_model.values.get("universal_checkpoint_info"), self.path
+            self.first_model.values.get("universal_checkpoint_info"), str(self.tree)
         )
 
     def ranks_of_stage(self, stage: int) -> range:
@@ -108,7 +110,7 @@ class AllRanks:
             states = [self.models[0, model_rank] for model_rank in model_ranks]
             for model_rank, state in zip(model_ranks, states, strict=True):
                 arrays |= {**state.arrays, **self.experts.get(model_rank, {})}
-                frozen |= {} if self.zero_3 else state.frozen
+                frozen |= {} if self.files.zero_3 else state.frozen
             module = replace(
                 states[0],
                 module={**arrays, **self.layers.get(rank, {})},
@@ -120,19 +122,22 @@ class AllRanks:
         return modules
 
 
-def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> AllRanks:
+def read_ranks(tree: FileTree, builder: Builder, *, universal: bool = False) -> AllRanks:
     """Read the files of all ranks, in parallel; no tensor is read.
 
     Args:
+        builder: receives the names of files, the step, the number of ranks, and lines about what is
+            not read.
         universal: whether the optimizer's state lies in the parameter files of a universal
             checkpoint, and not in the ranks' files.
 
     Raises:
+        CheckpointNotFoundError: the place is one of several files.
         FormatError: a file is malformed or missing, or the files are from different saves.
     """
-    left_out: list[str] = []
-    models = _read_model_states(tree, files, left_out)
-    check_counters(tree, models.values())
+    files = find_files(tree, universal=universal)
+    models = _read_model_states(tree, files, builder.left_out)
+    _check_counters(tree, models.values())
     values = tree.load_each(files.optimizer.values(), classes=CLASSES)
     optimizers = {
         key: parse_optimizer_state(values[name], tree.label(name))
@@ -152,7 +157,7 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
     experts: dict[int, dict[str, StoredArray]] = {}
     for (_, _, rank), name in sorted(files.experts.items()):
         experts.setdefault(rank, {}).update(require_arrays(values[name], tree.label(name)))
-    left_out += [
+    builder.left_out += [
         f"the file {name}: its optimizer's parameters have no names"
         for name in files.expert_optimizers.values()
     ]
@@ -162,19 +167,21 @@ def read_ranks(tree: FileTree, files: TagFiles, *, universal: bool = False) -> A
         states_of_stage = [
             state for (_, rank), state in sorted(optimizers.items()) if rank in ranks
         ]
-        left_out += check_optimizers(tree, states_of_stage)
-    return AllRanks(
-        path=str(tree),
+        builder.left_out += _check_optimizers(tree, states_of_stage)
+    for name in tree.sizes:
+        builder.add_file(name)
+    all_ranks = AllRanks(
+        tree=tree,
+        files=files,
         models=models,
         optimizers=optimizers,
         layers=layers,
         experts=experts,
-        data_parallel=files.data_parallel,
         tensor_parallel=tensor_parallel,
         stages=stages,
-        zero_3=files.zero_3,
-        left_out=tuple(left_out),
     )
+    builder.step, builder.world_size = first.values.get("global_steps"), all_ranks.world_size
+    return all_ranks
 
 
 def _read_model_states(
@@ -263,3 +270,133 @@ def _find_parallel_sizes(first: ModelState, files: TagFiles) -> tuple[int, int]:
             "one save"
         )
     return tensor, stages
+
+
+def _check_counters(tree: FileTree, models: Iterable[ModelState]) -> None:
+    """Compare the training counters of all ranks.
+
+    Raises:
+        FormatError: they differ; the message names the files and the values.
+    """
+    states = list(models)
+    for key in COUNTERS:
+        values = [(state.path, repr(state.values.get(key))) for state in states]
+        _require_equal(tree, f"{key} is", values, "from different steps")
+
+
+def _check_optimizers(tree: FileTree, ranks: Sequence[OptimizerState]) -> list[str]:
+    """Compare type, steps and hyperparameters of optimizers that share their parameters.
+
+    Args:
+        ranks: all data-parallel and tensor-parallel ranks of a pipeline stage.
+
+    Returns:
+        Lines for `left_out` about other numbers that differ between ranks.
+
+    Raises:
+        FormatError: the ranks differ; the message names the files and the values.
+    """
+    scalars = _read_scalars(tree, (array for rank in ranks for array in _scalar_arrays(rank)))
+    groups = range(min(len(rank.masters) for rank in ranks))
+    facts = [_describe_optimizer(rank, groups, scalars) for rank in ranks]
+    lines = []
+    for subject, problem in dict.fromkeys(key for each in facts for key in each):
+        values = [
+            (rank.path, each.get((subject, problem), "missing"))
+            for rank, each in zip(ranks, facts, strict=True)
+        ]
+        if problem:
+            _require_equal(tree, f"{subject} is", values, problem)
+        elif len({text for _, text in values}) > 1:
+            lines.append(f"optimizer.*.{subject}: ranks differ; the first one's is taken")
+    return lines
+
+
+def _describe_optimizer(
+    rank: OptimizerState, groups: Iterable[int], scalars: Scalars
+) -> dict[tuple[str, str], str]:
+    """Return what should be the same on all ranks, as text.
+
+    The keys are the subject, and the problem if ranks differ, or "" if this is no reason to refuse
+    the files.
+    """
+    facts = {("the optimizer", "from different optimizers"): repr(rank.optimizer_type)}
+    for group in groups:
+        state, suffix = rank.states[group], f"of parameter group {group}"
+        keys = ", ".join(sorted(state)) or "none"
+        facts[f"the state {suffix}", "from different optimizers"] = keys
+        for key, value in state.items():
+            if key == STEP:
+                facts[f"the step {suffix}", "from different steps"] = _to_text(value, scalars)
+            elif not isinstance(value, StoredArray) or not value.shape:
+                facts[f"{key} {suffix}", ""] = _to_text(value, scalars)
+        if rank.hyperparameters is not None:
+            for key, value in rank.hyperparameters[rank.param_groups[group]].items():
+                problem = "from different saves or optimizers"
+                facts[f"{key} {suffix}", problem] = _to_text(value, scalars)
+    return facts
+
+
+def _read_scalars(tree: FileTree, arrays: Iterable[StoredArray]) -> Scalars:
+    """Read 0-d arrays, a few bytes of each file.
+
+    Raises:
+        FormatError: an array lies outside of its file.
+    """
+    by_file: dict[str, dict[int, StoredArray]] = {}
+    for array in arrays:
+        by_file.setdefault(array.file, {})[array.start] = array
+
+    def read(file: FileRange) -> dict[tuple[str, int], float]:
+        return {
+            (file.name, start): _decode_scalar(file.read(start, array.itemsize), array.dtype)
+            for start, array in by_file[file.name].items()
+        }
+
+    by_name = tree.read_each(by_file, read)
+    return {key: value for values in by_name.values() for key, value in values.items()}
+
+
+def _decode_scalar(data: bytes, dtype: str) -> float:
+    value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).item()
+    return value if isinstance(value, (int, float)) else float("nan")
+
+
+def _scalar_arrays(state: OptimizerState) -> Iterable[StoredArray]:
+    for values in (*state.states, *(state.hyperparameters or ())):
+        yield from (v for v in values.values() if isinstance(v, StoredArray) and not v.shape)
+
+
+def _to_text(value: object, scalars: Scalars) -> str:
+    if not isinstance(value, StoredArray):
+        return repr(value)
+    if value.shape:
+        return f"a tensor of {value.dtype} {list(value.shape)}"
+    return repr(scalars[value.file, value.start])
+
+
+def _require_equal(
+    tree: FileTree, subject: str, values: Sequence[tuple[str, str]], problem: str
+) -> None:
+    """Refuse files whose values differ.
+
+    Args:
+        subject: the value and a verb, for the message: "global_steps is".
+        values: the path and the value of each file.
+        problem: a phrase for the message if values differ: "from different steps".
+    """
+    by_value: dict[str, list[str]] = {}
+    for path, value in values:
+        by_value.setdefault(value, []).append(tree.relative_path(path))
+    if len(by_value) < 2:
+        return
+    listed = [
+        f"{value[:200]} in {', '.join(files[:MOST_FILES_SHOWN])}"
+        + (f" and {len(files) - MOST_FILES_SHOWN} more" if len(files) > MOST_FILES_SHOWN else "")
+        for value, files in by_value.items()
+    ]
+    raise FormatError(
+        f"{tree}: the files of its ranks are {problem}: {subject} "
+        f"{'; '.join(listed[:MOST_FILES_SHOWN])}. Copy all files of one save from a complete copy "
+        "of the checkpoint, or open another checkpoint"
+    )

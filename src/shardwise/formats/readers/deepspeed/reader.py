@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
-    find_files,
     has_native_files,
 )
 from shardwise.formats.readers.deepspeed.manifest import (
@@ -37,20 +36,16 @@ def read(tree: FileTree, builder: Builder) -> None:
         CheckpointNotFoundError: the place is one of several files.
         FormatError: the checkpoint is malformed or incomplete, or does not say how it is divided.
     """
-    files = find_files(tree)
-    ranks = read_ranks(tree, files)
-    for name in tree.sizes:
-        builder.add_file(name)
-    builder.left_out += ranks.left_out
+    ranks = read_ranks(tree, builder)
     place = ranks.placement_rule()
     modules = ranks.modules()
     if ranks.optimizers:
         _add_zero_optimizer(builder, ranks, place)
     else:
         _add_optimizer_without_zero(builder, ranks, modules[0], place)
-    if ranks.zero_3:
+    if ranks.files.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
-    add_modules(builder, modules, place, zero_3=ranks.zero_3)
+    add_modules(builder, modules, place, zero_3=ranks.files.zero_3)
     add_values(builder, ranks)
     if tree.single_file is not None and ranks.first_model.shapes:
         builder.left_out.append(
@@ -58,11 +53,10 @@ def read(tree: FileTree, builder: Builder) -> None:
             f"{tree.parent}"
         )
     # Trainers keep their files in the folder above the tag.
-    in_parent = [name for name in tree.sizes if files.folder and "/" not in name]
-    for name in (*files.unknown, *in_parent):
+    in_parent = [name for name in tree.sizes if ranks.files.folder and "/" not in name]
+    for name in (*ranks.files.unknown, *in_parent):
         if name not in FILES_WITHOUT_STATE:
             builder.left_out.append(f"the file {name}: DeepSpeed's engine does not write it")
-    builder.step, builder.world_size = ranks.step, ranks.world_size
 
 
 def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule) -> None:
@@ -76,7 +70,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
     for stage in range(ranks.stages):
         shards = []
         for rank in ranks.ranks_of_stage(stage):
-            states = [ranks.optimizers[d, rank] for d in range(ranks.data_parallel)]
+            states = [ranks.optimizers[d, rank] for d in range(ranks.files.data_parallel)]
             if round_robin:
                 # DeepSpeed 0.19.8 then writes the slices in another order, by mistake.
                 states = [replace(state, slices=None) for state in states]

@@ -12,6 +12,8 @@ import msgspec
 
 from shardwise.ports.reader import FormatError, PickledInstance, StoredArray
 
+STEP = "step"
+"""The key of the count of steps in the state of an optimizer."""
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 """The shapes of parameters by name."""

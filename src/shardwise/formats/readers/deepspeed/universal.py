@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
     WEIGHTS_KEY,
-    find_files,
     has_universal_files,
 )
 from shardwise.formats.readers.deepspeed.manifest import (
@@ -19,13 +17,13 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_number,
     add_param_groups,
     add_scalars,
-    add_shards,
-    tensor_name,
+    add_state,
 )
 from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
     CLASSES,
+    STEP,
     Shape,
     parse_torch_optimizer,
     select_loss_scaling_values,
@@ -57,33 +55,27 @@ def read(tree: FileTree, builder: Builder) -> None:
     Raises:
         FormatError: the checkpoint is malformed or incomplete.
     """
-    files = find_files(tree, universal=True)
-    ranks = read_ranks(tree, files, universal=True)
-    for name in tree.sizes:
-        builder.add_file(name)
-    builder.left_out += ranks.left_out
-    names = [
-        name.removeprefix(files.folder) for name in tree.sizes if name.startswith(files.folder)
-    ]
+    ranks = read_ranks(tree, builder, universal=True)
+    folder = ranks.files.folder
+    names = [name.removeprefix(folder) for name in tree.sizes if name.startswith(folder)]
     parameter_files = {
-        (match[1], match[2]): f"{files.folder}{match[0]}"
+        (match[1], match[2]): f"{folder}{match[0]}"
         for match in map(_PARAMETER_FILE.fullmatch, names)
         if match is not None
     }
-    settings_file = f"{files.folder}zero/{HYPERPARAMETERS_FILE}"
+    settings_file = f"{folder}zero/{HYPERPARAMETERS_FILE}"
     values = tree.load_each([*parameter_files.values(), settings_file], classes=CLASSES)
     settings = values[settings_file]
     trained = _trained_shapes(ranks)
     place = ranks.placement_rule()
-    _require_parameter_files(tree, f"{files.folder}zero", parameter_files, ranks, settings)
+    _require_parameter_files(tree, f"{folder}zero", parameter_files, ranks, settings)
     _add_parameters(builder, tree, parameter_files, values, trained, place)
     _add_settings(builder, ranks, settings, tree.label(settings_file))
-    if ranks.zero_3:
+    if ranks.files.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
-    add_modules(builder, ranks.modules(), place, zero_3=ranks.zero_3)
+    add_modules(builder, ranks.modules(), place, zero_3=ranks.files.zero_3)
     _add_untrained_weights(builder, parameter_files, values, trained)
     add_values(builder, ranks)
-    builder.step, builder.world_size = ranks.step, ranks.world_size
 
 
 def _trained_shapes(ranks: AllRanks) -> dict[str, tuple[Shape, ...]]:
@@ -139,15 +131,13 @@ def _add_parameters(
             continue
         path = tree.label(file)
         array = _unwrap_parameter(values[file])
-        if isinstance(array, (int, float)):
-            add_number(builder, [name], key, array)
-        elif not isinstance(array, StoredArray):
+        if not isinstance(array, (int, float, StoredArray)):
             raise FormatError(
                 f"{path}: expected a tensor or a number, found {type(array).__name__}: copy the "
                 "file again from an intact source, or convert the checkpoint again with "
                 "ds_to_universal"
             )
-        else:
+        if isinstance(array, StoredArray):
             array = _unflatten(array, trained[name], path)
             if name not in shapes:
                 shapes[name] = place(name, trained[name]).shape
@@ -157,8 +147,7 @@ def _add_parameters(
                     f"{list(shapes[name])}: the file is of another model, or damaged: copy all "
                     "files of one save"
                 )
-            tensor = tensor_name(name, MASTER if key == WEIGHTS_KEY else key)
-            add_shards(builder, tensor, [array], place_whole(tensor, [array.shape]))
+        add_state(builder, name, MASTER if key == WEIGHTS_KEY else key, [array], place_whole)
 
 
 def _unwrap_parameter(value: Any) -> Any:

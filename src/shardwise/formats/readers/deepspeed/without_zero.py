@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from shardwise.formats.readers.deepspeed.agreement import STEP
 from shardwise.formats.readers.deepspeed.manifest import (
     add_flat_group,
-    add_number,
     add_param_groups,
-    add_scalars,
-    add_shards,
+    add_state,
     tensor_name,
 )
 from shardwise.formats.readers.deepspeed.states import (
@@ -111,30 +109,20 @@ def _add_parameters(
             )
     for index, name in enumerate(names):
         if first.masters:
-            masters = [rank.masters[index] for rank in ranks]
-            shapes = [array.shape for array in masters]
-            add_shards(builder, tensor_name(name, MASTER), masters, place(name, shapes))
+            add_state(builder, name, MASTER, [rank.masters[index] for rank in ranks], place)
         for key, value in first.states[index].items():
             tensor = tensor_name(name, key)
-            values = [rank.states[index].get(key) for rank in ranks]
-            if not isinstance(value, StoredArray):
-                if any(other != value for other in values):
-                    builder.left_out.append(f"{tensor}: ranks differ; the first one's is taken")
-                add_number(builder, [name], key, value)
-                continue
-            arrays = [array for array in values if isinstance(array, StoredArray)]
-            if len(arrays) != len(ranks):
-                lacking = zip(ranks, values, strict=True)
-                missing = next(r for r, each in lacking if not isinstance(each, StoredArray))
-                raise FormatError(
-                    f"{missing.path}: {tensor} is missing, which {first.path} has: the files are "
-                    "from different saves: copy all files of one save"
-                )
-            if value.shape == ():
-                add_scalars(builder, [name], key, arrays if key == STEP else arrays[:1])
-            else:
-                shapes = [array.shape for array in arrays]
-                add_shards(builder, tensor, arrays, place(name, shapes))
+            values: list[Any] = [rank.states[index].get(key) for rank in ranks]
+            is_array = isinstance(value, StoredArray)
+            for rank, other in zip(ranks, values, strict=True):
+                if is_array and not isinstance(other, StoredArray):
+                    raise FormatError(
+                        f"{rank.path}: {tensor} is missing, which {first.path} has: the files are "
+                        "from different saves: copy all files of one save"
+                    )
+            if not is_array and any(other != value for other in values):
+                builder.left_out.append(f"{tensor}: ranks differ; the first one's is taken")
+            add_state(builder, name, key, values if is_array else [value], place)
 
 
 def assign_by_shape(

@@ -58,8 +58,7 @@ class FlatGroup:
         names, shapes: the parameters, in the order in which they were flattened.
         arrays: for each key of the optimizer's state, the ranges and the arrays. The key `MASTER`
             has the weights.
-        scalars: for each key, the 0-d tensors of all ranks.
-        numbers: for each key, the plain number of the first rank.
+        scalars: for each key, the 0-d tensors of all ranks, or the plain number of the first rank.
         param_group: the index of the param group that has the hyperparameters.
         left_out: lines about state that is not read.
     """
@@ -67,8 +66,7 @@ class FlatGroup:
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     arrays: Mapping[str, Flat]
-    scalars: Mapping[str, tuple[StoredArray, ...]] = field(default_factory=dict)
-    numbers: Mapping[str, Number] = field(default_factory=dict)
+    scalars: Mapping[str, Sequence[StoredArray] | Number] = field(default_factory=dict)
     param_group: int = 0
     left_out: tuple[str, ...] = ()
 
@@ -235,7 +233,12 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     sizes = [math.prod(shape) for shape in shapes.values()]
     ranges = _find_ranges(index, shapes, states)
     flat: dict[str, Flat] = {}
-    scalars, left_out = {}, []
+    left_out = []
+    scalars: dict[str, Sequence[StoredArray] | Number] = {
+        key: value
+        for key, value in first.states[index].items()
+        if not isinstance(value, StoredArray)
+    }
     for key in dict.fromkeys(key for arrays in arrays_of_ranks for key in arrays):
         arrays = [each.get(key) for each in arrays_of_ranks]
         held = [array for array in arrays if array is not None]
@@ -273,7 +276,6 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
         tuple(shapes.values()),
         flat,
         scalars,
-        {k: v for k, v in first.states[index].items() if not isinstance(v, StoredArray)},
         first.param_groups[index],
         tuple(left_out),
     )

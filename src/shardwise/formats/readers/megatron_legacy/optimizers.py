@@ -32,6 +32,9 @@ _UNSUPPORTED = (
 )
 _MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
+Bucketing: TypeAlias = tuple[int | None, frozenset[str]]
+"""How buffers were divided into buckets: the number of elements after which one is full, or None
+if there is one bucket; and the names of the parameters that have a separate bucket."""
 SavedParamGroup: TypeAlias = Mapping[str, Any]
 """A param group as it was saved: hyperparameters, and numbers of parameters if it has them."""
 
@@ -41,31 +44,19 @@ class RankOptimizer:
     """The optimizer state of one rank.
 
     Attributes:
-        arrays: for each parameter, its arrays by key. The key `MASTER` has the master weight.
-        scalars: for each parameter, its numbers by key.
+        state: for each parameter, its arrays and numbers by key. The key `MASTER` has the master
+            weight.
         groups: members and hyperparameters of each param group.
         values: other values, such as the gradient scaler.
-        reason_unassigned: the reason why the state cannot be assigned to parameters, or "".
     """
 
-    arrays: dict[Parameter, dict[str, StoredArray]] = field(default_factory=dict)
-    scalars: dict[Parameter, dict[str, float]] = field(default_factory=dict)
+    state: dict[Parameter, dict[str, StoredArray | float]] = field(default_factory=dict)
     groups: list[tuple[list[Parameter], dict[str, Any]]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    reason_unassigned: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucketing:
-    """How buffers were divided into buckets.
-
-    Attributes:
-        size: the number of elements after which a bucket is full; None if there is one bucket.
-        with_own_bucket: names of parameters that have a separate bucket.
-    """
-
-    size: int | None
-    with_own_bucket: frozenset[str]
+class UnassignedStateError(Exception):
+    """The files do not say which parameters the state of an optimizer belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,43 +81,35 @@ class _OptimizerPart:
         return state if isinstance(state, dict) else {}
 
 
-def find_optimizer_state(
-    rank: Rank, parameters: Sequence[Parameter], bucketings: Sequence[Bucketing]
-) -> RankOptimizer:
-    """Return a rank's optimizer state by parameter; it is empty if none was saved.
+def take_optimizer_state(
+    optimizer: RankOptimizer,
+    rank: Rank,
+    parameters: Sequence[Parameter],
+    bucketings: Sequence[Bucketing],
+) -> None:
+    """Add a rank's values and optimizer state by parameter to `optimizer`, if any was saved.
 
     Raises:
         FormatError: the state is malformed, or does not fit these parameters.
+        UnassignedStateError: it is unknown to which parameters the state belongs.
     """
-    optimizer = RankOptimizer()
     if rank.optimizer is None:
-        return optimizer
+        return
     saved = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
     parts = [_parse_part(part, rank.path) for part in saved]
     for part in parts:
         optimizer.values.update(part.values)
     parameters_of_parts = _assign_to_parts(parameters, parts)
-    if parameters_of_parts is None:
-        optimizer.reason_unassigned = (
-            f"it has {len(parts)} parts, and the checkpoint does not say which parameters each has"
-        )
-        return optimizer
     buffers_of_parts = rank.buffers if isinstance(rank.buffers, list) else [rank.buffers]
     for index, (part, members) in enumerate(zip(parts, parameters_of_parts, strict=True)):
         grouped = _assign_to_groups(members, part)
-        if grouped is None:
-            optimizer.reason_unassigned = (
-                "the checkpoint does not name its parameters, and their shapes do not match "
-                "Megatron-LM's own param groups"
-            )
-            return optimizer
         for group_members, group in zip(grouped, part.groups, strict=True):
             _take_hyperparameters(optimizer, group_members, group)
         _take_indexed_state(optimizer, part, grouped)
         buffers = buffers_of_parts[index] if index < len(buffers_of_parts) else None
         if buffers is not None:
-            optimizer.arrays |= _arrays_in_buffers(buffers, members, bucketings, rank.path)
-    return optimizer
+            for parameter, arrays in _arrays_in_buffers(buffers, members, bucketings, rank.path):
+                optimizer.state.setdefault(parameter, {}).update(arrays)
 
 
 def _parse_part(saved: Any, path: str) -> _OptimizerPart:
@@ -153,11 +136,14 @@ def _parse_part(saved: Any, path: str) -> _OptimizerPart:
 
 def _assign_to_parts(
     parameters: Sequence[Parameter], parts: Sequence[_OptimizerPart]
-) -> list[list[Parameter]] | None:
-    """Return the parameters of each part of an optimizer, or None if they are unknown.
+) -> list[list[Parameter]]:
+    """Return the parameters of each part of an optimizer.
 
     A model with experts has one optimizer for them and one for the rest; interleaved stages can
     have one for the first chunk.
+
+    Raises:
+        UnassignedStateError: there are other parts.
     """
     are_for_experts = [
         bool(part.groups) and all(_has_true(group, "is_expert_parallel") for group in part.groups)
@@ -165,7 +151,9 @@ def _assign_to_parts(
     ]
     dense_count = len(parts) - sum(are_for_experts)
     if dense_count not in (1, 2) or sum(are_for_experts) > 1:
-        return None
+        raise UnassignedStateError(
+            f"it has {len(parts)} parts, and the checkpoint does not say which parameters each has"
+        )
     shared = [p for p in parameters if not (p.belongs_to_expert and any(are_for_experts))]
     dense_parameters: list[list[Parameter]] = [shared]
     if dense_count == 2:
@@ -177,10 +165,11 @@ def _assign_to_parts(
 
 def _assign_to_groups(
     parameters: Sequence[Parameter], part: _OptimizerPart
-) -> list[list[Parameter]] | None:
-    """Return the parameters of each param group in the module's order, or None if unknown.
+) -> list[list[Parameter]]:
+    """Return the parameters of each param group in the module's order.
 
-    An assignment must agree with the stored state.
+    Raises:
+        UnassignedStateError: no assignment agrees with the stored state.
     """
     kinds = [_kind_of_group(group) for group in part.groups]
     candidates: list[list[tuple[bool, bool]]] = []
@@ -196,7 +185,12 @@ def _assign_to_groups(
         ]
         if sum(map(len, grouped)) == len(parameters) and _fit_groups(grouped, part):
             return grouped
-    return [list(parameters)] if len(kinds) == 1 and _fit_groups([parameters], part) else None
+    if len(kinds) == 1 and _fit_groups([parameters], part):
+        return [list(parameters)]
+    raise UnassignedStateError(
+        "the checkpoint does not name its parameters, and their shapes do not match Megatron-LM's "
+        "own param groups"
+    )
 
 
 def _kind_of_group(group: SavedParamGroup) -> tuple[bool, bool]:
@@ -243,7 +237,7 @@ def _take_hyperparameters(
     step = group.get(STEP)
     if isinstance(step, (int, float)):
         for parameter in members:
-            optimizer.scalars.setdefault(parameter, {})[STEP] = step
+            optimizer.state.setdefault(parameter, {})[STEP] = step
     elif step is not None:
         hyperparameters[STEP] = step
     optimizer.groups.append((members, hyperparameters))
@@ -256,21 +250,19 @@ def _take_indexed_state(
     for group_index, (members, group) in enumerate(zip(grouped, part.groups, strict=True)):
         for parameter, index in zip(members, group.get(PARAMS, ()), strict=False):
             for key, value in part.state_at(index).items():
-                if isinstance(value, StoredArray):
-                    optimizer.arrays.setdefault(parameter, {})[str(key)] = value
-                elif type(value) in (int, float):
-                    optimizer.scalars.setdefault(parameter, {})[str(key)] = value
+                if isinstance(value, StoredArray) or type(value) in (int, float):
+                    optimizer.state.setdefault(parameter, {})[str(key)] = value
         masters = part.masters[group_index] if group_index < len(part.masters) else []
         half_precision = [p for p in members if p.array.dtype in _HALF_DTYPES]
         for parameter, master in zip(half_precision, masters, strict=False):
             if isinstance(master, StoredArray):
-                optimizer.arrays.setdefault(parameter, {})[MASTER] = master
+                optimizer.state.setdefault(parameter, {})[MASTER] = master
 
 
 def _arrays_in_buffers(
     saved: Any, parameters: Sequence[Parameter], bucketings: Sequence[Bucketing], path: str
-) -> dict[Parameter, dict[str, StoredArray]]:
-    """Return the arrays of each parameter in the distributed optimizer, by key: param, exp_avg, …
+) -> Iterator[tuple[Parameter, dict[str, StoredArray]]]:
+    """Yield parameters with their arrays in the distributed optimizer, by key: param, exp_avg, …
 
     Data-parallel rank 0 gathers one buffer for each dtype of each chunk of the model, without the
     padding between buckets (`DistributedOptimizer.get_parameter_state_dp_zero`). The buffer has the
@@ -297,7 +289,6 @@ def _arrays_in_buffers(
             f"{path}: the distributed optimizer has {len(buffers)} buffers, but the model needs "
             f"{len(groups)} (chunks of the model times dtypes): {_UNSUPPORTED}"
         )
-    arrays: dict[Parameter, dict[str, StoredArray]] = {p: {} for p in parameters}
     for buffer, members in zip(buffers, groups.values(), strict=True):
         for key, flat in _iterate_flat_arrays(buffer, path):
             starts = _find_starts(members, bucketings, flat.shape[0])
@@ -308,10 +299,8 @@ def _arrays_in_buffers(
                 )
             for parameter, first_element in zip(members, starts, strict=True):
                 start = flat.start + first_element * flat.itemsize
-                arrays[parameter][key] = StoredArray.contiguous(
-                    flat.file, start, flat.dtype, parameter.array.shape
-                )
-    return arrays
+                shape = parameter.array.shape
+                yield parameter, {key: StoredArray.contiguous(flat.file, start, flat.dtype, shape)}
 
 
 def _iterate_flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, StoredArray]]:
@@ -354,14 +343,15 @@ def _lay_out_buffer(
     """Return the first element of each parameter in a buffer, and the end of the buffer."""
     starts = []
     bucket_start = filled = 0
+    bucket_size, names_with_own_bucket = bucketing
     for parameter in reversed(parameters):
-        with_own_bucket = parameter.name in bucketing.with_own_bucket
+        with_own_bucket = parameter.name in names_with_own_bucket
         filled = -(-filled // alignment) * alignment
         if with_own_bucket and filled:
             bucket_start, filled = bucket_start + filled, 0
         starts.append(bucket_start + filled)
         filled += math.prod(parameter.array.shape)
-        if with_own_bucket or (bucketing.size is not None and filled >= bucketing.size):
+        if with_own_bucket or (bucket_size is not None and filled >= bucket_size):
             bucket_start, filled = bucket_start + filled, 0
     return starts[::-1], bucket_start + filled
 
@@ -388,4 +378,4 @@ def list_bucketings(args: Mapping[str, Any], stage: int, stages: int) -> list[Bu
         sizes.append(max(40_000_000, 1_000_000 * ranks))
     if args.get("overlap_grad_reduce") is True and stage == 0:
         sizes.reverse()
-    return [Bucketing(size, names) for names in with_own_bucket for size in sizes]
+    return [(size, names) for names in with_own_bucket for size in sizes]

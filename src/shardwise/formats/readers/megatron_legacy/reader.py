@@ -10,8 +10,9 @@ from shardwise.formats.readers.megatron_legacy.optimizers import (
     MASTER,
     PARAMS,
     RankOptimizer,
-    find_optimizer_state,
+    UnassignedStateError,
     list_bucketings,
+    take_optimizer_state,
 )
 from shardwise.formats.readers.megatron_legacy.ranks import (
     ARGS,
@@ -70,7 +71,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     _check_ranks(tree, files, ranks)
     chunks, gates = count_chunks_and_gates(ranks, str(tree))
     _refuse_unsupported(ranks[0], sizes)
-    optimizers = _find_optimizers(ranks, sizes["pp"])
+    optimizers = _find_optimizers(ranks, sizes["pp"], builder.left_out)
     master_dtypes = _find_master_dtypes(ranks, optimizers)
     rows = [
         row
@@ -167,30 +168,33 @@ def _refuse_unsupported(rank: Rank, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _find_optimizers(ranks: Sequence[Rank], stages: int) -> list[RankOptimizer]:
+def _find_optimizers(
+    ranks: Sequence[Rank], stages: int, left_out: list[str]
+) -> list[RankOptimizer]:
     """Return the optimizer state of each rank.
 
     If it cannot be assigned to parameters on one rank, it is left out on all: state that some ranks
     lack does not make up whole tensors.
     """
-    optimizers = []
-    for rank in ranks:
-        bucketings = list_bucketings(rank.args, rank.position[1], stages)
-        optimizers.append(find_optimizer_state(rank, parameters_of(rank), bucketings))
-    reason = next((each.reason_unassigned for each in optimizers if each.reason_unassigned), "")
-    if not reason:
-        return optimizers
-    return [RankOptimizer(values=each.values, reason_unassigned=reason) for each in optimizers]
+    optimizers = [RankOptimizer() for _ in ranks]
+    try:
+        for rank, optimizer in zip(ranks, optimizers, strict=True):
+            bucketings = list_bucketings(rank.args, rank.position[1], stages)
+            take_optimizer_state(optimizer, rank, parameters_of(rank), bucketings)
+    except UnassignedStateError as error:
+        left_out.append(f"optimizer.*: {error}")
+        return [RankOptimizer(values=each.values) for each in optimizers]
+    return optimizers
 
 
 def _find_master_dtypes(ranks: Sequence[Rank], optimizers: Sequence[RankOptimizer]) -> MasterDtypes:
     # The distributed optimizer saves state that several expert ranks share on the first of them.
     dtypes: dict[tuple[int, ...], dict[str, str]] = {}
     for rank, optimizer in zip(ranks, optimizers, strict=True):
-        for parameter, arrays in optimizer.arrays.items():
-            if MASTER in arrays:
+        for parameter, state in optimizer.state.items():
+            if isinstance(master := state.get(MASTER), StoredArray):
                 coordinate = (*rank.position[:2], parameter.chunk)
-                dtypes.setdefault(coordinate, {})[parameter.name] = arrays[MASTER].dtype
+                dtypes.setdefault(coordinate, {})[parameter.name] = master.dtype
     return dtypes
 
 
@@ -209,11 +213,13 @@ def _rows_of_rank(rank: Rank, optimizer: RankOptimizer, master_dtypes: MasterDty
             is_trained = dtypes.get(name, array.dtype) == array.dtype
             name = ties.get(name, name)
             rows.append((name if is_trained else f"module.{name}", array, coordinate))
-    for parameter, arrays in optimizer.arrays.items():
+    for parameter, state in optimizer.state.items():
         coordinate = (*rank.position, parameter.chunk)
         name = ties.get(parameter.name, parameter.name)
-        for key, array in arrays.items():
-            rows.append((name if key == MASTER else f"optimizer.{name}.{key}", array, coordinate))
+        for key, value in state.items():
+            if isinstance(value, StoredArray):
+                name_of_state = name if key == MASTER else f"optimizer.{name}.{key}"
+                rows.append((name_of_state, value, coordinate))
     return rows
 
 
@@ -243,10 +249,12 @@ def _add_param_groups(
                         "are from different saves: copy all files of one save"
                     )
             groups.append(ParamGroup(tuple(member_names), hyperparameters))
-        for parameter, values in optimizer.scalars.items():
+        for parameter, state in optimizer.state.items():
             parameter_name = name_of(parameter)
-            for key, value in values.items() if parameter_name is not None else ():
+            for key, value in state.items() if parameter_name is not None else ():
                 tensor = f"optimizer.{parameter_name}.{key}"
+                if isinstance(value, StoredArray):
+                    continue
                 if scalars.setdefault(tensor, value) != value:
                     raise FormatError(
                         f"{tensor}: {scalars[tensor]} on one rank and {value} on another: their "
@@ -256,8 +264,6 @@ def _add_param_groups(
         builder.add_number(tensor, value)
     if groups:
         builder.add_groups(groups, f"optimizer.{GROUPS}", merge=True)
-    if optimizers[0].reason_unassigned:
-        builder.left_out.append(f"optimizer.*: {optimizers[0].reason_unassigned}")
 
 
 def _add_values(
