@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.engine.compare import batch_boxes
-from shardwise.layout import boxes_of
-from shardwise.manifest.manifest import TensorEntry
+from shardwise.engine.load import batch_boxes
+from shardwise.layout import Box, boxes_of
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))
@@ -22,11 +21,11 @@ def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
 
 @given(st.lists(st.integers(0, 40 << 20), max_size=8))
 def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
-    tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
-    found = list(batch_boxes(tensors))
+    found = list(batch_boxes(((i, Box((3,), (n,)), 2) for i, n in enumerate(lengths)), 16 << 20))
     assert all(0 < sum(2 * box.size for _, box in batch) <= 16 << 20 for batch in found)
-    sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
+    ends = [3] * len(lengths)
     for batch in found:
-        for entry, box in batch:
-            sizes[entry.name] += box.size
-    assert list(sizes.values()) == lengths
+        for index, box in batch:
+            assert box.offset == (ends[index],)
+            ends[index] += box.size
+    assert ends == [3 + n for n in lengths]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Split, fragments_of_shard
+from shardwise.layout import Split, shard_boxes
 
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
 
@@ -52,7 +52,7 @@ def test_shards_are_those_that_torch_cuts(case: Case) -> None:
         local = values
         for (dim, parts, strides), i in zip(splits, index, strict=True):
             local = cut_by_torch(local, dim, parts, strides)[i]
-        pairs = fragments_of_shard(shape, at_index(splits, index))
+        pairs = shard_boxes(shape, tuple(at_index(splits, index)))
         assert sum(there.size for there, _ in pairs) == local.numel()
         for there, here in pairs:
             assert there.size
@@ -64,7 +64,7 @@ def test_every_element_is_in_one_shard(case: Case) -> None:
     shape, splits = case
     times = torch.zeros(shape, dtype=torch.int64)
     for index in itertools.product(*(range(parts) for _, parts, _ in splits)):
-        for there, _ in fragments_of_shard(shape, at_index(splits, index)):
+        for there, _ in shard_boxes(shape, tuple(at_index(splits, index))):
             times[there.slices()] += 1
     assert torch.equal(times, torch.ones(shape, dtype=torch.int64))
 
@@ -72,14 +72,14 @@ def test_every_element_is_in_one_shard(case: Case) -> None:
 @given(shapes, st.integers(1, 5))
 def test_a_plain_split_is_one_box(shape: tuple[int, ...], parts: int) -> None:
     for index in range(parts):
-        assert len(fragments_of_shard(shape, [Split(0, parts, index)])) <= 1
+        assert len(shard_boxes(shape, (Split(0, parts, index),))) <= 1
 
 
 def test_without_splits_the_shard_is_the_tensor() -> None:
-    assert [str(there) for there, _ in fragments_of_shard((2, 3), [])] == ["[0:2,0:3]"]
-    assert [str(there) for there, _ in fragments_of_shard((), [])] == ["[]"]
+    assert [str(there) for there, _ in shard_boxes((2, 3), ())] == ["[0:2,0:3]"]
+    assert [str(there) for there, _ in shard_boxes((), ())] == ["[]"]
 
 
 def test_a_split_of_no_dimension_is_refused() -> None:
     with pytest.raises(LayoutError, match="dimension 1"):
-        fragments_of_shard((4,), [Split(1, 2, 0)])
+        shard_boxes((4,), (Split(1, 2, 0),))

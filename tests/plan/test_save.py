@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, MeshShard, Sharding, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, Sharding, shard_boxes, splits_of
 from shardwise.layout.columns import padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
@@ -263,7 +263,7 @@ def regular(rank: int, *, by_rule: bool) -> Description:
     tensors = [
         (shape, Sharding("mesh", splits_of(sizes, coordinate, shards))) for shape, shards in layouts
     ]
-    boxes = [[box for box, _ in fragments_of_shard(n, each.splits)] for n, each in tensors]
+    boxes = [[box for box, _ in shard_boxes(n, each.splits)] for n, each in tensors]
     rows = [(i, box) for i, own in enumerate(boxes) for box in own]
     names = tuple(f"w{i}" for i in range(len(tensors)))
     rules, rule_of, coordinates = find_rules(

@@ -64,7 +64,7 @@ def group_problems(
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
             if first is not other and first != other:
-                keys = ", ".join(key.lstrip(".") for key in find_differences(first, other, ""))
+                keys = ", ".join(key[1:] for key, _, _ in find_differences(first, other, ""))
                 yield (
                     f"{name}: {members[0]} and {member} are in one param group, but were saved "
                     f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"

@@ -38,7 +38,7 @@ class ExportOptions:
     max_file: int
 
     @property
-    def settings_text(self) -> str:
+    def settings(self) -> str:
         """The options as text, which must be equal on all ranks."""
         target = open_store(self.target)
         return (
@@ -75,7 +75,7 @@ def write_export(
     """
     selected, tensors = _select_contents(options, layout)
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
-    digest.update(f"{source}: {options.settings_text}".encode())
+    digest.update(f"{source}: {options.settings}".encode())
     save_id = digest.hexdigest()
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file)
     files = TARGETS[options.to](contents)

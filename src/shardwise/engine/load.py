@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from shardwise.engine.tensors import (
 )
 from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
-from shardwise.layout import Box
+from shardwise.layout import Box, boxes_of
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
@@ -38,6 +39,7 @@ from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
+Key = TypeVar("Key")
 Readers = dict[int, DataReader]
 """The readers of files, by the index of the file in the layout."""
 
@@ -328,6 +330,30 @@ def read_boxes(
     return out
 
 
+def batch_boxes(
+    arrays: Iterable[tuple[Key, Box, int]], max_bytes: int
+) -> Iterator[list[tuple[Key, Box]]]:
+    """Cut boxes into smaller ones, and yield lists of these of at most `max_bytes` bytes in all.
+
+    Args:
+        arrays: a key, the box to cut, and the size of an element in bytes.
+        max_bytes: the limit on the size of a list. A list has at least one box.
+    """
+    batch: list[tuple[Key, Box]] = []
+    remaining = max_bytes
+    for key, whole, itemsize in arrays:
+        for part in boxes_of(whole.shape, max(1, max_bytes // itemsize)):
+            nbytes = part.size * itemsize
+            if batch and nbytes > remaining:
+                yield batch
+                batch, remaining = [], max_bytes
+            offset = tuple(a + b for a, b in zip(whole.offset, part.offset, strict=True))
+            batch.append((key, Box(offset, part.shape)))
+            remaining -= nbytes
+    if batch:
+        yield batch
+
+
 def read_per_rank(
     store: Files, layout: Layout, names: Sequence[str], group: Group, *, verify: bool
 ) -> dict[str, list[JsonValue]]:
@@ -443,7 +469,7 @@ def read_span(
     file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
     try:
         reader = readers[file]
-        return (reader.view if in_place else reader.read)(low, high, buffer)
+        return (reader.read_in_place if in_place else reader.read)(low, high, buffer)
     except CorruptionError as error:
         names = copier.tensor_names(span)
         raise CorruptionError(

@@ -220,25 +220,19 @@ def describe_tensors(
     to it.
 
     Args:
-        leaves: the tensors of this rank.
+        leaves: the tensors of this rank, with distinct names.
         per_rank: the names of the values that differ between ranks.
 
     Returns:
         The description, and its fragments in the same order.
 
     Raises:
-        StateError: two leaves have the same name, or a leaf has no memory.
+        StateError: a leaf has no memory.
     """
     listed, ties = split_ties(leaves)
     fragments: list[Fragment] = []
     tensor: list[int] = []
-    seen: set[str] = {name for name, _ in ties}
     for i, leaf in enumerate(listed):
-        if leaf.name in seen:
-            raise StateError(
-                f"{leaf.name!r}: two values of the state have this name; rename a key of the state"
-            )
-        seen.add(leaf.name)
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
             fragments.append(fragment)

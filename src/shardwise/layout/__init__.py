@@ -16,7 +16,7 @@ from shardwise.layout.indexing import (
     select_positions,
     split_into_batches,
 )
-from shardwise.layout.mesh import MeshShard, Sharding, Split, fragments_of_shard, splits_of
+from shardwise.layout.mesh import MeshShard, Sharding, Split, shard_boxes, splits_of
 from shardwise.layout.overlap import Overlaps, find_overlaps
 
 __all__ = [
@@ -35,9 +35,9 @@ __all__ = [
     "cover_positions",
     "find_overlaps",
     "find_uncovered_tensors",
-    "fragments_of_shard",
     "row_major",
     "select_positions",
+    "shard_boxes",
     "split_into_batches",
     "splits_of",
 ]

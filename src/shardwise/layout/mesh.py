@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardwise.errors import LayoutError
 from shardwise.layout.box import Box
@@ -93,8 +94,9 @@ def splits_of(
     return (*splits, *afterwards)
 
 
-def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
-    """Return the boxes of a shard.
+@lru_cache(maxsize=4096)
+def shard_boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[tuple[Box, Box], ...]:
+    """Return the boxes of a shard. Results are cached, because many tensors are split alike.
 
     Args:
         shape: the shape of the global tensor.
@@ -122,7 +124,7 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
         if all(extent):
             global_box = Box(tuple(start for start, _, _ in combination), extent)
             pairs.append((global_box, Box(tuple(local for _, _, local in combination), extent)))
-    return pairs
+    return tuple(pairs)
 
 
 def _apply_split(intervals: list[Interval], split: Split) -> list[Interval]:

@@ -10,7 +10,7 @@ from shardwise.errors import FormatError, StateError
 MANIFEST = "manifest.json"
 REMOVED = "removed.json"
 RESERVED = "__shardwise__"
-"""The first bytes of the encoded layout of a foreign checkpoint, see `formats/index.py`."""
+"""Names that begin with this text are left to shardwise itself."""
 LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"

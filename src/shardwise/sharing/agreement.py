@@ -30,7 +30,7 @@ from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
 from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, unite_ranges
 
 WORTH_SHARING = 0.05
-"""Nodes share their reads if this spares at least this fraction of the bytes to read."""
+"""Nodes, and ranks of a node, share their reads if this avoids at least this fraction of bytes."""
 WORTH_CONNECTING = 64 << 20
 """By default, at least so many bytes must be spared, too."""
 LARGEST_LISTS = 1 << 30

@@ -16,15 +16,12 @@ from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.plan.load import Spans, assign_transfers
 from shardwise.ports.read_strategy import BytesMoved, RankReads
-from shardwise.sharing.agreement import agree_on_reading_once
+from shardwise.sharing.agreement import WORTH_SHARING, agree_on_reading_once
 from shardwise.sharing.links import Links
 from shardwise.sharing.node_ranks import NodeRanks, Wants, encode_ranges, find_node_ranks
 from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 from shardwise.store.store import Buffer
-
-WORTH_SHARING = 0.05
-"""The ranks of a node read together if this avoids at least this fraction of their reads."""
 
 
 class ReadTogether:

@@ -10,11 +10,10 @@ import enum
 import math
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -49,10 +48,10 @@ GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
 MAX_DEPTH = 200
-LONGEST_SHOWN = 40
-"""The most characters of a value to show in an error message."""
+
+ABSENT = object()
+"""What a value has in place of a key that only the other value has."""
 _INT64 = 2**63
-_ABSENT = object()
 
 
 def encode(
@@ -104,39 +103,32 @@ def decode(
         ) from error
 
 
-def find_differences(a: JsonValue, b: JsonValue, name: str) -> dict[str, tuple[str, str]]:
-    """Return the parts in which two encoded values differ, as short texts.
+def find_differences(
+    a: JsonValue, b: JsonValue, name: str
+) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    """Yield the parts in which two encoded values differ.
 
-    For example, `{"lr": 0.1}` and `{"lr": 0.2}` differ in `{"x.lr": ("0.1", "0.2")}`.
+    For example, `{"lr": 0.1}` and `{"lr": 0.2}` with the name `x` differ in `("x.lr", 0.1, 0.2)`.
 
     Args:
+        a, b: the encoded values.
         name: the full name of both values.
 
-    Returns:
-        The texts of `a` and `b`, by the full name of the part.
+    Yields:
+        The full name of the part, and what `a` and `b` have there: an encoded value, or `ABSENT`.
     """
-    found = {}
-    stack = [(name, a, b)]
-    while stack:
-        part, x, y = stack.pop()
-        if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
-            stack += reversed([(f"{part}.{i}", x[i], y[i]) for i in range(len(x))])
-        elif not (isinstance(x, dict) and isinstance(y, dict)):
-            if x != y:
-                found[part] = _shown(x), _shown(y)
-        elif TAG not in x and TAG not in y:
-            keys = reversed(dict.fromkeys([*x, *y]))
-            stack += [(f"{part}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT)) for key in keys]
-        elif {**x, "v": None} != {**y, "v": None}:  # values of different types
-            found[part] = _shown(x), _shown(y)
-        else:
-            stack.append((part, x.get("v"), y.get("v")))
-    return found
-
-
-def _shown(encoded: JsonValue) -> str:
-    text = "absent" if encoded is _ABSENT else msgspec.json.encode(encoded).decode()
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if TAG not in a and TAG not in b:
+            for key in dict.fromkeys([*a, *b]):
+                yield from find_differences(a.get(key, ABSENT), b.get(key, ABSENT), f"{name}.{key}")
+            return
+        if a.get(TAG) == b.get(TAG) and isinstance(a.get("v"), list):
+            a, b = a["v"], b.get("v")
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from find_differences(x, y, f"{name}.{index}")
+    elif type(a) is not type(b) or a != b:
+        yield name, a, b
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, MeshShard, Sharding, Split, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, Sharding, Split, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.leaves import Fragment, Shards, TensorLeaf
 
@@ -220,9 +220,10 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
     if sharding is None:
         return ()
     try:
-        pairs, size = _boxes_and_size(shape, sharding.splits)
+        pairs = shard_boxes(shape, sharding.splits)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}: correct the placements {like.placements}") from error
+    size = sum(box.size for box, _ in pairs)
     if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
@@ -233,14 +234,6 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
     return tuple(Fragment(box, local[local_box.slices()]) for box, local_box in pairs)
-
-
-@lru_cache(maxsize=4096)
-def _boxes_and_size(
-    shape: tuple[int, ...], splits: tuple[Split, ...]
-) -> tuple[list[tuple[Box, Box]], int]:
-    pairs = fragments_of_shard(shape, splits)
-    return pairs, sum(box.size for box, _ in pairs)
 
 
 @lru_cache(maxsize=4096)

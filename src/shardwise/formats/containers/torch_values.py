@@ -17,7 +17,7 @@ from shardwise.formats.containers.pickle_values import (
     allow_as_instances,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
-from shardwise.layout import MeshShard, fragments_of_shard, splits_of
+from shardwise.layout import MeshShard, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 MOST_DIMS = 64
@@ -282,7 +282,7 @@ def _rebuild_dtensor_or_tensor(
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
             "save with fewer strided placements",
         )
-    boxes = fragments_of_shard(shape, splits)
+    boxes = shard_boxes(shape, splits)
     if sum(box.size for box, _ in boxes) != prod(local.shape):
         raise ValueError(
             f"the local tensor of a DTensor has shape {list(local.shape)}, which disagrees with "

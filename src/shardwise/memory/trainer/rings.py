@@ -164,7 +164,7 @@ class Rings:
         with Round(self._group, "forming rings") as all_ranks:
             source = planned.source()
             entry = None if source is None else source.entry
-            held = all_ranks.gather((planned.held, entry), tuple[bytes, FileEntry | None])
+            held = all_ranks.gather((planned.holding_key, entry), tuple[bytes, FileEntry | None])
         options, node_of = self._options, self._membership.node_of
         domain_of = {info.node: info.domain for info in self._membership.nodes}
         rings = form_rings(

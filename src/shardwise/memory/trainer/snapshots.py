@@ -16,6 +16,7 @@ from shardwise.engine.planning import (
     PlannedSave,
     SaveRequest,
     describe_save,
+    refuse_if_full,
 )
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas
@@ -174,7 +175,7 @@ class Snapshots:
             with Round(self._group, "looking for an earlier save", first_only=True):
                 if self._group.rank == 0:
                     planned.request.refuse_existing(self._steps_to_look_for)
-                    planned.refuse_if_full()
+                    refuse_if_full(planned.request.space_of, planned.plan.bytes_stored)
         if planned.request.options.check_replicas:
             check_replicas(planned, self._group)
         planned = planned.with_sample(self._comparison)
@@ -191,7 +192,7 @@ class Snapshots:
         place = str(save.store) if durable else f"memory, for {save.store}"
         root = self.root if durable else None
         with recorder.stage("describe"):
-            return has_slot, describe_save(replace(save, place=place, written_to=root))
+            return has_slot, describe_save(replace(save, place=place, space_of=root))
 
     def _check_before_save(self) -> AgentInfo:
         """Raise earlier failures, and return this node's agent, which is started if necessary."""
@@ -213,7 +214,7 @@ class Snapshots:
         group = self._group
 
         with Round(group, "describing a save") as all_ranks:
-            described = describe_save(replace(make_save(), written_to=None))
+            described = describe_save(replace(make_save(), space_of=None))
             offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
         planned = described.plan(offers, group, plan_cache, recorder)
         source, ring = self._rings.join(planned)
