@@ -28,7 +28,7 @@ from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
 from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.overlaps import make_leaves_fillable
+from shardwise.state.overlaps import copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 
@@ -207,7 +207,7 @@ def _match_state(
     """Match the values of the state on this rank with the checkpoint."""
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
-    targets.tensors = make_leaves_fillable(targets.tensors)
+    targets.tensors = copy_overlapping(targets.tensors)
     names_by_owner: dict[str, Collection[str]] = {}
     for binding, part in zip(bindings, parts, strict=True):
         if binding.kind == "module":

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.engine.load import batch_boxes
-from shardwise.layout import Box, boxes_of
+from shardwise.layout import Box, split_into_boxes
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))
 def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int32)
-    for box in boxes_of(tuple(shape), most):
+    for box in split_into_boxes(tuple(shape), most):
         assert 0 < box.size <= most
         seen[box.slices()] += 1
     assert bool((seen == 1).all())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
-from shardwise.layout import boxes_of_range, boxes_of_ranges, boxes_within, row_major
+from shardwise.layout import boxes_of_range, boxes_of_ranges, boxes_within, row_major_strides
 
 Range = tuple[tuple[int, ...], int, int]
 
@@ -115,5 +115,5 @@ def test_elements_in_a_range_are_found_once(
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_strides_are_those_of_numpy(shape: list[int]) -> None:
-    strides = row_major(np.array([shape], np.int64))[0]
+    strides = row_major_strides(np.array([shape], np.int64))[0]
     assert tuple(strides) == tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

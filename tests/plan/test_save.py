@@ -20,7 +20,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import decode_tensors, expand_runs
-from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
+from shardwise.plan.save import SavePlan, divide_replicas, plan_save, water_fill
 from shardwise.plan.structure import Description, Structure, World, find_rules
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
@@ -383,7 +383,7 @@ def test_loads_are_level_but_for_a_grain(
     loads = np.array(start, np.float64)
     total = sum(math.prod(shape) * itemsize for shape, itemsize in described)
     before = loads[holders].copy()
-    ideal = before + even_out_loads(before, float(total))
+    ideal = before + water_fill(before, float(total))
     divide_replicas(described, holders, loads, grain=grain)
     assert (loads[holders] <= ideal + 2 * grain).all()
 
@@ -391,7 +391,7 @@ def test_loads_are_level_but_for_a_grain(
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_water_finds_its_level(start: list[int], amount: int) -> None:
     loads = np.array(start, np.float64)
-    poured = even_out_loads(loads, float(amount))
+    poured = water_fill(loads, float(amount))
     assert (poured >= 0).all()
     assert math.isclose(poured.sum(), amount, abs_tol=1e-6)
     wet = poured > 1e-9

@@ -43,7 +43,7 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     return settings
 
 
-def group_problems(
+def find_group_problems(
     name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield the reasons why the param groups cannot take the saved hyperparameters.
@@ -72,7 +72,7 @@ def group_problems(
                 break
 
 
-def prefix_problems(
+def find_prefix_problems(
     name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem that suggests a specification, if all saved names have one more prefix."""
@@ -91,7 +91,7 @@ def prefix_problems(
             return
 
 
-def kind_problems(
+def find_kind_problems(
     name: str, optimizers: Sequence[Optimizer], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem if the checkpoint was saved by another kind of optimizer.

@@ -139,7 +139,7 @@ class PlannedSave:
         return encode_manifest(made)
 
     def with_sample(self, watch: ReplicaWatch) -> PlannedSave:
-        """Choose the replicas to compare, once nothing can refuse the save any more."""
+        """Choose the replicas to compare. Call this after all checks that can refuse the save."""
         step = self.request.options.step or 0
         return replace(self, sample=watch.begin(self.save_id, step, self.plan, self.fragments))
 
@@ -318,7 +318,7 @@ class DescribedSave:
     def plan(
         self, offers: Sequence[Offer], group: Group, plan_cache: PlanCache, recorder: Recorder
     ) -> PlannedSave:
-        """Send structures and plain values as far as other ranks lack them, and plan the save.
+        """Send the structures and plain values that other ranks lack. Then plan the save.
 
         All ranks call this together. Each computes the same plan.
 
@@ -334,7 +334,11 @@ class DescribedSave:
             LayoutError: as for `plan.save.plan_save`.
         """
         settings = [each.settings for each in offers]
-        require_equal(settings, "ranks do not save the same checkpoint in the same way:")
+        require_equal(
+            settings,
+            "ranks do not save the same checkpoint in the same way; pass the same path, step and "
+            "options on all ranks:",
+        )
         key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
         is_cached = all(key in each.cached_plans for each in offers)
         with recorder.stage("plan"):

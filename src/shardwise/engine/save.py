@@ -111,7 +111,7 @@ def save_all(
         with Round(group, "locking the place of a save", first_only=True):
             if group.rank == 0:
                 refuse_if_full(request.space_of, plan.bytes_stored)
-                lock_place(request, planned.save_id, lock)
+                prepare_place(request, planned.save_id, lock)
         if request.options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned, group)
@@ -177,7 +177,7 @@ def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
         )
 
 
-def lock_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
+def prepare_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.replicas import find_differences, refuse_differences
+from shardwise.engine.stored_copies import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.layout import cover_positions
@@ -274,7 +274,7 @@ def _tensor_ranges(layout: Layout, file: int) -> Int:
     """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
     pieces = Pieces.join([layout.pieces, layout.replicas])
     rows = pieces.file == file
-    return np.stack([pieces.start[rows], layout.ends(pieces)[rows]], axis=1)
+    return np.stack([pieces.start[rows], layout.piece_ends(pieces)[rows]], axis=1)
 
 
 def _length_outside(ranges: Int, others: Int) -> int:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major
+from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major_strides
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.layout import Pieces
 
@@ -55,7 +55,7 @@ class FlatRanges:
         dims = max(len(shape) for _, shape, _ in self._blocks)
         shapes = padded_rows([shape for _, shape, _ in self._blocks], dims, 1)
         boxes = boxes_of_ranges(shapes[block], start, stop)
-        row, strides = boxes.range_index, row_major(shapes)
+        row, strides = boxes.range_index, row_major_strides(shapes)
         parts = _Parts(list(self._blocks), shapes)
         cut = find_overlaps((block[row], boxes.offset, boxes.shape), parts.columns)
         row, first = row[cut.left], boxes.first[cut.left]

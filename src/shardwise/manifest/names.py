@@ -15,7 +15,7 @@ LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"
 FROZEN = "_frozen"
-"""Values below this name of a module are the fingerprint of its frozen tensors."""
+"""`model._frozen.…` are values that describe the frozen tensors of `model`; see `sw.trainable`."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
-from shardwise.layout import row_major
+from shardwise.layout import row_major_strides
 from shardwise.layout.columns import Bool, Int, Table, count_up, padded_rows
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry, decode_json
@@ -78,9 +78,9 @@ def check_table_size(rows: int, dims: int) -> None:
     """
     if rows * dims > MOST_INTEGERS:
         raise FormatError(
-            f"the checkpoint has {rows} pieces or tensors of up to {dims} dimensions, but their "
-            f"number times the dimensions may be at most {MOST_INTEGERS}: save fewer tensors or "
-            "pieces in one checkpoint"
+            f"the checkpoint has {rows:,} pieces or tensors of up to {dims} dimensions, but at "
+            f"most {MOST_INTEGERS // dims:,} are supported: save from fewer ranks, or as several "
+            "checkpoints"
         )
 
 
@@ -178,7 +178,7 @@ def expand_runs(runs: Runs, data_at: Int) -> Pieces:
         data_at[file] + each.start + k * each.start_step,
         each.offset + k[:, None] * each.offset_step,
         each.shape,
-        row_major(each.shape),
+        row_major_strides(each.shape),
     )
 
 

@@ -34,7 +34,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         tensor = tensor_of_array(name, tensor)
     if isinstance(tensor, Shards):
         check_dtype(name, tensor.dtype)
-        fragments = tuple(Fragment(f.box, with_memory(name, f.data)) for f in tensor.fragments)
+        fragments = tuple(Fragment(f.box, detach_checked(name, f.data)) for f in tensor.fragments)
         return TensorLeaf(name, tensor.dtype, tensor.shape, fragments, id(tensor))
     check_dtype(name, tensor.dtype)
     if is_lazy(tensor):
@@ -52,7 +52,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     if tensor.layout != torch.strided:
         raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
     shape = tuple(tensor.shape)
-    data = with_memory(name, tensor)
+    data = detach_checked(name, tensor)
     after_load = None
     if data.is_conj() or data.is_neg():
         # The memory holds conjugated or negated values: fill a copy, and assign the copy.
@@ -121,7 +121,7 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
     except (TypeError, ValueError) as error:
         raise StateError(
             f"{name}: this NumPy array of {array.dtype} with strides {array.strides} cannot become "
-            f"a tensor: {error}"
+            f"a tensor: {error}; save array.copy(), as an array of numbers"
         ) from error
 
 
@@ -134,11 +134,11 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
-def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def detach_checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values, detached, whose memory holds them.
 
-    The result of a functional collective is waited for. All other tensors share their memory with
-    the result.
+    If the tensor is the pending result of a collective, wait for it. Otherwise, the result shares
+    the memory of the tensor.
 
     Args:
         name: the name of the tensor, for the error message.
@@ -215,7 +215,7 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    local, shape = with_memory(name, local), tuple(like.shape)
+    local, shape = detach_checked(name, local), tuple(like.shape)
     sharding = _sharding_of(name, like)
     if sharding is None:
         return ()

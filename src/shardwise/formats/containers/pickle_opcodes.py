@@ -24,7 +24,7 @@ from shardwise.formats.containers.pickle_values import (
     UnknownObject,
     set_state,
 )
-from shardwise.state.hash_collisions import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
+from shardwise.state.hostile_keys import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
 
 NEWEST_PROTOCOL = 5
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
-from shardwise.state.hash_collisions import check_keys
+from shardwise.state.hostile_keys import check_keys
 
 Constructor: TypeAlias = Callable[..., object]
 """A function that builds a value from the arguments in a pickle, which are not trusted.

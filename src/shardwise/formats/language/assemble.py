@@ -12,7 +12,7 @@ from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.boxes import BoxTable
 from shardwise.formats.language.match import Matches
 from shardwise.formats.language.tensors import Tensors
-from shardwise.layout import find_uncovered_tensors, row_major
+from shardwise.layout import find_uncovered_tensors, row_major_strides
 from shardwise.layout.columns import Bool, Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces
@@ -201,7 +201,7 @@ def _locate(catalogue: Catalogue, boxes: BoxTable, entries: Mapping[str, TensorE
     # A dimension of size 1 may have any stride: use the stride of a row-major box.
     ndim = np.array([len(entry.shape) for entry in entries.values()], np.int64)[boxes.tensor]
     is_dim = np.arange(boxes.offset.shape[1]) < ndim[:, None]
-    stride = np.where(boxes.shape == 1, row_major(boxes.shape), boxes.stride)
+    stride = np.where(boxes.shape == 1, row_major_strides(boxes.shape), boxes.stride)
     return Pieces(
         boxes.tensor,
         catalogue.file[row],

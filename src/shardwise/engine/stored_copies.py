@@ -63,7 +63,7 @@ def find_differences(
     for number, batch in enumerate(batch_boxes(_copies(layout, rows.tolist()), batch_bytes)):
         if number % share[1] != share[0]:
             continue
-        nbytes = sum(box.size * int(layout.itemsize[tensor_of[row]]) for row, box in batch)
+        nbytes = sum(box.size * int(layout.itemsizes[tensor_of[row]]) for row, box in batch)
         with recorder.stage("replicas", nbytes):
             boxes = [(first_view.tensors[tensor_of[row]], box) for row, box in batch]
             copy_boxes = [(copies_view.tensors[row], box) for row, box in batch]
@@ -135,7 +135,7 @@ def _copies(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
         tensor = int(replicas.tensor[row])
         ndim = len(layout.tensors[int(layout.tensor_of[tensor])].shape)
         offset, shape = (tuple(c[row, :ndim].tolist()) for c in (replicas.offset, replicas.shape))
-        yield row, Box(offset, shape), int(layout.itemsize[tensor])
+        yield row, Box(offset, shape), int(layout.itemsizes[tensor])
 
 
 def _view(layout: Layout, tensors: Int, pieces: Pieces) -> Layout:
@@ -176,5 +176,5 @@ def _describe_difference(
 def _place_of(layout: Layout, pieces: Pieces, row: int, position: Int) -> str:
     """Return the file and byte of an element of a piece."""
     elements = int(((position - pieces.offset[row]) * pieces.stride[row]).sum())
-    start = int(pieces.start[row]) + elements * int(layout.itemsize[pieces.tensor[row]])
+    start = int(pieces.start[row]) + elements * int(layout.itemsizes[pieces.tensor[row]])
     return f"{layout.files[int(pieces.file[row])].name} at byte {start}"
