@@ -97,7 +97,7 @@ def save(
         store = open_store(place)
         if ranks.rank == 0:
             refuse_as_destination(store)
-        return SaveRequest(state=local, store=store, arena=arena, options=options, written_to=store)
+        return SaveRequest(state=local, store=store, arena=arena, options=options, space_of=store)
 
     warn_without_group(group)
     with pause_gc(), resolved_group(group) as ranks:

@@ -27,7 +27,7 @@ from shardwise.manifest.names import FROZEN
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.overlaps import make_leaves_fillable
+from shardwise.state.overlaps import copy_overlapping
 from shardwise.state.plain_values import decode
 from shardwise.state.selection import Selection
 from shardwise.state.tensors import tensor_leaf
@@ -204,18 +204,13 @@ class Checkpoint(Mapping[str, Any]):
         ndim = len(self._tensor(name).shape)
         pieces = self.layout.pieces
         rows = np.flatnonzero(pieces.tensor == self._saved.stored_index(name)).tolist()
-        return [
-            (
-                Box(
-                    tuple(pieces.offset[row, :ndim].tolist()),
-                    tuple(pieces.shape[row, :ndim].tolist()),
-                ),
-                file if entry is None else entry.rank,
-            )
-            for row in rows
-            for file in [int(pieces.file[row])]
-            for entry in [self.layout.files[file].entry]
-        ]
+        found = []
+        for row in rows:
+            offset, shape = (tuple(c[row, :ndim].tolist()) for c in (pieces.offset, pieces.shape))
+            file = int(pieces.file[row])
+            entry = self.layout.files[file].entry
+            found.append((Box(offset, shape), file if entry is None else entry.rank))
+        return found
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Read a box of a tensor into an existing tensor.
@@ -264,10 +259,12 @@ class Checkpoint(Mapping[str, Any]):
             leaf = tensor_leaf(name, out)
             fragments = tuple(Fragment(box, each.data) for each in leaf.fragments)
             leaves.append(replace(leaf, shape=entry.shape, fragments=fragments, tie_key=None))
-        self._read_leaves(make_leaves_fillable(leaves))
+        self._read_leaves(copy_overlapping(leaves))
 
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
-        """Check every byte of every file against its checksum. A mirror is verified by itself.
+        """Check every byte of every file against its checksum.
+
+        Only the root is verified; its mirror is verified only if the root lacks the checkpoint.
 
         In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write such
         archives). The report counts the tensor bytes without checksums. If the checkpoint stores a
@@ -330,7 +327,7 @@ class Checkpoint(Mapping[str, Any]):
     def as_json(self, name: str) -> Any:
         """Return a plain value in the JSON of the manifest; for a per-rank value, a list of all.
 
-        So values can be seen that only `load` with `allow_pickle=True` restores.
+        Use it to look at pickled values without unpickling them.
 
         Raises:
             KeyError: there is no value of this name. The message suggests similar names.
@@ -403,7 +400,10 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _nested_keys(name: str, names: Collection[str]) -> list[str]:
-    """Return the keys of nested dicts for a name, split at dots except within a value's key."""
+    """Return the keys of nested dicts for a name, split at dots except within a value's key.
+
+    For example, if `a.b` is one of the names itself, `a.b.c` has the keys `["a", "b.c"]`.
+    """
     keys = [""]
     parts = name.split(".")
     for i, part in enumerate(parts):

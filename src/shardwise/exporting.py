@@ -70,6 +70,6 @@ def export(
             with Round(ranks, "beginning an export") as all_ranks:
                 options.check()
                 store = open_place(place)
-                agree_on_place(all_ranks, store, how, options.settings_text)
+                agree_on_place(all_ranks, store, how, options.settings)
             source, layout = open_any(store, ranks, cleanup, how)
         return write_export(options, source, layout, ranks, recorder)

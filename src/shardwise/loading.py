@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.adapters import bind_state
+from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena, check_staging_bytes
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
@@ -27,14 +28,14 @@ from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
 from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.overlaps import make_leaves_fillable
+from shardwise.state.overlaps import copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 
 if TYPE_CHECKING:
     from shardwise.resizing import Resizing
 
-GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+STATE, PARAMS = "state", "params"
 _Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
 """The parameters of each optimizer, in order, with their shapes."""
 
@@ -69,7 +70,7 @@ class LoadOptions:
             check_staging_bytes(self.staging_bytes)
 
     @property
-    def settings_text(self) -> str:
+    def settings(self) -> str:
         """The options that must be equal on all ranks, formatted for error messages."""
         return (
             f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
@@ -103,7 +104,7 @@ def load_state(
                 options.check()
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
                 place = get_store()
-                agree_on_place(all_ranks, place, open_options, options.settings_text)
+                agree_on_place(all_ranks, place, open_options, options.settings)
             store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
             saved, matched, unexpected = _match(layout, bindings, state, options, group)
@@ -206,7 +207,7 @@ def _match_state(
     """Match the values of the state on this rank with the checkpoint."""
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
-    targets.tensors = make_leaves_fillable(targets.tensors)
+    targets.tensors = copy_overlapping(targets.tensors)
     names_by_owner: dict[str, Collection[str]] = {}
     for binding, part in zip(bindings, parts, strict=True):
         if binding.kind == "module":

@@ -153,8 +153,9 @@ def open_any(
             if manifest is None
             else (store, open_manifest(store, manifest, checks_sizes=group.rank == 0))
         )
-    for name, file in layout.missing_files.items() if group.rank == 0 else ():
-        log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
+    if group.rank == 0:
+        for name, file in layout.missing_files.items():
+            log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else _remap(files, layout, options.spec)
 
 
@@ -176,7 +177,7 @@ def _find_manifest(store: Store) -> bytes | None:
     try:
         return read_manifest(store)
     except CheckpointNotFoundError:
-        if not _may_be_foreign(store):
+        if not _may_be_foreign(_names_at(store)):
             raise
     return None
 
@@ -338,19 +339,14 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
     Args:
         names: the result of `_names_at`.
     """
-    if not _may_belong_to_foreign(names):
+    if not _may_be_foreign(names):
         return ""
     from shardwise.formats.opening import formats_at
 
     return formats_at(store)
 
 
-def _may_be_foreign(store: Store) -> bool:
-    """Return whether a place may have a foreign checkpoint."""
-    return _may_belong_to_foreign(_names_at(store))
-
-
-def _may_belong_to_foreign(names: Sequence[str] | None) -> bool:
+def _may_be_foreign(names: Sequence[str] | None) -> bool:
     """Return whether a place with these names below may have a foreign checkpoint.
 
     The result is False if there is nothing, or a root or an unfinished save of shardwise.

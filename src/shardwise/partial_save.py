@@ -16,7 +16,7 @@ from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
 from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest, make_manifest, refuse_if_full
-from shardwise.engine.save import lock_place
+from shardwise.engine.save import prepare_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
@@ -121,7 +121,7 @@ class PartialSave:
         refuse_as_destination(self._request.store)
         refuse_if_full(self._request.store, nbytes)
         self._world_size = world_size
-        lock_place(self._request, self.save_id, self._lock)
+        prepare_place(self._request, self.save_id, self._lock)
 
     def write(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None, *, rank: int
@@ -276,7 +276,11 @@ def _unite_tensors(parts: Iterable[SavedPart]) -> dict[str, TensorEntry]:
                     f"{first.dtype} {list(first.shape)} before"
                 )
     if problems:
-        raise MismatchError("parts of a tensor have several dtypes or shapes:", problems)
+        raise MismatchError(
+            "parts of a tensor have different dtypes or shapes; in all processes, pass the same "
+            "dtype, and the global shape as sw.Shards(shape, …):",
+            problems,
+        )
     return tensors
 
 

@@ -112,8 +112,8 @@ class Resizing:
 
         Raises:
             StateError: new elements of a tensor would have no value; the state of an optimizer has
-                another shape than its parameter, for example factored moments; or the load averages
-                several copies of a tensor.
+                another shape than its parameter, for example factored moments; or a tensor is
+                the mean of several terms.
         """
         shapes: dict[str, Shape] = {}
         for name, target in self.targets.items():

@@ -1,4 +1,4 @@
-"""Files mapped in large pages: the same bytes, also where there are no large pages."""
+"""Files mapped in huge pages: the same bytes, also where there are no huge pages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.engine.buffers import LARGE_PAGE, allocate_pages, map_pages
+from shardwise.engine.buffers import HUGE_PAGE, allocate_pages, map_pages
 
-SIZE = 3 * LARGE_PAGE + 12_345
+SIZE = 3 * HUGE_PAGE + 12_345
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
-def has_large_pages() -> bool:
+def has_huge_pages() -> bool:
     """Whether this system can have them when asked: Linux 6.1 or later, and pages of 2 MiB."""
     version = tuple(int(part) for part in os.uname().release.split(".")[:2])
     return (
         version >= (6, 1)
         and SWITCH.exists()
-        and int(SWITCH.read_text(encoding="utf-8")) == LARGE_PAGE
+        and int(SWITCH.read_text(encoding="utf-8")) == HUGE_PAGE
     )
 
 
@@ -50,18 +50,18 @@ def test_bytes_are_those_of_the_file(fd: int) -> None:
     for low, high in (
         (0, SIZE),
         (0, 1),
-        (LARGE_PAGE, SIZE),
-        (2 * LARGE_PAGE, 3 * LARGE_PAGE),
-        (LARGE_PAGE, LARGE_PAGE),
+        (HUGE_PAGE, SIZE),
+        (2 * HUGE_PAGE, 3 * HUGE_PAGE),
+        (HUGE_PAGE, HUGE_PAGE),
     ):
         for now in (False, True):
             assert map_pages(fd, low, high, populate=now).tobytes() == expected[low:high]
 
 
 def test_only_what_is_writable_is_written(fd: int) -> None:
-    written = map_pages(fd, LARGE_PAGE, SIZE, writable=True)
+    written = map_pages(fd, HUGE_PAGE, SIZE, writable=True)
     written[5] = 7
-    assert os.pread(fd, 6, LARGE_PAGE) == b"\0\0\0\0\0\7"
+    assert os.pread(fd, 6, HUGE_PAGE) == b"\0\0\0\0\0\7"
     with pytest.raises(ValueError, match="read-only"):
         map_pages(fd, 0, SIZE)[0] = 1
 
@@ -85,17 +85,17 @@ def test_what_cannot_be_mapped_is_an_error(fd: int) -> None:
 def test_giving_a_file_pages_leaves_its_bytes_as_they_are(fd: int) -> None:
     expected = np.random.default_rng(0).bytes(SIZE)
     os.pwrite(fd, expected, 0)
-    for size in (SIZE, LARGE_PAGE + 1, 0):
+    for size in (SIZE, HUGE_PAGE + 1, 0):
         allocate_pages(fd, max(size, 1))
     assert os.pread(fd, SIZE, 0) == expected
     assert os.fstat(fd).st_blocks * 512 == -(-SIZE // 4096) * 4096
-    os.ftruncate(fd, LARGE_PAGE + 1)
+    os.ftruncate(fd, HUGE_PAGE + 1)
     os.ftruncate(fd, SIZE)
     allocate_pages(fd, SIZE)
-    assert os.pread(fd, SIZE, 0) == expected[: LARGE_PAGE + 1].ljust(SIZE, b"\0")
+    assert os.pread(fd, SIZE, 0) == expected[: HUGE_PAGE + 1].ljust(SIZE, b"\0")
 
 
-@pytest.mark.parametrize("size", [1, LARGE_PAGE - 1, LARGE_PAGE, SIZE])
+@pytest.mark.parametrize("size", [1, HUGE_PAGE - 1, HUGE_PAGE, SIZE])
 def test_all_bytes_of_a_file_have_pages(tmp_path: Path, size: int) -> None:
     on_disk = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     for fd in (on_disk, os.memfd_create("pages", os.MFD_CLOEXEC)):
@@ -106,8 +106,8 @@ def test_all_bytes_of_a_file_have_pages(tmp_path: Path, size: int) -> None:
         os.close(fd)
 
 
-@pytest.mark.skipif(not has_large_pages(), reason="the system has no large pages")
-@pytest.mark.parametrize("before", [0, 1, LARGE_PAGE, SIZE])
+@pytest.mark.skipif(not has_huge_pages(), reason="the system has no huge pages")
+@pytest.mark.parametrize("before", [0, 1, HUGE_PAGE, SIZE])
 def test_a_file_in_memory_gets_large_pages(before: int) -> None:
     fd = os.memfd_create("pages", os.MFD_CLOEXEC)
     try:
@@ -117,6 +117,6 @@ def test_a_file_in_memory_gets_large_pages(before: int) -> None:
         allocate_pages(fd, SIZE)
         found = map_pages(fd, 0, SIZE, populate=True)
         (large,) = (line for line in mapping(found.ctypes.data) if "ShmemPmdMapped" in line)
-        assert int(large.split()[1]) == 3 * LARGE_PAGE // 1024
+        assert int(large.split()[1]) == 3 * HUGE_PAGE // 1024
     finally:
         os.close(fd)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
@@ -224,3 +225,13 @@ def test_where_all_is_damaged_nothing_is_restored(root: Path) -> None:
         restored(root)
     assert "step 1" in str(caught.value)
     assert "step 2" in str(caught.value)
+
+
+def test_a_missing_file_is_not_counted_as_checked(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"x": torch.ones(1000)})
+    checkpoint = sw.open(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.unlink()
+    report = checkpoint.find_damage()
+    assert (report.bytes_checked, report.files, report.intact) == (0, 0, False)
+    assert "the file is missing" in str(report)

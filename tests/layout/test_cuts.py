@@ -14,24 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise.engine.compare import batch_boxes
+from shardwise.engine.load import batch_boxes
 from shardwise.errors import LayoutError
 from shardwise.layout import (
     Box,
     Split,
-    boxes_of,
     boxes_of_covers,
     boxes_of_range,
     boxes_of_ranges,
     boxes_within,
     cover_positions,
     find_overlaps,
-    fragments_of_shard,
-    row_major,
+    row_major_strides,
     select_positions,
+    shard_boxes,
     split_into_batches,
+    split_into_boxes,
 )
-from shardwise.manifest.manifest import TensorEntry
 
 # Flattened ranges as boxes, against numpy's row-major order.
 
@@ -138,7 +137,7 @@ def test_elements_in_a_range_are_found_once(
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_strides_are_those_of_numpy(shape: list[int]) -> None:
-    strides = row_major(np.array([shape], np.int64))[0]
+    strides = row_major_strides(np.array([shape], np.int64))[0]
     assert tuple(strides) == tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -182,7 +181,7 @@ def test_shards_are_those_that_torch_cuts(case: Case) -> None:
         local = values
         for (dim, parts, strides), i in zip(splits, index, strict=True):
             local = cut_by_torch(local, dim, parts, strides)[i]
-        pairs = fragments_of_shard(shape, at_index(splits, index))
+        pairs = shard_boxes(shape, tuple(at_index(splits, index)))
         assert sum(there.size for there, _ in pairs) == local.numel()
         for there, here in pairs:
             assert there.size
@@ -194,7 +193,7 @@ def test_every_element_is_in_one_shard(case: Case) -> None:
     shape, splits = case
     times = torch.zeros(shape, dtype=torch.int64)
     for index in itertools.product(*(range(parts) for _, parts, _ in splits)):
-        for there, _ in fragments_of_shard(shape, at_index(splits, index)):
+        for there, _ in shard_boxes(shape, tuple(at_index(splits, index))):
             times[there.slices()] += 1
     assert torch.equal(times, torch.ones(shape, dtype=torch.int64))
 
@@ -202,17 +201,17 @@ def test_every_element_is_in_one_shard(case: Case) -> None:
 @given(shapes, st.integers(1, 5))
 def test_a_plain_split_is_one_box(shape: tuple[int, ...], parts: int) -> None:
     for index in range(parts):
-        assert len(fragments_of_shard(shape, [Split(0, parts, index)])) <= 1
+        assert len(shard_boxes(shape, (Split(0, parts, index),))) <= 1
 
 
 def test_without_splits_the_shard_is_the_tensor() -> None:
-    assert [str(there) for there, _ in fragments_of_shard((2, 3), [])] == ["[0:2,0:3]"]
-    assert [str(there) for there, _ in fragments_of_shard((), [])] == ["[]"]
+    assert [str(there) for there, _ in shard_boxes((2, 3), ())] == ["[0:2,0:3]"]
+    assert [str(there) for there, _ in shard_boxes((), ())] == ["[]"]
 
 
 def test_a_split_of_no_dimension_is_refused() -> None:
     with pytest.raises(LayoutError, match="dimension 1"):
-        fragments_of_shard((4,), [Split(1, 2, 0)])
+        shard_boxes((4,), (Split(1, 2, 0),))
 
 
 # What an index selects, against numpy, and how much more than that the spans hold.
@@ -343,7 +342,7 @@ def test_every_common_part_is_found_in_order(
 @given(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 50))
 def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
     seen = torch.zeros(shape, dtype=torch.int32)
-    for box in boxes_of(tuple(shape), most):
+    for box in split_into_boxes(tuple(shape), most):
         assert 0 < box.size <= most
         seen[box.slices()] += 1
     assert bool((seen == 1).all())
@@ -351,11 +350,11 @@ def test_boxes_are_small_and_cover_once(shape: list[int], most: int) -> None:
 
 @given(st.lists(st.integers(0, 40 << 20), max_size=8))
 def test_batches_are_bounded_and_hold_everything(lengths: list[int]) -> None:
-    tensors = [TensorEntry(str(i), "bfloat16", (n,)) for i, n in enumerate(lengths)]
-    found = list(batch_boxes(tensors))
+    found = list(batch_boxes(((i, Box((3,), (n,)), 2) for i, n in enumerate(lengths)), 16 << 20))
     assert all(0 < sum(2 * box.size for _, box in batch) <= 16 << 20 for batch in found)
-    sizes = dict.fromkeys(map(str, range(len(lengths))), 0)
+    ends = [3] * len(lengths)
     for batch in found:
-        for entry, box in batch:
-            sizes[entry.name] += box.size
-    assert list(sizes.values()) == lengths
+        for index, box in batch:
+            assert box.offset == (ends[index],)
+            ends[index] += box.size
+    assert ends == [3 + n for n in lengths]

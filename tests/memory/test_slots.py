@@ -13,7 +13,7 @@ import pytest
 from msgspec import Raw
 
 import shardwise as sw
-from shardwise.engine.buffers import LARGE_PAGE
+from shardwise.engine.buffers import HUGE_PAGE
 from shardwise.engine.copy_file import Throttle
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
@@ -125,7 +125,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make the file system larger"):
-            slots.prepare(3 * LARGE_PAGE)
+            slots.prepare(3 * HUGE_PAGE)
         assert not list(run.free_directory.iterdir())
     slots.prepare(1000)
     (slot,) = run.free_directory.iterdir()
@@ -134,7 +134,7 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
         patched.setattr(os, "posix_fallocate", full)
         for grow in (slots.prepare, slots.take):
             with pytest.raises(sw.StoreError, match="make the file system larger"):
-                grow(3 * LARGE_PAGE)
+                grow(3 * HUGE_PAGE)
             assert slot.stat().st_size == size
     taken = slots.take(1000)
     assert taken is not None

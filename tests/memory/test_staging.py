@@ -25,7 +25,7 @@ from shardwise.deadline import Deadline
 from shardwise.divergence.comparison import ReplicaSample
 from shardwise.divergence.replica_sets import ReplicaSet
 from shardwise.engine.planning import PlannedSave
-from shardwise.engine.tensors import DeviceMemory, HostMemory, Memory
+from shardwise.engine.tensors import DeviceMemory, HostMemory, TensorMemory
 from shardwise.engine.write_file import FileSource
 from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
@@ -150,7 +150,7 @@ class SimulatedMemory:
         raise NotImplementedError
 
 
-def content_of(*memories: Memory) -> FileSource:
+def content_of(*memories: TensorMemory) -> FileSource:
     """A file of tensors of `SIZE` bytes each."""
     entries = [(f"t{i}", "uint8", (SIZE,), Box((0,), (SIZE,))) for i in range(len(memories))]
     n = len(memories)
@@ -255,7 +255,7 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
     assert values[0] == 2
 
 
-def sample_of(*memories: Memory) -> ReplicaSample:
+def sample_of(*memories: TensorMemory) -> ReplicaSample:
     """All bytes of tensors that another rank holds, too."""
     pieces = content_of(*memories).pieces
     end = int(pieces.start[-1])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import Box, row_major
+from shardwise.layout import Box, row_major_strides
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import (
@@ -91,7 +91,7 @@ def source_of(case: Case) -> tuple[Layout, list[int]]:
         data_at[files] + np.array(starts, np.int64),
         np.array([box.offset for _, box in case.pieces], np.int64).reshape(-1, DIMS),
         shape,
-        row_major(shape),
+        row_major_strides(shape),
     )
     covered = (data_at + ends + 8).tolist()
     return layout_of(case.shapes, case.itemsizes, pieces, covered), covered
@@ -251,7 +251,7 @@ def test_neighbouring_pieces_are_one_read() -> None:
     assert plan.bytes_read == math.prod((count, nbytes))
 
 
-def test_files_may_have_longest_reads_of_their_own() -> None:
+def test_each_file_may_have_its_own_limit_of_a_read() -> None:
     halves = [Box((at, 0, 0), (4, 64, 1)) for at in (0, 4)]
     whole = Box.whole((8, 64, 1))
     case = Case([whole.shape], [4], [(0, each) for each in halves], [0, 1], [0, 0], [(0, whole)], 0)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, MeshShard, Sharding, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, Sharding, shard_boxes, splits_of
 from shardwise.layout.columns import padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import decode_tensors, expand_runs
-from shardwise.plan.save import SavePlan, divide_replicas, even_out_loads, plan_save
+from shardwise.plan.save import SavePlan, divide_replicas, plan_save, water_fill
 from shardwise.plan.structure import Description, Structure, World, find_rules
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
@@ -263,7 +263,7 @@ def regular(rank: int, *, by_rule: bool) -> Description:
     tensors = [
         (shape, Sharding("mesh", splits_of(sizes, coordinate, shards))) for shape, shards in layouts
     ]
-    boxes = [[box for box, _ in fragments_of_shard(n, each.splits)] for n, each in tensors]
+    boxes = [[box for box, _ in shard_boxes(n, each.splits)] for n, each in tensors]
     rows = [(i, box) for i, own in enumerate(boxes) for box in own]
     names = tuple(f"w{i}" for i in range(len(tensors)))
     rules, rule_of, coordinates = find_rules(
@@ -383,7 +383,7 @@ def test_loads_are_level_but_for_a_grain(
     loads = np.array(start, np.float64)
     total = sum(math.prod(shape) * itemsize for shape, itemsize in described)
     before = loads[holders].copy()
-    ideal = before + even_out_loads(before, float(total))
+    ideal = before + water_fill(before, float(total))
     divide_replicas(described, holders, loads, grain=grain)
     assert (loads[holders] <= ideal + 2 * grain).all()
 
@@ -391,7 +391,7 @@ def test_loads_are_level_but_for_a_grain(
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_water_finds_its_level(start: list[int], amount: int) -> None:
     loads = np.array(start, np.float64)
-    poured = even_out_loads(loads, float(amount))
+    poured = water_fill(loads, float(amount))
     assert (poured >= 0).all()
     assert math.isclose(poured.sum(), amount, abs_tol=1e-6)
     wet = poured > 1e-9

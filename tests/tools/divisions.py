@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from shardwise.layout import Box, Split, boxes_of_range, fragments_of_shard
+from shardwise.layout import Box, Split, boxes_of_range, shard_boxes
 from shardwise.manifest.dtypes import DTYPES
 
 BoxesByRank = tuple[tuple[Box, ...], ...]
@@ -83,4 +83,4 @@ def _boxes_on_mesh(
         for size, index, placement in zip(mesh, coordinate, placements, strict=True)
         if placement is not None
     ]
-    return tuple(box for box, _ in fragments_of_shard(shape, splits))
+    return tuple(box for box, _ in shard_boxes(shape, tuple(splits)))

@@ -49,10 +49,11 @@ def modules_in(value: object) -> list[nn.Module]:
 
 
 @dataclass(frozen=True, slots=True)
-class _MadeValues:
+class _GeneratedEntries:
     """What a module's `state_dict` returns beyond the module's own tensors and its extra state.
 
-    Filling such a tensor may change nothing in the module, so `load_state_dict` gets it.
+    For example, `state_dict()` of a quantized module may return a copy of its weight. Filling the
+    copy does not change the module, so `load_state_dict()` gets the filled copy.
 
     Attributes:
         entries: all entries of the state dict but extra state, by their paths.
@@ -103,7 +104,7 @@ class ModuleBinding(Binding):
         self._allow_pickle = context.allow_pickle
         self._modules = [unwrap_data_parallel(module) for module in modules]
         self._cleaners = [NameCleaner(module) for module in self._modules]
-        self._made = [_MadeValues() for _ in self._modules]
+        self._made = [_GeneratedEntries() for _ in self._modules]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
@@ -149,7 +150,7 @@ class ModuleBinding(Binding):
         for module, clean in zip(self._modules, self._cleaners, strict=True):
             _allocate_meta_tensors(module, clean, self.name, is_loaded)
         local_state = self.local_state()
-        self._allocate_made_tensors(local_state, saved)
+        self._allocate_generated(local_state, saved)
         for module in self._modules:
             local_state.problems += problems_of_unquantized(
                 module, self.name, lambda name: saved.tensor(f"{self.name}.{name}") is not None
@@ -179,7 +180,7 @@ class ModuleBinding(Binding):
                     with user_code(name, "set_extra_state()"):
                         part.set_extra_state(extra_state)
 
-    def made_names(self) -> set[str]:
+    def generated_names(self) -> set[str]:
         """Return the names of what `state_dict` returned beyond the module's own tensors.
 
         Call `local_state` or `targets` first.
@@ -196,7 +197,7 @@ class ModuleBinding(Binding):
     def _entries(self, index: int) -> Iterator[tuple[str, object]]:
         """Yield the entries of a module by their names: tensors, leaves, and extra state."""
         module, clean = self._modules[index], self._cleaners[index]
-        made = self._made[index] = _MadeValues()
+        made = self._made[index] = _GeneratedEntries()
         entries = dict(self._state_dict(module))
         own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         entries.update(hidden_quantization(module, entries))
@@ -208,8 +209,8 @@ class ModuleBinding(Binding):
                     made.path_by_name[name] = path
             yield name, value
 
-    def _allocate_made_tensors(self, local_state: LocalState, saved: SavedNames) -> None:
-        """Allocate the tensors that `state_dict` made and that have another shape when saved."""
+    def _allocate_generated(self, local_state: LocalState, saved: SavedNames) -> None:
+        """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that."""
         for made in filter(lambda each: each.path_by_name, self._made):
             for index, leaf in enumerate(local_state.tensors):
                 entry = saved.tensor(leaf.name) if leaf.name in made.path_by_name else None

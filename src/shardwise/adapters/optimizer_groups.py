@@ -43,7 +43,7 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     return settings
 
 
-def group_problems(
+def find_group_problems(
     name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield the reasons why the param groups cannot take the saved hyperparameters.
@@ -64,7 +64,7 @@ def group_problems(
         for member in members[1:]:
             first, other = settings[members[0]], settings[member]
             if first is not other and first != other:
-                keys = ", ".join(key.lstrip(".") for key in find_differences(first, other, ""))
+                keys = ", ".join(key[1:] for key, _, _ in find_differences(first, other, ""))
                 yield (
                     f"{name}: {members[0]} and {member} are in one param group, but were saved "
                     f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"
@@ -72,7 +72,7 @@ def group_problems(
                 break
 
 
-def prefix_problems(
+def find_prefix_problems(
     name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem that suggests a specification, if all saved names have one more prefix."""
@@ -91,7 +91,7 @@ def prefix_problems(
             return
 
 
-def kind_problems(
+def find_kind_problems(
     name: str, optimizers: Sequence[Optimizer], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem if the checkpoint was saved by another kind of optimizer.

@@ -1,4 +1,4 @@
-"""Read and write the state that an optimizer keeps for a parameter, in the form of checkpoints.
+"""Convert the state that an optimizer keeps for a parameter to the form of checkpoints, and back.
 
 In checkpoints, nested state has dotted keys, and step counts are tensors, as in torch's optimizers.
 """

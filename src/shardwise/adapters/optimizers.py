@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from shardwise.adapters.optimizer_groups import (
     GROUPS,
     NOT_HYPERPARAMETERS,
-    group_problems,
-    kind_problems,
-    prefix_problems,
+    find_group_problems,
+    find_kind_problems,
+    find_prefix_problems,
     settings_by_member,
 )
 from shardwise.adapters.optimizer_state import (
@@ -106,9 +106,11 @@ class OptimizerBinding(Binding):
         if selection.selects(groups_name) and saved.has_object(groups_name):
             settings = settings_by_member(groups_name, saved.object(groups_name))
             groups = [members for members, _ in local_state.grouped[groups_name]]
-            local_state.problems += group_problems(groups_name, groups, settings)
-            local_state.problems += prefix_problems(saved.saved_name(groups_name), groups, settings)
-            local_state.problems += kind_problems(groups_name, self.optimizers, settings)
+            local_state.problems += find_group_problems(groups_name, groups, settings)
+            local_state.problems += find_prefix_problems(
+                saved.saved_name(groups_name), groups, settings
+            )
+            local_state.problems += find_kind_problems(groups_name, self.optimizers, settings)
         selected = selection.select_from(local_state)
         selected.add(values)
         return selected
@@ -152,7 +154,10 @@ class OptimizerBinding(Binding):
         return groups
 
     def filled_groups(self) -> AbstractContextManager[None]:
-        """Return a context in which the param groups have their parameters."""
+        """Return a context in which the param groups have their parameters.
+
+        DeepSpeed empties its param groups, so its binding puts the parameters back meanwhile.
+        """
         return nullcontext()
 
     def _find_parameters(self) -> ParametersById:
@@ -269,7 +274,10 @@ class OptimizerBinding(Binding):
     ) -> dict[str, object]:
         """Return a parameter's state, with new tensors for state that only the checkpoint has.
 
-        If the checkpoint has no state of the parameter, the selected state is removed.
+        For example, a new Adam has no state, and the checkpoint has `exp_avg`, `exp_avg_sq` and
+        `step`: the result has three new tensors. A plain value of the checkpoint is None in the
+        result until `restore` sets it; tensors inside such a value, as LBFGS has, are left out. If
+        the checkpoint has no state of the parameter, the selected state is removed.
         """
         name = f"{self.name}.{parameter.representative_name}"
         if not saved.names_below(name):

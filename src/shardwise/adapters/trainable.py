@@ -46,8 +46,9 @@ def trainable(
     A save stores the parameters that require gradients, and the persistent buffers. Of all other
     parameters, the *frozen* ones, it stores a fingerprint: names, dtypes, shapes, and four
     elements of each. A load compares the fingerprint with the frozen parameters of the module,
-    and raises a `MismatchError` if they are others. It leaves them unchanged, except those that the
-    checkpoint has, because they were trained, or saved as part of the whole module.
+    and raises a `MismatchError` if they are others. A load does not change frozen parameters. There
+    is one exception: if the checkpoint stores such a parameter, because it was trained then, or
+    because the whole module was saved, the load fills it.
 
     Example:
 
@@ -170,7 +171,7 @@ class TrainableBinding(Binding):
         leaves = {leaf.name.removeprefix(prefix): leaf for leaf in local_state.tensors}
         shared = {leaf.tie_key: is_trained[n] for n, leaf in leaves.items() if n in is_trained}
         frozen_names = {name for name, trained in is_trained.items() if not trained}
-        made = {name.removeprefix(prefix) for name in self.module.made_names()}
+        made = {name.removeprefix(prefix) for name in self.module.generated_names()}
         trained_owners = {name.rpartition(".")[0] for name in is_trained.keys() - frozen_names}
         frozen_owners = {name.rpartition(".")[0] for name in frozen_names} - trained_owners
 

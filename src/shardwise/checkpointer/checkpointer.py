@@ -104,6 +104,9 @@ class Checkpointer:
         StoreError: the root is a custom store, and `memory` is not None.
     """
 
+    _signals: Signals | None = None
+    _own_group: TorchGroup | None = None
+
     def __init__(
         self,
         root: api.Place,
@@ -129,8 +132,6 @@ class Checkpointer:
         self._hooks = RunHooks()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
-        self._signals: Signals | None = None
-        self._own_group: TorchGroup | None = None
         api.warn_without_group()
         try:
             self._own_group = own_group(timeout)

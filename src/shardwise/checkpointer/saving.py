@@ -293,7 +293,7 @@ class Saving:
         arena = Arena() if staging_bytes is None else Arena(staging_bytes)
         local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
         return SaveRequest(
-            state=local_state, store=store, arena=arena, options=options, written_to=store
+            state=local_state, store=store, arena=arena, options=options, space_of=store
         )
 
     def _require_ranked_metric(self, options: SaveOptions) -> None:

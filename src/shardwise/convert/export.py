@@ -14,7 +14,7 @@ from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
 from shardwise.engine.group import Group
-from shardwise.engine.replicas import check_all_together
+from shardwise.engine.stored_copies import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.encoding import encode_layout
@@ -40,7 +40,7 @@ class ExportOptions:
     max_file: int
 
     @property
-    def settings_text(self) -> str:
+    def settings(self) -> str:
         """The options as text, which must be equal on all ranks."""
         target = open_store(self.target)
         return (
@@ -77,7 +77,7 @@ def write_export(
     """
     selected, tensors = _select_contents(options, layout)
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
-    digest.update(f"{source}: {options.settings_text}".encode())
+    digest.update(f"{source}: {options.settings}".encode())
     save_id = digest.hexdigest()
     contents = ExportContents(selected, tensors, save_id, options.root, options.max_file)
     files = TARGETS[options.to](contents)

@@ -63,7 +63,7 @@ def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
         if plan.rank not in holders:
             continue
         # Wider types come first, so that every offset in the sequence is aligned to its own type.
-        itemsize = plan.itemsize[plan.boxes.tensor[rows]]
+        itemsize = plan.itemsizes[plan.boxes.tensor[rows]]
         order = np.argsort(-itemsize, kind="stable")
         sizes = plan.boxes.shape[rows].prod(axis=1) * itemsize
         start = np.concatenate([[0], np.cumsum(sizes[order])])

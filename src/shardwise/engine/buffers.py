@@ -1,4 +1,4 @@
-"""Page-aligned host buffers, and files in memory that are mapped in large pages."""
+"""Page-aligned host buffers, and files in memory that are mapped in huge pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.store.store import LOCAL_TRANSFER, Buffer
 DEFAULT_STAGING_BYTES = 64 << 20
 LARGEST_BUFFER = 8 << 20
 SMALLEST_BUFFER = 1 << 20
-LARGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE; Linux 6.1 and later
 _FIXED = 0x10  # MAP_FIXED
 
@@ -108,9 +108,9 @@ def check_staging_bytes(staging_bytes: int) -> None:
 
 
 def aligned_buffer(size: int) -> Buffer:
-    """Return page-aligned memory of `size` bytes, in large pages if the kernel supports them."""
+    """Return page-aligned memory of `size` bytes, in huge pages if the kernel supports them."""
     memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:size]
 
@@ -118,14 +118,14 @@ def aligned_buffer(size: int) -> Buffer:
 def map_pages(
     fd: int, low: int, high: int, *, writable: bool = False, populate: bool = False
 ) -> Buffer:
-    """Map a range of a file into memory, in large pages where possible.
+    """Map a range of a file into memory, in huge pages where possible.
 
-    A large page replaces 512 small pages, which makes it several times cheaper to map a file
+    A huge page replaces 512 normal pages, which makes it several times cheaper to map a file
     again. The mapping ends when the last reference to the result is dropped.
 
     Args:
         fd: the file.
-        low, high: the range in bytes; `low` is a multiple of `LARGE_PAGE`.
+        low, high: the range in bytes; `low` is a multiple of `HUGE_PAGE`.
         writable: map the bytes for writing too.
         populate: load all pages immediately, instead of each page at its first use.
 
@@ -134,9 +134,9 @@ def map_pages(
     """
     if low == high:
         return np.zeros(0, np.uint8)
-    # Python's mmap does not align addresses to large pages, so reserve one large page more.
-    reserved = np.frombuffer(mmap.mmap(-1, high - low + LARGE_PAGE, mmap.MAP_PRIVATE), np.uint8)
-    start = -reserved.ctypes.data % LARGE_PAGE
+    # Python's mmap does not align addresses to huge pages, so reserve one huge page more.
+    reserved = np.frombuffer(mmap.mmap(-1, high - low + HUGE_PAGE, mmap.MAP_PRIVATE), np.uint8)
+    start = -reserved.ctypes.data % HUGE_PAGE
     pages = reserved[start : start + high - low]
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | _FIXED | (mmap.MAP_POPULATE if populate else 0)
@@ -154,8 +154,8 @@ def map_pages(
 def allocate_pages(fd: int, size: int) -> None:
     """Allocate all pages of a file in memory, so that later writes cannot run out of memory.
 
-    Pages are large where possible. For each 2 MiB of the file, the function allocates one small
-    page, and asks the kernel to turn the 2 MiB into a large page. Allocating all 512 small pages
+    Pages are huge where possible. For each 2 MiB of the file, the function allocates one normal
+    page, and asks the kernel to turn the 2 MiB into a huge page. Allocating all 512 normal pages
     first would take far longer.
 
     Args:
@@ -165,18 +165,18 @@ def allocate_pages(fd: int, size: int) -> None:
     Raises:
         OSError: there is too little memory. The pages that were allocated so far are kept.
     """
-    large_end = size // LARGE_PAGE * LARGE_PAGE
-    if large_end and _allocate_large_pages(fd, 0, LARGE_PAGE):
-        _allocate_large_pages(fd, LARGE_PAGE, large_end)
+    huge_end = size // HUGE_PAGE * HUGE_PAGE
+    if huge_end and _allocate_huge_pages(fd, 0, HUGE_PAGE):
+        _allocate_huge_pages(fd, HUGE_PAGE, huge_end)
     os.posix_fallocate(fd, 0, size)
 
 
-def _allocate_large_pages(fd: int, low: int, high: int) -> bool:
-    """Ask the kernel for large pages. Return whether all pages of the range are large now.
+def _allocate_huge_pages(fd: int, low: int, high: int) -> bool:
+    """Ask the kernel for huge pages. Return whether all pages of the range are huge now.
 
-    Older kernels, files on a disk and fragmented memory give only small pages.
+    Older kernels, files on a disk and fragmented memory give only normal pages.
     """
-    for offset in range(low, high, LARGE_PAGE):
+    for offset in range(low, high, HUGE_PAGE):
         os.posix_fallocate(fd, offset, 1)
     pages = map_pages(fd, low, high)
     return low == high or _libc.madvise(pages.ctypes.data, high - low, _COLLAPSE) == 0

@@ -18,8 +18,8 @@ from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import Store, publish_checked
 
 MAX_PUBLICATION_SECONDS = 10.0
-"""The lock of a save survives a pause of this length, in every store, between looking for its files
-and the end of one attempt to publish."""
+"""A lock can expire while its process pauses, but not within this time, in any store. If publishing
+ends later than this after the last look at the data files, they are looked for once more."""
 MOST_NAMES_SHOWN = 5
 
 
@@ -117,8 +117,8 @@ def publish_manifest(
 
     Raises:
         FileExistsError: there is another checkpoint, and `replace` is False.
-        StoreUnavailableError: files of the save were removed. Nothing is committed. An agent copies
-            the files again.
+        StoreUnavailableError: files of the save were removed. Nothing is committed. In a save by
+            agents, an agent copies the files again.
     """
     checked_at: float | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import read_boxes, read_per_rank
+from shardwise.engine.load import batch_boxes, read_boxes, read_per_rank
 from shardwise.events import Recorder, format_count
-from shardwise.layout import Box, boxes_of
+from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.state.leaves import view_for_numpy
+from shardwise.state.plain_values import ABSENT, find_differences
 from shardwise.store import Files
 
 MAX_BATCH_BYTES = 16 << 20
@@ -27,14 +29,6 @@ MAX_CONVERTED_ELEMENTS = 1 << 20
 
 Source: TypeAlias = tuple[Files, Layout]
 """The files and the layout of a checkpoint."""
-_ABSENT = object()
-_INTEGER_OF_ITEMSIZE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.int64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +121,10 @@ def compare(a: Source, b: Source, arena: Arena, recorder: Recorder) -> Compariso
     comparable = [(x, y) for x, y in pairs if (x.dtype, x.shape) == (y.dtype, y.shape)]
     values_a, values_b = _values_of(*a), _values_of(*b)
     values = [
-        difference
+        Difference(*difference)
         for name in common
         if name in values_a and kinds_a[name] == kinds_b[name]
-        for difference in _compare_values(values_a[name], values_b[name], name)
+        for difference in find_differences(values_a[name], values_b[name], name)
     ]
     found = Comparison(
         a=str(store_a),
@@ -139,16 +133,16 @@ def compare(a: Source, b: Source, arena: Arena, recorder: Recorder) -> Compariso
         tensors_compared=len(comparable),
         only_in_a=[
             *(name for name in kinds_a if name not in kinds_b),
-            *(each.name for each in values if each.b is _ABSENT),
+            *(each.name for each in values if each.b is ABSENT),
         ],
         only_in_b=[
             *(name for name in kinds_b if name not in kinds_a),
-            *(each.name for each in values if each.a is _ABSENT),
+            *(each.name for each in values if each.a is ABSENT),
         ],
         kinds=kinds,
         dtypes=[Difference(x.name, x.dtype, y.dtype) for x, y in pairs if x.dtype != y.dtype],
         shapes=[Difference(x.name, x.shape, y.shape) for x, y in pairs if x.shape != y.shape],
-        values=[each for each in values if each.a is not _ABSENT and each.b is not _ABSENT],
+        values=[each for each in values if ABSENT not in (each.a, each.b)],
         tensors=_compare_tensors(a, b, comparable, arena, recorder),
     )
     return replace(found, same=not found.differences)
@@ -166,26 +160,6 @@ def _values_of(store: Files, layout: Layout) -> dict[str, object]:
     """Return the encoded values of all ranks, and a list of each value that differs by rank."""
     per_rank = read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
     return {**{entry.name: entry.value for entry in layout.objects}, **per_rank}
-
-
-def _compare_values(a: object, b: object, name: str) -> Iterator[Difference]:
-    """Compare two encoded values item by item; yield the items that differ, by dotted names."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if "$" not in a and "$" not in b:
-            for key in (*a, *(key for key in b if key not in a)):
-                if key in a and key in b:
-                    yield from _compare_values(a[key], b[key], f"{name}.{key}")
-                else:
-                    yield Difference(f"{name}.{key}", a.get(key, _ABSENT), b.get(key, _ABSENT))
-            return
-        if a.get("$") == b.get("$") == "tuple":
-            yield from _compare_values(a.get("v"), b.get("v"), name)
-            return
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            yield from _compare_values(x, y, f"{name}.{index}")
-    elif type(a) is not type(b) or a != b:
-        yield Difference(name, a, b)
 
 
 @dataclass(slots=True)
@@ -222,7 +196,8 @@ def _compare_tensors(
     # The keys are the names under which a and b store the bytes.
     read = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
     tallies = {entry.name: _Tally() for entry in read.values()}
-    for batch in batch_boxes(read.values()):
+    entries = ((x, Box.whole(x.shape), DTYPES[x.dtype].itemsize) for x in read.values())
+    for batch in batch_boxes(entries, MAX_BATCH_BYTES):
         nbytes = sum(box.size * DTYPES[entry.dtype].itemsize for entry, box in batch)
         with recorder.stage("compare", nbytes):
             data = [read_boxes(batch, *source, arena, verify=True) for source in (a, b)]
@@ -239,27 +214,11 @@ def _compare_tensors(
     return differences
 
 
-def batch_boxes(tensors: Iterable[TensorEntry]) -> Iterator[list[tuple[TensorEntry, Box]]]:
-    """Cut tensors into boxes, and yield lists of boxes of at most `MAX_BATCH_BYTES` in all."""
-    batch: list[tuple[TensorEntry, Box]] = []
-    remaining_bytes = MAX_BATCH_BYTES
-    for entry in tensors:
-        itemsize = DTYPES[entry.dtype].itemsize
-        for box in boxes_of(entry.shape, MAX_BATCH_BYTES // itemsize):
-            if box.size * itemsize > remaining_bytes:
-                yield batch
-                batch, remaining_bytes = [], MAX_BATCH_BYTES
-            batch.append((entry, box))
-            remaining_bytes -= box.size * itemsize
-    if batch:
-        yield batch
-
-
 def _as_integers(tensor: Tensor) -> Tensor:
     """Return a tensor's bits as integers, with one row for each element."""
-    itemsize = tensor.dtype.itemsize
-    integers = tensor.reshape(-1).view(_INTEGER_OF_ITEMSIZE[itemsize])
-    return integers.reshape(-1, 2 if itemsize == 16 else 1)
+    bits = view_for_numpy(tensor.reshape(-1))
+    integers = bits.view(torch.int64) if bits.is_complex() else bits
+    return integers.reshape(tensor.numel(), -1)
 
 
 def _max_abs_difference(x: Tensor, y: Tensor) -> float | None:

@@ -59,6 +59,8 @@ def copy_verified(
         CorruptionError: the bytes in `source` differ from those that were saved.
         OSError: the storage failed. The incomplete copy is removed if possible.
     """
+    # The copy includes the header and the table of checksums, so the file is read directly, and a
+    # `DataReader` only verifies the chunks.
     buffer = aligned_buffer(CHUNK)
     table_crc32 = 0
     with (

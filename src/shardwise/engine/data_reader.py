@@ -18,13 +18,13 @@ from shardwise.errors import (
 )
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
+from shardwise.manifest.data_file import ALIGNMENT
 from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
 
-ALIGNMENT = 4096
 LARGEST_ELEMENT = 16
 """The size of the largest element of any dtype, in bytes."""
 
@@ -41,9 +41,10 @@ class DataReader:
 
     Args:
         store: the files of the checkpoint.
-        file: the file. A data file of shardwise ends with a table of checksums. Other files have no
-            table. Reads of these files end `LARGEST_ELEMENT` bytes later, because an element may
-            begin in one read and end in the next.
+        file: the file. A data file of shardwise ends with a table of checksums. Another file has
+            no table, and may not align its elements to blocks. If a float64 starts 3 bytes before
+            the end of a read, the read must include 5 more bytes, so each read of such a file is
+            `LARGEST_ELEMENT` bytes longer.
         verify: check the checksum of each block.
 
     Raises:
@@ -61,8 +62,8 @@ class DataReader:
         except FileNotFoundError as error:
             self._refuse_removed(error)
             raise CorruptionError(
-                f"{self._label} is missing, but the manifest lists it: copy it from an intact "
-                "source, or load another checkpoint"
+                f"{self._label}: the file is missing: copy it from an intact source, or load "
+                "another checkpoint"
             ) from error
         except StoreUnavailableError:
             raise
@@ -191,7 +192,8 @@ class DataReader:
             checksum: the checksum from the other rank; see `checksum`.
 
         Raises:
-            CorruptionError: bytes differ from the saved bytes or that the other rank read.
+            CorruptionError: the bytes differ from those that were saved, or from those that the
+                other rank read.
         """
         data = buffer[: end_of_read(self._stored, high) - low]
         if self.checksum(data) != checksum:
@@ -201,8 +203,8 @@ class DataReader:
             )
         return self.verify(low, data)
 
-    def view(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Read bytes like `read`, but leave `buffer` alone if the file needs none.
+    def read_in_place(self, low: int, high: int, buffer: Buffer) -> Buffer:
+        """Read bytes like `read`; but if the file is in memory, return its bytes without a copy.
 
         Raises:
             CorruptionError: bytes differ from the saved bytes.

@@ -171,7 +171,8 @@ class TorchGroup:
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
             raise RuntimeError(
-                "the process group was closed, by close() or after a failure: create a new one"
+                "the process group was closed, by close() or after a failure: create a new "
+                "Checkpointer, or restart the job"
             )
         return self._group
 

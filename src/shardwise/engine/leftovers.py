@@ -52,7 +52,7 @@ def remove_leftovers(store: Store, *, own_lock: str | None = None) -> list[str]:
 
 
 def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
-    """Remove the leftovers among the files with these names, which the directory had before."""
+    """Remove those of the named files that are leftovers. The names are an earlier listing."""
     ours = [name for name in names if is_file_of_save(name)]
     if not ours or _is_one_checkpoint(names, ours):
         return []
@@ -68,13 +68,14 @@ def _remove_leftovers(store: Store, names: Sequence[str]) -> list[str]:
         if committed is None:
             return []
         removed = [name for name in ours if name not in committed]
-        # The mark of a removed checkpoint goes last: if this is interrupted, it is seen again.
+        # Delete the mark of a removed checkpoint last. If the removal is interrupted, the next one
+        # finds the mark, and continues.
         map_in_threads(store.delete, [name for name in removed if name != REMOVED])
         if REMOVED in removed:
             store.delete(REMOVED)
         if removed:
-            with suppress(OSError):  # the directory is not empty
-                store.delete("")
+            with suppress(OSError):  # the directory is not empty, so it stays
+                store.delete("")  # the directory itself
     return removed
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from shardwise.engine.tensors import (
 )
 from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
-from shardwise.layout import Box
+from shardwise.layout import Box, split_into_boxes
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
@@ -38,6 +39,7 @@ from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
+Key = TypeVar("Key")
 Readers = dict[int, DataReader]
 """The readers of files, by the index of the file in the layout."""
 
@@ -221,8 +223,7 @@ def plan_reads(
 def _largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
     """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
 
-    A file that another node serves costs one request for each read, so its reads are as long as a
-    buffer.
+    Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
     sizes = [
@@ -234,10 +235,10 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
 
 
 def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedNames) -> list[TensorLeaf]:
-    """Return the leaves to fill, and leaves that only compare: further names of the same memory.
+    """Return the leaves to fill, and leaves that only compare.
 
-    If one memory has several names, the first name fills the memory. Another name is read too if
-    the checkpoint stores a different tensor under that name.
+    If one memory has several names, the first name fills the memory. If the checkpoint stores
+    another tensor under a second name, a further leaf reads that into a copy, and compares.
     """
     listed, ties = split_ties(leaves)
     by_name = {leaf.name: leaf for leaf in leaves}
@@ -269,37 +270,36 @@ def _stored_tensors(
 ) -> list[tuple[int, TensorLeaf, torch.dtype]]:
     """Return the stored tensors to read for a leaf.
 
-    A tensor can be the mean of several stored versions. Then each version is read into a temporary
-    leaf, and the last of these leaves computes the mean when it is finished.
+    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
+    into a temporary leaf. `finish` runs after all leaves are filled, so the last one computes the
+    mean.
 
     Returns:
         The index and dtype of each stored tensor, with the leaf to read it into.
     """
     dtype: torch.dtype = getattr(torch, layout.tensors[index].dtype)
-    version_indices = layout.terms_of.get(index)
-    if version_indices is None:
+    term_indices = layout.terms_of.get(index)
+    if term_indices is None:
         return [(index, leaf, dtype)]
-    versions = [
+    terms = [
         tuple(
             Fragment(f.box, torch.empty(f.box.shape, dtype=dtype, device="cpu"))
             for f in leaf.fragments
         )
-        for _ in version_indices
+        for _ in term_indices
     ]
 
     def finish() -> None:
         for i, fragment in enumerate(leaf.fragments):
-            mean = torch.stack([version[i].data for version in versions]).mean(
-                dim=0, dtype=torch.float64
-            )
-            fragment.data.copy_(mean)
+            stacked = torch.stack([term[i].data for term in terms])
+            fragment.data.copy_(stacked.mean(dim=0, dtype=torch.float64))
         if leaf.after_load is not None:
             leaf.after_load()
 
-    hooks = [None] * (len(version_indices) - 1) + [finish]
+    hooks = [None] * (len(term_indices) - 1) + [finish]
     return [
-        (version_index, TensorLeaf(leaf.name, dtype, leaf.shape, fragments, None, hook), dtype)
-        for version_index, fragments, hook in zip(version_indices, versions, hooks, strict=True)
+        (term, TensorLeaf(leaf.name, dtype, leaf.shape, fragments, None, hook), dtype)
+        for term, fragments, hook in zip(term_indices, terms, hooks, strict=True)
     ]
 
 
@@ -326,6 +326,30 @@ def read_boxes(
     ]
     plan_reads(leaves, SavedNames(layout), store, arena, verify=verify).fill_alone()
     return out
+
+
+def batch_boxes(
+    arrays: Iterable[tuple[Key, Box, int]], max_bytes: int
+) -> Iterator[list[tuple[Key, Box]]]:
+    """Cut boxes into smaller ones, and yield lists of these of at most `max_bytes` bytes in all.
+
+    Args:
+        arrays: a key, the box to cut, and the size of an element in bytes.
+        max_bytes: the limit on the size of a list. A list has at least one box.
+    """
+    batch: list[tuple[Key, Box]] = []
+    remaining = max_bytes
+    for key, whole, itemsize in arrays:
+        for part in split_into_boxes(whole.shape, max(1, max_bytes // itemsize)):
+            nbytes = part.size * itemsize
+            if batch and nbytes > remaining:
+                yield batch
+                batch, remaining = [], max_bytes
+            offset = tuple(a + b for a, b in zip(whole.offset, part.offset, strict=True))
+            batch.append((key, Box(offset, part.shape)))
+            remaining -= nbytes
+    if batch:
+        yield batch
 
 
 def read_per_rank(
@@ -443,7 +467,7 @@ def read_span(
     file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
     try:
         reader = readers[file]
-        return (reader.view if in_place else reader.read)(low, high, buffer)
+        return (reader.read_in_place if in_place else reader.read)(low, high, buffer)
     except CorruptionError as error:
         names = copier.tensor_names(span)
         raise CorruptionError(

@@ -38,10 +38,12 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
-from shardwise.state.plain_values import JsonValue, find_differences
+from shardwise.state.plain_values import ABSENT, JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 
 MOST_PARTS_SHOWN = 5
+LONGEST_SHOWN = 40
+"""The most characters of a value to show in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class SaveRequest:
         arena: the buffers to write through.
         options: the options of the save.
         place: the destination, for error messages. Default: the store.
-        written_to: the storage to check for free space; None to skip the check.
+        space_of: the storage to check for free space; None to skip the check.
     """
 
     state: LocalState
@@ -62,15 +64,15 @@ class SaveRequest:
     arena: Arena
     options: SaveOptions
     place: str = ""
-    written_to: Store | None = None
+    space_of: Store | None = None
 
     @property
-    def terms(self) -> str:
+    def settings(self) -> str:
         """The settings that must be equal on all ranks, formatted for error messages."""
         options = self.options
-        terms = f"step {options.step} to {self.place or self.store}"
-        terms += " with overwrite=True" if options.overwrite else ""
-        return terms + (" with check_replicas=True" if options.check_replicas else "")
+        text = f"step {options.step} to {self.place or self.store}"
+        text += " with overwrite=True" if options.overwrite else ""
+        return text + (" with check_replicas=True" if options.check_replicas else "")
 
     def refuse_existing(self, steps: Collection[int] | None = None) -> None:
         """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
@@ -98,7 +100,7 @@ class PlannedSave:
         cached: whether the plan of an earlier save was reused.
         fragments: the fragments in the description, with their memory.
         objects: the plain values that all ranks share.
-        held: a key, which is equal for ranks that hold the same boxes of the same tensors.
+        holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
@@ -108,7 +110,7 @@ class PlannedSave:
     cached: bool
     fragments: tuple[Fragment, ...]
     objects: tuple[ObjectEntry, ...]
-    held: bytes = b""
+    holding_key: bytes = b""
     sample: ReplicaSample | None = None
 
     def source(self) -> FileSource | None:
@@ -136,17 +138,8 @@ class PlannedSave:
         made = make_manifest(self.save_id, options, plan.world.size, files, values, tensors)
         return encode_manifest(made)
 
-    def refuse_if_full(self) -> None:
-        """Refuse a save that does not fit into the free space of its storage.
-
-        Raises:
-            StoreError: the storage has less free space than the tensors need.
-        """
-        if self.request.written_to is not None:
-            refuse_if_full(self.request.written_to, self.plan.bytes_stored)
-
     def with_sample(self, watch: ReplicaWatch) -> PlannedSave:
-        """Choose the replicas to compare, once nothing can refuse the save any more."""
+        """Choose the replicas to compare. Call this after all checks that can refuse the save."""
         step = self.request.options.step or 0
         return replace(self, sample=watch.begin(self.save_id, step, self.plan, self.fragments))
 
@@ -204,7 +197,7 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
     for rank, data in enumerate(encoded):
         if not data:
             continue
-        own_objects, own_groups = _VALUES_DECODER.decode(data)
+        own_objects, own_groups = msgspec.json.decode(data, type=SharedValues)
         for name, value in own_objects.items():
             if name not in objects:
                 objects[name], rank_of[name] = value, rank
@@ -236,12 +229,17 @@ def _describe_differences(
 ) -> list[str]:
     """Return a line for each of the first few parts in which the values of two ranks differ."""
     lines = [
-        f"{part}: {x} on rank {first_rank}, {y} on rank {rank}"
-        for part, (x, y) in find_differences(a, b, name).items()
+        f"{part}: {_shown(x)} on rank {first_rank}, {_shown(y)} on rank {rank}"
+        for part, x, y in find_differences(a, b, name)
     ]
     if len(lines) > MOST_PARTS_SHOWN:
         lines[MOST_PARTS_SHOWN:] = [f"{name}: and {len(lines) - MOST_PARTS_SHOWN} more parts"]
     return lines
+
+
+def _shown(encoded: JsonValue) -> str:
+    text = "absent" if encoded is ABSENT else msgspec.json.encode(encoded).decode()
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def _group_by_value(value_of_member: dict[str, JsonValue]) -> JsonValue:
@@ -258,7 +256,7 @@ class Offer(msgspec.Struct, array_like=True):
     """What each rank tells the other ranks before a save.
 
     Attributes:
-        terms: the settings that must be equal on all ranks.
+        settings: those that must be equal on all ranks, formatted for error messages.
         fingerprint: the fingerprint of the rank's structure.
         coordinates: the rank's coordinates in it.
         cached_plans: the fingerprints of the plans in the rank's cache.
@@ -267,7 +265,7 @@ class Offer(msgspec.Struct, array_like=True):
         save_id: the id of the save, from rank 0.
     """
 
-    terms: str
+    settings: str
     fingerprint: bytes
     coordinates: Coordinates
     cached_plans: list[bytes]
@@ -308,7 +306,7 @@ class DescribedSave:
             watch: has compared replicas at the last save.
         """
         return Offer(
-            self.request.terms,
+            self.request.settings,
             _digest(self.structure),
             self.description.coordinates,
             plan_cache.fingerprints(group.rank),
@@ -320,7 +318,7 @@ class DescribedSave:
     def plan(
         self, offers: Sequence[Offer], group: Group, plan_cache: PlanCache, recorder: Recorder
     ) -> PlannedSave:
-        """Send structures and plain values as far as other ranks lack them, and plan the save.
+        """Send the structures and plain values that other ranks lack. Then plan the save.
 
         All ranks call this together. Each computes the same plan.
 
@@ -335,8 +333,12 @@ class DescribedSave:
                 shapes of tensors, differ between ranks.
             LayoutError: as for `plan.save.plan_save`.
         """
-        terms = [each.terms for each in offers]
-        require_equal(terms, "ranks do not save the same checkpoint in the same way:")
+        settings = [each.settings for each in offers]
+        require_equal(
+            settings,
+            "ranks do not save the same checkpoint in the same way; pass the same path, step and "
+            "options on all ranks:",
+        )
         key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
         is_cached = all(key in each.cached_plans for each in offers)
         with recorder.stage("plan"):
@@ -356,7 +358,7 @@ class DescribedSave:
             cached=is_cached,
             fragments=self.fragments,
             objects=objects,
-            held=msgspec.msgpack.encode((own.fingerprint, own.coordinates)),
+            holding_key=msgspec.msgpack.encode((own.fingerprint, own.coordinates)),
         )
 
 
@@ -416,13 +418,17 @@ def _unite(structures: Sequence[bytes], offers: Sequence[Offer], own: DescribedS
     return World(tuple(decoded), structure_of, tuple(each.coordinates for each in offers))
 
 
-def refuse_if_full(store: Store, nbytes: int) -> None:
+def refuse_if_full(store: Store | None, nbytes: int) -> None:
     """Refuse a save that does not fit into the free space of its storage.
+
+    Args:
+        store: the storage; None to skip the check.
+        nbytes: the size of the tensors.
 
     Raises:
         StoreError: fewer than `nbytes` bytes are free.
     """
-    free = free_bytes(store)
+    free = None if store is None else free_bytes(store)
     if free is not None and free < nbytes:
         raise StoreError(
             f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "
@@ -438,7 +444,3 @@ def _first_of_each(values: Sequence[bytes]) -> list[int]:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-# Made at the import, because its first use in threads can crash; see `decoding.py`.
-_VALUES_DECODER = msgspec.json.Decoder(SharedValues)

@@ -130,7 +130,11 @@ def _key_of(name: str, keys: Iterable[str]) -> str:
 def _find_changed_prefixes(
     missing: Iterable[str], unclaimed: Iterable[str], keys: Collection[str]
 ) -> dict[str, str]:
-    """Return, for each prefix of missing names, the prefix of most of them in the checkpoint."""
+    """Return, for each prefix of missing names, the prefix of most of them in the checkpoint.
+
+    Each missing name votes for the prefixes that would rename it to an unclaimed name: `model.a.w`
+    and the unclaimed `net.a.w` have the common end `a.w`, so there is a vote for `model` -> `net`.
+    """
     missing_below: dict[str, list[str]] = {}
     for name in missing:
         missing_below.setdefault(_key_of(name, keys), []).append(name)

@@ -1,4 +1,4 @@
-"""What a save asks of a comparison of replicas. `divergence` has the implementation."""
+"""The interface through which a save compares replicas. `divergence` has the implementation."""
 
 from __future__ import annotations
 

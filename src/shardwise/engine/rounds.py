@@ -36,7 +36,8 @@ from shardwise.errors import (
 T = TypeVar("T")
 R = TypeVar("R")
 _NO_REASON = "RankError: "
-"""The beginning of a description of an error that another rank has caused."""
+"""A rank that failed only because another rank failed describes its error in this way. The text
+explains nothing, so it is left out."""
 
 
 @prepare_decoding

@@ -12,7 +12,13 @@ import torch
 from shardwise.engine.commit import commit_save, lock_save
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers
-from shardwise.engine.planning import Offer, PlannedSave, SaveRequest, describe_save
+from shardwise.engine.planning import (
+    Offer,
+    PlannedSave,
+    SaveRequest,
+    describe_save,
+    refuse_if_full,
+)
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
@@ -104,8 +110,8 @@ def save_all(
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", first_only=True):
             if group.rank == 0:
-                planned.refuse_if_full()
-                lock_place(request, planned.save_id, lock)
+                refuse_if_full(request.space_of, plan.bytes_stored)
+                prepare_place(request, planned.save_id, lock)
         if request.options.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned, group)
@@ -171,7 +177,7 @@ def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
         )
 
 
-def lock_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
+def prepare_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.generic]
 Slices = tuple[slice, ...]
 
 
-class Memory(Protocol):
+class TensorMemory(Protocol):
     """The memory of one fragment, with any strides.
 
     Attributes:
@@ -80,8 +80,8 @@ class HostMemory:
 class DeviceMemory:
     """A fragment in the memory of an accelerator.
 
-    Whatever thread writes, the write is part of the stream that was the current one of the thread
-    which created this object.
+    All writes run on the stream that was the current one when this object was created, even if
+    another thread writes.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -158,7 +158,8 @@ def _as_current(stream: torch.Stream | None) -> Iterator[None]:
 def _tensor_of(source: Array) -> torch.Tensor:
     """Return a tensor of a contiguous array's memory, which is only read.
 
-    torch warns of arrays that are not writable, such as mapped files.
+    torch warns of arrays that are not writable, such as mapped files. So the function claims that
+    the memory is writable; nobody writes to it.
     """
     array = np.ascontiguousarray(source)
     if not array.flags.writeable:
@@ -199,7 +200,7 @@ def check_memory(name: str, data: torch.Tensor) -> None:
             )
 
 
-def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> Memory:
+def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> TensorMemory:
     """Return the memory of a fragment.
 
     Args:
@@ -220,25 +221,19 @@ def describe_tensors(
     to it.
 
     Args:
-        leaves: the tensors of this rank.
+        leaves: the tensors of this rank, with distinct names.
         per_rank: the names of the values that differ between ranks.
 
     Returns:
         The description, and its fragments in the same order.
 
     Raises:
-        StateError: two leaves have the same name, or a leaf has no memory.
+        StateError: a leaf has no memory.
     """
     listed, ties = split_ties(leaves)
     fragments: list[Fragment] = []
     tensor: list[int] = []
-    seen: set[str] = {name for name, _ in ties}
     for i, leaf in enumerate(listed):
-        if leaf.name in seen:
-            raise StateError(
-                f"{leaf.name!r}: two values of the state have this name; rename a key of the state"
-            )
-        seen.add(leaf.name)
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
             fragments.append(fragment)
@@ -305,7 +300,7 @@ class TargetFragment:
 
     name: str
     offset: tuple[int, ...]
-    memory: Memory
+    memory: TensorMemory
 
 
 class SpanCopier:
@@ -372,7 +367,7 @@ def _copy_box(
     data: Buffer,
     start: int,
     strides: tuple[int, ...],
-    memory: Memory,
+    memory: TensorMemory,
     offset: list[int],
     shape: tuple[int, ...],
 ) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.replicas import find_differences, refuse_differences
+from shardwise.engine.stored_copies import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
+from shardwise.layout import cover_positions
 from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.layout import Layout, Pieces
@@ -59,7 +61,7 @@ class VerifyReport:
     Attributes:
         path: the path of the checkpoint.
         step: the training step of the checkpoint, if it has one.
-        files: the number of files that have checksums.
+        files: the number of files of which bytes were compared with checksums.
         bytes_checked: the number of bytes that were compared with checksums.
         bytes_compared: the number of bytes of the other copies of tensors, which loads do not
             read. They were compared with the copies that loads read.
@@ -183,14 +185,14 @@ class _Check:
         try:
             reader = DataReader(self.store, self.layout.files[index])
         except CorruptionError as error:
-            return _CheckedFile(entry.size, 0, [self._damage(index, str(error))])
+            return _CheckedFile(0, 0, [self._damage(index, str(error))])
 
-        def find(start: int) -> list[tuple[int, int]]:
+        def find(start: int) -> list[int]:
             stop = min(start + arena.buffer_size, entry.checksums_at)
             with arena.buffer() as buffer:
                 return list(_damaged_blocks(reader, start, stop, buffer))
 
-        ranges: list[tuple[int, int]] = []
+        blocks: list[int] = []
         size_of_part = arena.buffer_size * BUFFERS_PER_EVENT
         try:
             for start in range(0, entry.checksums_at, size_of_part):
@@ -198,11 +200,12 @@ class _Check:
                 end = entry.size if stop == entry.checksums_at else stop
                 with self.recorder.stage(entry.name, end - start):
                     for found in self.pool.map(find, range(start, stop, arena.buffer_size)):
-                        ranges += found
+                        blocks += found
         finally:
             reader.close()
         damaged = []
-        for start, stop in _join_adjacent(ranges):
+        for first, end in cover_positions(np.array(blocks, np.int64), 0).spans:
+            start, stop = first * BLOCK, min(end * BLOCK, entry.checksums_at)
             parts = ["the header"] if start < entry.data_at else []
             if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
                 parts.append(f"values of rank {entry.rank}")
@@ -216,19 +219,19 @@ class _Check:
         held = _tensor_ranges(self.layout, index)
         unchecked = _length_outside(held, np.stack([start, start + size], axis=1))
         total = int(size.sum())
-        damaged: list[Damage] = []
-        if total:
-            with self.recorder.stage(sums.file, total):
-                damaged = list(self._damaged_ranges(index, sums))
-        return _CheckedFile(total, unchecked, damaged)
-
-    def _damaged_ranges(self, index: int, sums: FileChecksums) -> Iterator[Damage]:
-        arena = self.arena
+        if not total:
+            return _CheckedFile(0, unchecked, [])
         try:
             reader = DataReader(self.store, self.layout.files[index])
         except CorruptionError as error:
-            yield self._damage(index, str(error))
-            return
+            return _CheckedFile(0, unchecked, [self._damage(index, str(error))])
+        with closing(reader), self.recorder.stage(sums.file, total):
+            return _CheckedFile(total, unchecked, list(self._damaged_ranges(index, sums, reader)))
+
+    def _damaged_ranges(
+        self, index: int, sums: FileChecksums, reader: DataReader
+    ) -> Iterator[Damage]:
+        arena = self.arena
 
         def checksum_of(start: int, size: int) -> int:
             checksum = 0
@@ -240,15 +243,12 @@ class _Check:
                     checksum = crc32(reader.read(low, high, buffer)[: high - low], checksum)
             return checksum
 
-        try:
-            starts, sizes, expected = sums.ranges.T.tolist()
-            for start, size, wanted, found in zip(
-                starts, sizes, expected, self.pool.map(checksum_of, starts, sizes), strict=True
-            ):
-                if found != wanted:
-                    yield self._damage(index, CHANGED_BYTES, (start, start + size))
-        finally:
-            reader.close()
+        starts, sizes, expected = sums.ranges.T.tolist()
+        for start, size, wanted, found in zip(
+            starts, sizes, expected, self.pool.map(checksum_of, starts, sizes), strict=True
+        ):
+            if found != wanted:
+                yield self._damage(index, CHANGED_BYTES, (start, start + size))
 
     def _damage(self, index: int, problem: str, damaged: tuple[int, int] | None = None) -> Damage:
         """Describe damage of a range of a file; by default, of the whole file."""
@@ -258,36 +258,23 @@ class _Check:
         return Damage(file=file.name, start=start, stop=stop, problem=problem, tensors=names)
 
 
-def _damaged_blocks(
-    reader: DataReader, start: int, stop: int, buffer: Buffer
-) -> Iterator[tuple[int, int]]:
-    """Yield the damaged blocks in a range of a file."""
+def _damaged_blocks(reader: DataReader, start: int, stop: int, buffer: Buffer) -> Iterator[int]:
+    """Yield the indices of the damaged blocks in a range of a file."""
     try:
         reader.read(start, stop, buffer)
     except CorruptionError:
         if stop - start <= BLOCK:
-            yield start, stop
+            yield start // BLOCK
             return
         for block in range(start, stop, BLOCK):
             yield from _damaged_blocks(reader, block, min(block + BLOCK, stop), buffer)
-
-
-def _join_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent ranges. The ranges are in ascending order."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 def _tensor_ranges(layout: Layout, file: int) -> Int:
     """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
     pieces = Pieces.join([layout.pieces, layout.replicas])
     rows = pieces.file == file
-    return np.stack([pieces.start[rows], layout.ends(pieces)[rows]], axis=1)
+    return np.stack([pieces.start[rows], layout.piece_ends(pieces)[rows]], axis=1)
 
 
 def _length_outside(ranges: Int, others: Int) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.tensors import Memory, memory_of, wait_for_current_streams
+from shardwise.engine.tensors import TensorMemory, memory_of, wait_for_current_streams
 from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
@@ -44,7 +44,7 @@ class FileSource:
     entry: FileEntry
     pieces: PieceTable
     objects: bytes
-    memory_of_fragment: Callable[[int], Memory]
+    memory_of_fragment: Callable[[int], TensorMemory]
     devices: frozenset[torch.device]
 
     @classmethod
@@ -81,7 +81,7 @@ class FileSource:
         Args:
             low, high: offsets in the file, in bytes.
             out: a buffer of `high - low` bytes.
-            wait: as for `Memory.read`.
+            wait: as for `TensorMemory.read`.
         """
         entry = self.entry
         _copy_bytes(self.header, 0, low, high, out)

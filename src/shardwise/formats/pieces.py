@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
-from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major
+from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major_strides
 from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.pieces import check_table_size
@@ -122,7 +122,7 @@ def pieces_of_ranges(
         (np.array([index for index, *_ in parts], np.int64), offsets, part_shapes),
     )
     row, first = row[cut.left], boxes.first[cut.left]
-    stride = row_major(shapes)[block[row]]
+    stride = row_major_strides(shapes)[block[row]]
     first = first + ((cut.offset - boxes.offset[cut.left]) * stride).sum(axis=1)
     return Pieces(
         np.array([tensor for tensor, _, _ in blocks], np.int64)[block[row]],

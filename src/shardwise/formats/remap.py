@@ -12,7 +12,7 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.layout import find_overlaps, row_major
+from shardwise.layout import find_overlaps, row_major_strides
 from shardwise.layout.columns import Bool, Int, pad_columns
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
@@ -97,11 +97,11 @@ def _add_unchanged(remapped: Layout, layout: Layout, stored: Int, rows: Int) -> 
     """
     entries = [msgspec.structs.replace(layout.tensors[i], same_as=None) for i in rows.tolist()]
     new = len(remapped.tensors) + np.arange(len(rows))
-    has_elements = (layout.shape[rows] > 0).all(axis=1)
+    has_elements = (layout.shapes[rows] > 0).all(axis=1)
     new, rows = new[has_elements], rows[has_elements]
-    shape = layout.shape[rows]
+    shape = layout.shapes[rows]
     whole = Pieces(
-        new, stored[rows], np.zeros_like(new), np.zeros_like(shape), shape, row_major(shape)
+        new, stored[rows], np.zeros_like(new), np.zeros_like(shape), shape, row_major_strides(shape)
     )
     pieces = Pieces.join([remapped.pieces, whole])
     return replace(remapped, tensors=(*remapped.tensors, *entries), pieces=pieces)
@@ -121,9 +121,9 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     """
     old = old.padded(layout.dims)
     dims = old.offset.shape[1]
-    old_shapes = pad_columns(layout.shape, dims, 1)
-    shapes, strides = old_shapes[new.file], row_major(old_shapes)[new.file]
-    itemsize = layout.itemsize
+    old_shapes = pad_columns(layout.shapes, dims, 1)
+    shapes, strides = old_shapes[new.file], row_major_strides(old_shapes)[new.file]
+    itemsize = layout.itemsizes
     first_element = new.start // itemsize[new.file]
     first_offset = first_element[:, None] // strides % shapes
     source_dims = _find_source_dims(new, shapes, strides, labels)

@@ -36,7 +36,8 @@ class Box:
             )
         if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise LayoutError(
-                f"Box: offset {self.offset} and shape {self.shape} must not have negative numbers"
+                f"Box: offset {self.offset} and shape {self.shape} must not have negative numbers: "
+                "pass numbers of at least 0"
             )
 
     @classmethod
@@ -83,7 +84,7 @@ class Box:
         )
 
 
-def boxes_of(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
+def split_into_boxes(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
     """Yield boxes of at most `max_size` elements that cover a tensor, in row-major order."""
     if math.prod(shape) <= max_size:
         if 0 not in shape:
@@ -93,5 +94,5 @@ def boxes_of(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
     rows = max(1, max_size // row)
     for low in range(0, shape[0], rows):
         count = min(rows, shape[0] - low)
-        for below in boxes_of(shape[1:], max(max_size // count, 1)):
+        for below in split_into_boxes(shape[1:], max(max_size // count, 1)):
             yield Box((low, *below.offset), (count, *below.shape))

@@ -1,10 +1,13 @@
 """Coverage: find tensors that boxes do not cover exactly once, without comparing pairs of boxes.
 
-Boxes cover a tensor exactly once if the sum of their indicator functions equals the indicator
-function of the whole tensor. The mixed difference of an indicator function is nonzero only at the
-corners of the box, where it is +1 or -1. So two sums are equal if the signed corners of all boxes
-cancel out to the signed corners of the whole tensor. The module compares sums of random hashes of
-the corners, which are equal by chance with a probability of 2^-64.
+Example: a tensor of 4 elements, and the boxes 0:2 and 2:4. Mark each start with +1 and each end
+with -1: there is +1 at 0, -1 at 2, +1 at 2, and -1 at 4. The marks at 2 cancel out. What remains,
++1 at 0 and -1 at 4, are the marks of the whole tensor, so each element is covered once.
+
+In D dimensions, a box has marks at its 2^D corners, +1 or -1 each. Boxes cover a tensor exactly
+once if their marks cancel out to those of the whole tensor. To compare marks without a list of
+positions, the module adds up a random hash of each marked position. Different marks have equal sums
+with a probability of 2^-64.
 """
 
 from __future__ import annotations
@@ -21,20 +24,24 @@ MOST_CORNERS = 2**27
 
 
 def find_uncovered_tensors(
-    tensor_shapes: Int, tensor: Int, offset: Int, shape: Int, has_boxes: npt.NDArray[np.bool_]
+    tensor_shapes: Int, tensor: Int, offset: Int, shape: Int, must_be_covered: npt.NDArray[np.bool_]
 ) -> Int:
     """Return the indices of the tensors that their boxes do not cover exactly once.
+
+    The boxes must lie inside their tensors.
 
     Args:
         tensor_shapes: shapes of the tensors, `(t, D)`, padded with 1.
         tensor: index of each box's tensor, `(n,)`.
         offset, shape: the boxes, `(n, D)`, padded with 0 and 1.
-        has_boxes: whether each tensor is expected to have boxes, `(t,)`.
+        must_be_covered: whether each tensor must be covered by boxes, `(t,)`.
 
     Raises:
         FormatError: the boxes split tensors in too many dimensions to be checked.
     """
     dims = tensor_shapes.shape[1]
+    # In a dimension that no box splits, all boxes have the same two ends, so marks along this
+    # dimension cannot tell boxes apart.
     is_split = (shape != tensor_shapes[tensor]).any(axis=0) if len(tensor) else np.zeros(dims, bool)
     split_dims = np.flatnonzero(is_split).tolist()
     if len(split_dims) > MOST_SPLIT_DIMS:
@@ -52,7 +59,7 @@ def find_uncovered_tensors(
     sums = np.zeros(len(tensor_shapes), np.uint64)
     _add_corners(sums, tensor, offset, shape, split_dims, seeds)
     expected = np.zeros(len(tensor_shapes), np.uint64)
-    covered = np.flatnonzero((tensor_shapes > 0).all(axis=1) & has_boxes)
+    covered = np.flatnonzero((tensor_shapes > 0).all(axis=1) & must_be_covered)
     whole = tensor_shapes[covered]
     _add_corners(expected, covered, np.zeros_like(whole), whole, split_dims, seeds)
     return np.flatnonzero(sums != expected)

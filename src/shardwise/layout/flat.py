@@ -33,7 +33,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
     There are at most `2 * ndim - 1` boxes. Each box is contiguous in row-major order, and the boxes
     follow each other without gaps. ByteCheckpoint (arXiv 2407.20143) decomposes irregular tensors
-    in the same way, which needs no communication.
+    in the same way, which needs no communication. For many ranges, `boxes_of_ranges` is faster; for
+    one, this function is.
 
     >>> [str(box) for box in boxes_of_range((3, 4), 2, 9)]
     ['[0:1,2:4]', '[1:2,0:4]', '[2:3,0:1]']
@@ -94,7 +95,8 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
     shape, position, stop = shapes[rows], starts[rows].copy(), stops[rows]
     row_sizes = np.ones((len(rows), shape.shape[1] + 1), np.int64)
     row_sizes[:, :-1] = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1]
-    # A range begins with whole rows of ever larger size, and ends with rows of ever smaller size.
+    # Elements 2:9 of shape (3, 4): 2:4 finish a row, 4:8 are whole rows, and 8:9 begin a row. In
+    # general, rows of more and more dimensions follow each other, then rows of fewer and fewer.
     dims = shape.shape[1]
     steps = [(d, True) for d in range(dims - 1, 0, -1)] + [(d, False) for d in range(dims)]
     found = []
@@ -122,7 +124,10 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
 def _boxes_of_elements(
     shape: Int, row_sizes: Int, first: Int, end: Int, dim: Int
 ) -> tuple[Int, Int]:
-    """Return the boxes of elements `first:end`, which are whole rows of dimensions after `dim`."""
+    """Return the box of each range `first:end`.
+
+    The range covers whole rows of the dimensions after `dim`, so it is one box.
+    """
     is_inner_dim = np.arange(shape.shape[1]) > dim[:, None]
     is_dim = np.arange(shape.shape[1]) == dim[:, None]
     offset = np.where(is_inner_dim, 0, first[:, None] // row_sizes[:, 1:] % np.maximum(shape, 1))
@@ -130,7 +135,7 @@ def _boxes_of_elements(
     return offset, np.where(is_inner_dim, shape, np.where(is_dim, length, 1))
 
 
-def row_major(shape: Int) -> Int:
+def row_major_strides(shape: Int) -> Int:
     """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
     inner = np.ones_like(shape)
     if shape.shape[1] > 1:
@@ -141,7 +146,7 @@ def row_major(shape: Int) -> Int:
 def boxes_within(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, low: int, high: int
 ) -> list[Box]:
-    """Return boxes of the elements of an array that lie entirely in its bytes `low:high`.
+    """Return the boxes of those elements of an array whose bytes all lie in `low:high`.
 
     Args:
         shape: the shape of the array.
@@ -162,6 +167,7 @@ def boxes_within(
 
     def search(depth: int, base: int, outer: dict[int, tuple[int, int]]) -> None:
         rest = order[depth:]
+        # The elements with these outer indices lie in the bytes base:base + extent.
         extent = itemsize + sum((shape[dim] - 1) * strides[dim] for dim in rest)
         if base >= high or base + extent <= low:
             return
@@ -169,9 +175,11 @@ def boxes_within(
             add(outer)
         elif rest:
             dim, count, step = rest[0], shape[rest[0]], strides[rest[0]]
-            extent -= (count - 1) * step
+            row_extent = extent - (count - 1) * step
+            # The rows first:last along dim lie entirely in low:high. Their neighbours may lie
+            # partly in it.
             first = min(max(0, -(-(low - base) // step)), count)
-            last = max(min(count, (high - extent - base) // step + 1), first)
+            last = max(min(count, (high - row_extent - base) // step + 1), first)
             if first:
                 search(depth + 1, base + (first - 1) * step, {**outer, dim: (first - 1, 1)})
             if first < last:

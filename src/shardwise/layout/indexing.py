@@ -24,8 +24,9 @@ class SelectedPositions:
 
     Attributes:
         positions: the selected positions, ascending and unique.
-        reindex: the index that turns the elements at `positions` into the result: 0 removes the
-            dimension, and an array restores the requested order and repetitions.
+        reindex: the index that turns the elements at `positions` into the result. For example,
+            `t[[5, 2, 5]]` has the positions `[2, 5]`, which `[1, 0, 1]` puts into the requested
+            order. For `t[3]`, it is 0, which removes the dimension.
     """
 
     positions: range | Ints
@@ -80,7 +81,10 @@ def select_positions(index: Any, shape: Sequence[int]) -> tuple[SelectedPosition
 
 
 def cover_positions(positions: range | Ints, gap: int) -> Cover:
-    """Return spans that contain all positions, with gaps of at most `gap` unselected positions.
+    """Return spans that contain all positions.
+
+    Positions with at most `gap` other positions between them share a span: with a gap of 2,
+    `[0, 1, 5]` has the spans 0:2 and 5:6.
 
     Args:
         positions: ascending and unique positions.
@@ -103,6 +107,9 @@ def cover_positions(positions: range | Ints, gap: int) -> Cover:
 
 def split_into_batches(positions: range | Ints, gap: int, longest_cover: int) -> Iterator[slice]:
     """Yield slices that divide positions into batches, each with a cover of bounded length.
+
+    For example, the positions `[0, 1, 2, 9]` with gap 0 and a bound of 2 are divided into `0:2` and
+    `2:4`, whose covers have the spans 0:2, and 2:3 and 9:10.
 
     Args:
         positions: ascending and unique positions.

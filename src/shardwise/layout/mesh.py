@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardwise.errors import LayoutError
 from shardwise.layout.box import Box
@@ -22,7 +23,9 @@ class Split:
         parts: the number of parts, which are cut as by `torch.chunk`.
         index: the index of this shard's part.
         split_factor: if greater than 1, the dimension is first cut into this many runs, and the
-            shard has one part of each run. FSDP splits already sharded tensors in this way.
+            shard has one part of each run. FSDP splits already sharded tensors in this way. For
+            example, with 8 rows, `split_factor=2`, `parts=2` and `index=0`, the runs are the rows
+            0:4 and 4:8, and the shard has the first part of each: the rows 0:2 and 4:6.
         mesh_dim: the mesh dimension.
     """
 
@@ -67,9 +70,10 @@ def splits_of(
 ) -> tuple[Split, ...]:
     """Return the splits of a DTensor, in the order in which they are applied.
 
-    FSDP makes a strided placement if tensor parallelism has sharded the tensor before. If its
-    factor equals the product of the later splits of the same dimension, the placement is equal to
-    a plain split that is applied after them.
+    Mostly, this is the order of mesh dimensions. FSDP over tensor parallelism is an exception. For
+    example, the mesh is `(fsdp=2, tp=4)`, and the placements are `_StridedShard(0, split_factor=4)`
+    and `Shard(0)`: tensor parallelism has split dimension 0 into 4 parts, and FSDP has split each
+    part into 2. So the splits are applied in the order tp, fsdp, as plain splits.
 
     Args:
         mesh: the size of each mesh dimension.
@@ -93,8 +97,9 @@ def splits_of(
     return (*splits, *afterwards)
 
 
-def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
-    """Return the boxes of a shard.
+@lru_cache(maxsize=4096)
+def shard_boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[tuple[Box, Box], ...]:
+    """Return the boxes of a shard. Results are cached, because many tensors are split alike.
 
     Args:
         shape: the shape of the global tensor.
@@ -122,7 +127,7 @@ def fragments_of_shard(shape: tuple[int, ...], splits: Sequence[Split]) -> list[
         if all(extent):
             global_box = Box(tuple(start for start, _, _ in combination), extent)
             pairs.append((global_box, Box(tuple(local for _, _, local in combination), extent)))
-    return pairs
+    return tuple(pairs)
 
 
 def _apply_split(intervals: list[Interval], split: Split) -> list[Interval]:

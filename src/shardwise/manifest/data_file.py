@@ -13,6 +13,7 @@ from shardwise.manifest.manifest import VERSION, FileEntry
 from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY, data_file
 
 ALIGNMENT = 4096
+"""Pieces begin at a multiple of this many bytes, and so do reads that bypass the page cache."""
 METADATA = "__metadata__"
 
 

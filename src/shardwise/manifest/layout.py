@@ -89,9 +89,10 @@ class Layout:
         tensors: the tensors. A tied tensor has `same_as`, and no pieces.
         pieces: the pieces of all stored tensors, which cover each element exactly once.
         replicas: further copies of tensors, whose bytes must equal those of `pieces`.
-        terms: the terms of tensors that are means. `pieces.tensor` counts them after the tensors:
-            with ten tensors, `terms=(3, 3)` says that the stored tensors 10 and 11 are the terms of
-            tensor 3, which has no pieces.
+        terms: some specifications average the copies of a tensor that ranks saved. Such a tensor
+            has no pieces. Instead, its copies are stored tensors, the *terms* of the mean.
+            `pieces.tensor` counts them after the tensors: with ten tensors, `terms=(3, 3)` says
+            that the stored tensors 10 and 11 are the terms of tensor 3.
         objects: the plain values that all ranks share, encoded by `shardwise.state.plain_values`.
         per_rank: the names of the per-rank values.
         step: the training step; None if it is unknown.
@@ -129,13 +130,13 @@ class Layout:
         return np.array([*range(len(self.tensors)), *self.terms], np.int64)
 
     @cached_property
-    def itemsize(self) -> Int:
+    def itemsizes(self) -> Int:
         """For each index in `pieces.tensor`, the size of an element in bytes."""
         sizes = np.array([DTYPES[t.dtype].itemsize for t in self.tensors], np.int64)
         return sizes[self.tensor_of]
 
     @cached_property
-    def shape(self) -> Int:
+    def shapes(self) -> Int:
         """For each index in `pieces.tensor`, the shape of the tensor, padded with 1."""
         return padded_rows([t.shape for t in self.tensors], self.dims, 1)[self.tensor_of]
 
@@ -152,10 +153,10 @@ class Layout:
             found.setdefault(mean, []).append(index)
         return found
 
-    def ends(self, pieces: Pieces) -> Int:
+    def piece_ends(self, pieces: Pieces) -> Int:
         """Return the end of the bytes of each piece in its file."""
         elements = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
-        ends: Int = pieces.start + elements * self.itemsize[pieces.tensor]
+        ends: Int = pieces.start + elements * self.itemsizes[pieces.tensor]
         return ends
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
@@ -166,6 +167,6 @@ class Layout:
             start, stop: the range, in bytes.
         """
         pieces = self.pieces
-        found = (pieces.file == file) & (pieces.start < stop) & (self.ends(pieces) > start)
+        found = (pieces.file == file) & (pieces.start < stop) & (self.piece_ends(pieces) > start)
         stored = {self.tensors[i].name for i in set(self.tensor_of[pieces.tensor[found]].tolist())}
         return [t.name for t in self.tensors if t.name in stored or t.same_as in stored]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shardwise.decoding import DECODE_ERRORS
+from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import add_checksum, verify_checksum
 from shardwise.manifest.names import LONGEST_NAME
 
-VERSION = 1
+FORMAT, VERSION = "shardwise", 1
 LARGEST_INTEGER = 2**62
 LARGEST_MANIFEST = 2**28
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
+Kind = TypeVar("Kind")
 SignedCount = Annotated[int, msgspec.Meta(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
@@ -69,11 +70,12 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksums_crc32: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
+@prepare_decoding
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The contents of a checkpoint.
 
     Attributes:
-        format: `shardwise`, or the name of a foreign format.
+        format: `shardwise`.
         version: the version of the format.
         save_id: the id of the save, which is part of the names of its files.
         step: the training step; None if the checkpoint has none.
@@ -88,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             readers of a manifest need other fields only.
     """
 
-    format: str = "shardwise"
+    format: str = FORMAT
     version: int = VERSION
     save_id: str
     step: Count | None
@@ -154,14 +156,23 @@ def decode_manifest(data: bytes) -> Manifest:
     """
     body = _verify_checksum(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
+    head = decode_json(text, _Head)
+    if head.format != FORMAT or head.version != VERSION:
+        raise FormatError(
+            f"the manifest has format {head.format!r} version {head.version}, but this version of "
+            f"shardwise reads {FORMAT!r} version {VERSION}: install a newer version of shardwise"
+        )
+    return decode_json(text, Manifest)
+
+
+def decode_json(encoded: bytes | msgspec.Raw, kind: type[Kind]) -> Kind:
+    """Decode a manifest or a part of it.
+
+    Raises:
+        FormatError: the bytes are not the JSON of such a value.
+    """
     try:
-        head = _HEAD_DECODER.decode(text)
-        if head.format != "shardwise" or head.version != VERSION:
-            raise FormatError(
-                f"the manifest has format {head.format!r} version {head.version}, but this "
-                f"shardwise reads 'shardwise' version {VERSION}: a newer shardwise may be needed"
-            )
-        return _MANIFEST_DECODER.decode(text)
+        return msgspec.json.decode(encoded, type=kind)
     except DECODE_ERRORS as error:
         raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
 
@@ -186,11 +197,7 @@ def _verify_checksum(data: bytes, label: str) -> bytes:
         ) from error
 
 
+@prepare_decoding
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
-
-
-# Made at the import, because msgspec 0.22 crashes if two threads are the first to decode a type.
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
-_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)

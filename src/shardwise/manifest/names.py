@@ -10,12 +10,12 @@ from shardwise.errors import FormatError, StateError
 MANIFEST = "manifest.json"
 REMOVED = "removed.json"
 RESERVED = "__shardwise__"
-"""The first bytes of the encoded layout of a foreign checkpoint, see `formats/index.py`."""
+"""Names that begin with this text are left to shardwise itself."""
 LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"
 FROZEN = "_frozen"
-"""Values below this name of a module are the fingerprint of its frozen tensors."""
+"""`model._frozen.…` are values that describe the frozen tensors of `model`; see `sw.trainable`."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")

@@ -13,12 +13,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from shardwise.decoding import DECODE_ERRORS
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
-from shardwise.layout import row_major
+from shardwise.layout import row_major_strides
 from shardwise.layout.columns import Bool, Int, Table, count_up, padded_rows
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry
+from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry, decode_json
 
 Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 SHORTEST_RUN = 3
@@ -57,6 +57,7 @@ class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     repeat: Repeat | None = None
 
 
+@prepare_decoding
 class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A global tensor in a manifest.
 
@@ -77,9 +78,9 @@ def check_table_size(rows: int, dims: int) -> None:
     """
     if rows * dims > MOST_INTEGERS:
         raise FormatError(
-            f"the checkpoint has {rows} pieces or tensors of up to {dims} dimensions, but their "
-            f"number times the dimensions may be at most {MOST_INTEGERS}: save fewer tensors or "
-            "pieces in one checkpoint"
+            f"the checkpoint has {rows:,} pieces or tensors of up to {dims} dimensions, but at "
+            f"most {MOST_INTEGERS // dims:,} are supported: save from fewer ranks, or as several "
+            "checkpoints"
         )
 
 
@@ -177,7 +178,7 @@ def expand_runs(runs: Runs, data_at: Int) -> Pieces:
         data_at[file] + each.start + k * each.start_step,
         each.offset + k[:, None] * each.offset_step,
         each.shape,
-        row_major(each.shape),
+        row_major_strides(each.shape),
     )
 
 
@@ -188,10 +189,7 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
         FormatError: the tensors are malformed; a piece has more or fewer dimensions than its
             tensor; or there are too many pieces.
     """
-    try:
-        tensors = _DECODER.decode(encoded)
-    except DECODE_ERRORS as error:
-        raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
+    tensors = decode_json(encoded, tuple[TensorWithPieces, ...])
     entries = tuple(
         TensorEntry(each.name, each.dtype, each.shape, each.same_as) for each in tensors
     )
@@ -290,11 +288,4 @@ def count_tensors(encoded: msgspec.Raw) -> int:
     Raises:
         FormatError: the tensors are not a list.
     """
-    try:
-        return len(msgspec.json.decode(encoded, type=list[msgspec.Raw]))
-    except DECODE_ERRORS as error:
-        raise FormatError(f"the manifest is malformed: {error}; load another checkpoint") from error
-
-
-# Made at the import, because its first use in threads can crash; see `decoding.py`.
-_DECODER = msgspec.json.Decoder(tuple[TensorWithPieces, ...])
+    return len(decode_json(encoded, list[msgspec.Raw]))

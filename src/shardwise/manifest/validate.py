@@ -36,12 +36,12 @@ def layout_in(store: Store, manifest: Manifest, *, checks_sizes: bool = True) ->
     Args:
         store: the files of the checkpoint.
         manifest: its manifest, decoded.
-        checks_sizes: whether to check the sizes of files if there are very many pieces. One rank
-            of a load is enough.
+        checks_sizes: whether to compare the sizes of files with the store before a very large table
+            of pieces is allocated. In a load, only one rank needs to.
 
     Raises:
         FormatError: the manifest is invalid.
-        CorruptionError: a file is missing. This is checked only if there are very many pieces.
+        CorruptionError: a file is missing, and its size had to be checked.
     """
 
     def size_of(name: str) -> int:
@@ -262,7 +262,7 @@ def _refuse_shared_bytes(layout: Layout) -> None:
     """Refuse pieces of a data file that share bytes. In foreign checkpoints, tensors may share."""
     pieces = layout.pieces
     order = np.lexsort((pieces.start, pieces.file))
-    file, start, end = pieces.file[order], pieces.start[order], layout.ends(pieces)[order]
+    file, start, end = pieces.file[order], pieces.start[order], layout.piece_ends(pieces)[order]
     overlaps = (np.diff(file) == 0) & (start[1:] < end[:-1])
     if overlaps.any():
         first = int(np.argmax(overlaps))
@@ -296,7 +296,9 @@ def _check_pieces(layout: Layout) -> Layout:
         )
     stored = stored[layout.tensor_of]
     stored[list(layout.terms)] = False
-    wrong = find_uncovered_tensors(layout.shape, pieces.tensor, pieces.offset, pieces.shape, stored)
+    wrong = find_uncovered_tensors(
+        layout.shapes, pieces.tensor, pieces.offset, pieces.shape, stored
+    )
     if len(wrong):
         of_wrong = layout.tensor_of[wrong[:5]].tolist()
         names = ", ".join(dict.fromkeys(layout.tensors[i].name for i in of_wrong))
@@ -326,14 +328,14 @@ def _check_table(layout: Layout, pieces: Pieces) -> None:
                 f"a piece refers to {subject} {int(indices[np.argmax(wrong)])}, but the checkpoint "
                 f"lists {format_count(count, subject)}"
             )
-    shapes = layout.shape[pieces.tensor]
+    shapes = layout.shapes[pieces.tensor]
     inside = (pieces.shape > 0) & (pieces.offset >= 0) & (pieces.shape <= shapes)
     inside &= pieces.offset <= shapes - pieces.shape
     _refuse_pieces(layout, pieces, ~inside.all(axis=1), "is empty, or lies outside of the tensor")
     _refuse_pieces(layout, pieces, (pieces.stride < 0).any(axis=1), "has negative strides")
     low, high = np.array([f.data_range for f in layout.files], np.int64).reshape(-1, 2).T
     # In floating point, because integers could overflow.
-    itemsize = layout.itemsize[pieces.tensor]
+    itemsize = layout.itemsizes[pieces.tensor]
     last = ((pieces.shape - 1.0) * pieces.stride).sum(axis=1) * itemsize
     outside = (pieces.start < low[pieces.file]) | (
         last > high[pieces.file] - itemsize - pieces.start

@@ -14,8 +14,8 @@ class PlanCache:
 
     The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
     structure is planned again. A plan does not depend on addresses of tensors in memory. A save
-    uses the cache only if every rank has the plan. A process that is rank 0 of one group and rank 1
-    of another has a different part of the plan for each.
+    uses the cache only if every rank has the plan. The key includes the rank, because one process
+    can have different ranks in different groups.
 
     Attributes:
         capacity: the largest number of plans in the cache.

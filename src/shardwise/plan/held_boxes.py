@@ -51,22 +51,24 @@ def find_held_boxes(world: World, rank: int) -> tuple[list[TensorEntry], HeldBox
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
     """
-    number_of: dict[tuple[int, ...], int] = {}
+    set_ids: dict[tuple[int, ...], int] = {}
     blocks = [
-        _boxes_of_structure(world, index, rank, number_of) for index in range(len(world.structures))
+        _boxes_of_structure(world, index, rank, set_ids) for index in range(len(world.structures))
     ]
     tensors = _unite_tensors(world, blocks)
-    return tensors, _unite_boxes(world.structures, blocks, tensors, number_of)
+    return tensors, _unite_boxes(world.structures, blocks, tensors, set_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The n boxes of each of some tensors of a structure, which have equal boxes.
+    """Tensors of a structure that have the same rule and shape, and so the same n boxes.
+
+    For example, all weights of shape `(4096, 4096)` that are split by rows.
 
     Attributes:
         tensors: indices in the structure.
         offset, shape: the boxes, `(n, ndim)`.
-        holders: the number of the set of ranks that hold each box, `(n,)`.
+        holders: the id of the set of ranks that hold each box, `(n,)`.
         is_own: whether this rank holds each box, `(n,)`.
     """
 
@@ -78,14 +80,14 @@ class _Block:
 
 
 def _boxes_of_structure(
-    world: World, index: int, rank: int, number_of: dict[tuple[int, ...], int]
+    world: World, index: int, rank: int, set_ids: dict[tuple[int, ...], int]
 ) -> list[_Block]:
     """Return the boxes that ranks with one structure hold.
 
     Args:
         index: the index of the structure.
         rank: this rank.
-        number_of: the number of each set of ranks; new sets are added.
+        set_ids: the id of each set of ranks; new sets are added.
     """
     structure = world.structures[index]
     ranks = np.flatnonzero(world.structure_of == index)
@@ -96,15 +98,17 @@ def _boxes_of_structure(
         tensors_of.setdefault(key, []).append(i)
     parts_of_rule = []
     for rule in structure.rules:
+        # The coordinates [0, 0], [0, 1], [1, 0] and [1, 1] of four ranks, and a rule with one split
+        # of axis 0: the parts are [0] and [1], which the ranks (0, 1) and (2, 3) hold.
         indices = coordinates[:, [split.axis for split in rule]]
         parts, inverse = np.unique(indices, axis=0, return_inverse=True)
         inverse = inverse.reshape(-1)
         order = np.argsort(inverse, kind="stable")
         members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
         sets = [tuple(each.tolist()) for each in members]
-        numbers = [number_of.setdefault(each, len(number_of)) for each in sets]
+        ids = [set_ids.setdefault(each, len(set_ids)) for each in sets]
         own = [rank in each for each in sets]
-        parts_of_rule.append(list(zip(parts.tolist(), numbers, own, strict=True)))
+        parts_of_rule.append(list(zip(parts.tolist(), ids, own, strict=True)))
     blocks = []
     for (number, shape), tensors in tensors_of.items():
         if number >= 0:
@@ -115,7 +119,7 @@ def _boxes_of_structure(
             ]
             blocks.append(_block(tensors, rows, len(shape)))
     everyone = tuple(ranks.tolist())
-    number = number_of.setdefault(everyone, len(number_of))
+    number = set_ids.setdefault(everyone, len(set_ids))
     for i, offset, shape in structure.listed:
         row = Box(offset, shape), number, rank in everyone
         blocks.append(_block([i], [row], len(shape)))
@@ -164,7 +168,7 @@ def _unite_boxes(
     structures: Sequence[Structure],
     blocks: Sequence[Sequence[_Block]],
     tensors: Sequence[TensorEntry],
-    number_of: dict[tuple[int, ...], int],
+    set_ids: dict[tuple[int, ...], int],
 ) -> HeldBoxes:
     """Return the distinct boxes of all structures."""
     index = {tensor.name: i for i, tensor in enumerate(tensors)}
@@ -188,11 +192,14 @@ def _unite_boxes(
             columns = np.column_stack([np.repeat(tensor, n), np.tile(boxes, (len(tensor), 1))])
             parts.append((columns, np.tile(block.holders, len(tensor)), fragment.reshape(-1)))
     columns, holders, fragment = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return _merge_equal(columns, holders, fragment, number_of)
+    return _merge_equal(columns, holders, fragment, set_ids)
 
 
 def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
-    """Return the index of the first fragment of each tensor on the rank with these blocks."""
+    """Return the index of the first fragment of each tensor on the rank with these blocks.
+
+    A rank lists its fragments tensor by tensor, and the boxes of a tensor in the order of blocks.
+    """
     sizes = np.zeros(count, np.int64)
     for block in blocks:
         sizes[block.tensors] += int(block.is_own.sum())
@@ -200,7 +207,7 @@ def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
 
 
 def _merge_equal(
-    columns: Int, holders: Int, fragment: Int, number_of: dict[tuple[int, ...], int]
+    columns: Int, holders: Int, fragment: Int, set_ids: dict[tuple[int, ...], int]
 ) -> HeldBoxes:
     """Unite the holders of equal boxes, which several structures can have."""
     order = np.lexsort(columns.T[::-1])
@@ -209,14 +216,15 @@ def _merge_equal(
     begins[1:] = (np.diff(columns, axis=0) != 0).any(axis=1)
     first = np.flatnonzero(begins)
     counts = np.diff(np.append(first, len(columns)))
-    sets = list(number_of)
+    sets = list(set_ids)
     united = holders[first]
     own = fragment[first]
     for row in np.flatnonzero(counts > 1).tolist():
         same = slice(first[row], first[row] + counts[row])
         ranks = tuple(sorted({rank for number in holders[same].tolist() for rank in sets[number]}))
-        united[row] = number_of.setdefault(ranks, len(number_of))
-        sets += [ranks] if united[row] == len(sets) else []
+        united[row] = set_ids.setdefault(ranks, len(set_ids))
+        if united[row] == len(sets):
+            sets.append(ranks)
         own[row] = max(fragment[same])
     dims = (columns.shape[1] - 1) // 2
     distinct = columns[first]

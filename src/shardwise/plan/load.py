@@ -92,13 +92,13 @@ def plan_load(
         wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
             `(n, D)` and `(n, D)`. `tensor` has indices of stored tensors, as `Pieces.tensor`.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
-        largest_gap: a span may include gaps between wanted blocks of up to this many bytes.
+        largest_gap: a span may include gaps of at most this many bytes between two wanted blocks.
         block: the number of bytes that one checksum covers.
     """
     pieces = layout.pieces
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
     transfers = _locate(layout, found.right, found.left, found.offset, found.shape)
-    needed = found.shape.prod(axis=1) * layout.itemsize[pieces.tensor[found.right]]
+    needed = found.shape.prod(axis=1) * layout.itemsizes[pieces.tensor[found.right]]
     transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
     transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
     gap = largest_gap // block
@@ -108,7 +108,7 @@ def plan_load(
 
 def _locate(layout: Layout, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
     part_of = layout.pieces.select(piece)
-    itemsize = layout.itemsize[part_of.tensor]
+    itemsize = layout.itemsizes[part_of.tensor]
     elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
     extent = ((shape - 1) * part_of.stride).sum(axis=1) + 1
     low = part_of.start + elements * itemsize
@@ -119,18 +119,18 @@ def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
     """Cut transfers along a dimension if at least `gap` unneeded bytes lie between two parts."""
     pieces = layout.pieces
     for dim in range(transfers.shape.shape[1]):
-        itemsize = layout.itemsize[pieces.tensor[transfers.piece]]
+        itemsize = layout.itemsizes[pieces.tensor[transfers.piece]]
         stride = pieces.stride[transfers.piece, dim] * itemsize
         count = transfers.shape[:, dim]
         extent = (transfers.high - transfers.low) - (count - 1) * stride
         apart = (count > 1) & (stride - extent >= gap)
         if apart.any():
-            cut = _cut_into_rows(transfers.select(apart), dim, stride[apart], extent[apart])
+            cut = _cut_along(transfers.select(apart), dim, stride[apart], extent[apart])
             transfers = Transfers.join([transfers.select(~apart), cut])
     return transfers
 
 
-def _cut_into_rows(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
+def _cut_along(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
     count = transfers.shape[:, dim]
     rows, k = np.repeat(np.arange(len(count)), count), count_up(count)
     single = transfers.select(rows)
@@ -162,7 +162,7 @@ def _choose_spans(
     begins = np.concatenate([[True], a[1:] > reach[:-1] + gap])
     heads = np.flatnonzero(begins)
     first, last = a[heads], reach[np.concatenate([heads[1:], [len(a)]]) - 1]
-    steps = np.maximum(longest_reads(largest_read, first // width) // block, 1)
+    steps = np.maximum(max_read_bytes(largest_read, first // width) // block, 1)
     cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
     span_low = first[rows] + count_up(cuts) * steps[rows]
@@ -176,7 +176,7 @@ def _choose_spans(
     return assign_transfers(transfers, *spans)
 
 
-def longest_reads(largest_read: int | Int, file: Int) -> Int:
+def max_read_bytes(largest_read: int | Int, file: Int) -> Int:
     """Return the greatest read length of each file in `file`, from one number or one per file."""
     given = np.asarray(largest_read, np.int64)
     return given[file] if given.ndim else np.full(len(file), given)

@@ -113,8 +113,8 @@ class SavePlan:
         tensors: all tensors, without pieces.
         tied: the names that share the data of another tensor.
         boxes: the distinct boxes that ranks hold.
-        replicas: for each set of several ranks, the rows of the boxes that all of them and no other
-            rank hold; small sets first.
+        replicas: pairs of ranks and rows: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
+            hold the boxes 3 and 7. Sets of few ranks come first.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
         box: the row in `boxes` that contains each piece, `(n,)`.
         offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
@@ -133,7 +133,7 @@ class SavePlan:
     shape: Int
 
     @cached_property
-    def itemsize(self) -> Int:
+    def itemsizes(self) -> Int:
         """The size of an element of each tensor, in bytes."""
         return _itemsize(self.tensors)
 
@@ -167,13 +167,13 @@ class SavePlan:
     def bytes_held(self) -> int:
         """The tensor bytes of all ranks together, with replicas."""
         boxes = self.boxes
-        sizes = boxes.shape.prod(axis=1) * self.itemsize[boxes.tensor]
+        sizes = boxes.shape.prod(axis=1) * self.itemsizes[boxes.tensor]
         return int((sizes * boxes.counts).sum())
 
     @cached_property
     def bytes_stored(self) -> int:
         """The tensor bytes that are written, without replicas."""
-        itemsize = self.itemsize[self.boxes.tensor[self.box]]
+        itemsize = self.itemsizes[self.boxes.tensor[self.box]]
         return int((self.shape.prod(axis=1) * itemsize).sum())
 
     @cached_property
@@ -181,7 +181,7 @@ class SavePlan:
         """The list of tensors in the manifest, with their pieces, encoded."""
         tensor = self.boxes.tensor[self.box]
         ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
-        ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsize[tensor])])
+        ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsizes[tensor])])
         start = ends[:-1] - ends[self.limits][ranks]
         columns = (tensor, np.searchsorted(self.writers, ranks), start, self.offset, self.shape)
         order = np.lexsort([*reversed(self.offset.T), tensor])
@@ -344,7 +344,7 @@ def _tied_entries(
     return list(ties.values())
 
 
-def even_out_loads(loads: Float, amount: float) -> Float:
+def water_fill(loads: Float, amount: float) -> Float:
     """Divide `amount` so that the loads become as equal as possible.
 
     Returns:
@@ -389,7 +389,7 @@ def divide_replicas(
         part = sum(sizes) // (32 * len(holders))
         grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    even_bounds = np.cumsum(even_out_loads(loads[list(holders)], float(starts[-1])))[:-1].tolist()
+    even_bounds = np.cumsum(water_fill(loads[list(holders)], float(starts[-1])))[:-1].tolist()
     bounds = [0]
     for bound in even_bounds:
         index = min(bisect_right(starts, bound), len(replicas)) - 1
@@ -407,7 +407,11 @@ def divide_replicas(
 
 
 def _nearest_cut(shape: tuple[int, ...], itemsize: int, position: float, grain: int) -> int:
-    """Return the allowed cut of a replica that is nearest to a position, both in bytes."""
+    """Return the allowed cut of a replica that is nearest to a position, both in bytes.
+
+    For example, a float32 tensor of shape (8, 4) has rows of 16 bytes. With a grain of 32, it can
+    be cut after every 2 rows, and the cut nearest to byte 70 is 64.
+    """
     nbytes = math.prod(shape) * itemsize
     unit = itemsize
     for n in reversed(shape):

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.layout import Box, Sharding, Split, fragments_of_shard
+from shardwise.layout import Box, Sharding, Split, shard_boxes
 from shardwise.layout.columns import Int
 
 Coordinates = tuple[int, ...]
@@ -84,7 +83,7 @@ def find_rules(
     rule_of = []
     for shape, sharding, boxes in tensors:
         splits = () if sharding is None else sharding.splits
-        if tuple(boxes) != boxes_of_splits(shape, splits):
+        if list(boxes) != [box for box, _ in shard_boxes(shape, splits)]:
             rule_of.append(-1)
             continue
         rule = []
@@ -98,13 +97,7 @@ def find_rules(
     return tuple(rules), tuple(rule_of), tuple(coordinates)
 
 
-@lru_cache(maxsize=1 << 16)
-def boxes_of_splits(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[Box, ...]:
-    """Return the boxes that a rank holds of a tensor; see `layout.fragments_of_shard`."""
-    return tuple(box for box, _ in fragments_of_shard(shape, splits))
-
-
-def boxes_of_rule(shape: tuple[int, ...], rule: Rule, indices: Sequence[int]) -> tuple[Box, ...]:
+def boxes_of_rule(shape: tuple[int, ...], rule: Rule, indices: Sequence[int]) -> list[Box]:
     """Return the boxes of a tensor that a rank holds.
 
     Args:
@@ -114,7 +107,7 @@ def boxes_of_rule(shape: tuple[int, ...], rule: Rule, indices: Sequence[int]) ->
     """
     pairs = zip(rule, indices, strict=True)
     splits = tuple(Split(s.dim, s.parts, index, s.split_factor) for s, index in pairs)
-    return boxes_of_splits(shape, splits)
+    return [box for box, _ in shard_boxes(shape, splits)]
 
 
 @dataclass(frozen=True, slots=True)

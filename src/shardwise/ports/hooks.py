@@ -44,8 +44,9 @@ class RestoreReport:
         skipped: newer steps, each with the reason why it was not loaded.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
             "decoded" from the parity of a lost node, from the "root", from its "mirror", and from
-            the "start" (`start_from`). Unless the root or the start gave all, checksums, per-rank
-            values and damaged bytes are included.
+            the "start" (`start_from`). The numbers include checksums, per-rank values and bytes
+            that turned out to be damaged; but if all bytes come from the root or the start, they
+            count bytes of tensors only.
         seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step, and decoding data of lost nodes; and "rebuilding": discarding newer steps and

@@ -6,8 +6,8 @@ that it needs. `shardwise.sharing` lets one rank read what several need.
 
 A package provides a strategy by an entry point of the group `shardwise.read_strategies`: a function
 that takes the group of ranks and the user's choice of `read_once`, and returns a `ReadStrategy`, or
-None to leave this load to others. It is called on all ranks of a load on several ranks, and must
-decide equally on all.
+None to leave this load to others. In a load on two or more ranks, each rank calls this function.
+It must decide the same on every rank.
 """
 
 from __future__ import annotations

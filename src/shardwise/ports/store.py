@@ -1,6 +1,6 @@
 """Write a store for another kind of storage: everything that it needs.
 
-A store is a class with the ten verbs of `Store`. An entry point of the group `shardwise.stores`
+A store is a class with the ten methods of `Store`. An entry point of the group `shardwise.stores`
 names a function that opens the store at a URL; see docs/ports/store.md.
 """
 

@@ -3,8 +3,8 @@
 Each rank knows the other ranks of its node. The ranks exchange two messages through rank 0:
 
 1. Each rank sends its address. The first rank of each node also sends the byte ranges that the node
-   wants. Rank 0 replies with all of them, each different list once, and all ranks divide them alike
-   (`share_between_nodes`). If sharing would spare little, the reply is empty.
+   wants. Rank 0 replies with all addresses and the distinct lists. From these, every rank computes
+   the same division (`share_between_nodes`). If sharing would spare little, the reply is empty.
 2. The ranks connect. If one cannot, every node reads alone.
 """
 
@@ -30,7 +30,7 @@ from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
 from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, unite_ranges
 
 WORTH_SHARING = 0.05
-"""Nodes share their reads if this spares at least this fraction of the bytes to read."""
+"""Nodes, and ranks of a node, share their reads if this avoids at least this fraction of bytes."""
 WORTH_CONNECTING = 64 << 20
 """By default, at least so many bytes must be spared, too."""
 LARGEST_LISTS = 1 << 30
@@ -114,7 +114,7 @@ def agree_on_reading_once(
     with Round(group, "planning shared reads") as all_ranks:
         address, listener = _listen(cleanup)
         wanted = b""
-        if may_share and node.index == 0:
+        if may_share and node.local_rank == 0:
             wanted = zlib.compress(encode_ranges(unite_ranges(node.wanted)), 1)
             if len(wanted) > LARGEST_LISTS * len(node) // group.size:
                 wanted = b""
@@ -190,7 +190,7 @@ def _connect(
     cleanup: ExitStack,
 ) -> Links:
     """Connect this rank to those that it receives from, and sends to."""
-    is_own = reads.reader == node.index
+    is_own = reads.reader == node.local_rank
     sources = set(reads.source[is_own].tolist()) - {NOBODY}
     targets = sorted(set(reads.target[is_own].tolist()) - {NOBODY})
     addresses = {target: division.addresses[target] for target in targets}

@@ -146,7 +146,7 @@ class Links:
             RankError: a rank of another node has failed.
             LostRankError: a rank of another node died, or made no progress before the timeout.
         """
-        is_own = reads.reader == buffers.index
+        is_own = reads.reader == buffers.local_rank
         jobs: list[Callable[[], None]] = []
         for links, column, move in (
             (self._incoming, reads.source, _Stream.receive),
@@ -219,7 +219,9 @@ class _Stream:
             _check_frame(frame)
             *sent, checksum, _ = _FRAME.unpack(frame)
             if tuple(sent) != place:
-                raise RankError(OPERATION, {self._rank: "it sends other reads than were planned"})
+                advice = "use the same version of shardwise on all nodes"
+                why = f"it sends other reads than were planned: {advice}"
+                raise RankError(OPERATION, {self._rank: why})
             slot = self._buffers.slot(read)[:nbytes].data
             if not self._move(slot, self._link.recv_into):
                 return
@@ -246,7 +248,10 @@ class _Stream:
         def poll() -> bool | None:
             return False if self._has_failed() else is_ready() or None
 
-        late = "the ranks of its node filled or emptied no buffer"
+        late = (
+            f"no rank of its node read or copied data for {self._node.timeout:.0f} s: see the "
+            "first error of these ranks"
+        )
         return self._node.wait(poll, lambda: {self._node.rank: late})
 
     def _move(self, data: memoryview, act: Callable[[memoryview], int]) -> bool:

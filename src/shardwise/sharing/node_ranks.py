@@ -24,9 +24,9 @@ from shardwise.store.store import Buffer
 
 OPERATION = "reading together with the other ranks of the node"
 PAUSES = {"pause": 0.0001, "longest_pause": 0.0005}
-"""The seconds between two looks at what another rank does."""
+"""How long to sleep between two polls of another rank's progress, in seconds."""
 CHECK_EVERY = 400
-"""Looks between two checks that the other ranks run."""
+"""Polls between two checks that the other ranks run."""
 DIGEST_SIZE = 16
 T = TypeVar("T")
 LateRanks = Callable[[], dict[int, str]]
@@ -94,7 +94,7 @@ class NodeRanks:
 
     Attributes:
         rank: this rank.
-        index: the index of this rank among the ranks of the node.
+        local_rank: the index of this rank among the ranks of the node.
         timeout: the longest time without progress, in seconds.
         ranks: the rank in the group of each of them.
         wanted: the byte ranges that each of them wants.
@@ -108,7 +108,7 @@ class NodeRanks:
         self.timeout = group.timeout.total_seconds()
         self.rank = group.rank
         self.ranks = [member.rank for member in members]
-        self.index = self.ranks.index(group.rank)
+        self.local_rank = self.ranks.index(group.rank)
         wants = [self._read_wants(member) for member in members]
         self.wanted = [decode_ranges(each.ranges) for each in wants]
         self.largest_read: Int = np.minimum.reduce(
@@ -133,9 +133,9 @@ class NodeRanks:
             RankError: another rank has computed another plan.
             LostRankError: another rank died, or did not answer in time.
         """
-        own = self._members[self.index].buffer
-        os.ftruncate(own, sizes[self.index])
-        allocate_pages(own, sizes[self.index])
+        own = self._members[self.local_rank].buffer
+        os.ftruncate(own, sizes[self.local_rank])
+        allocate_pages(own, sizes[self.local_rank])
         os.pwrite(own, digest, 0)
         memory = []
         for size, member in zip(sizes, self._members, strict=True):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.layout.columns import Bool, Int, Table, count_up
-from shardwise.plan.load import longest_reads
+from shardwise.plan.load import max_read_bytes
 
 NOBODY = -1
 
@@ -92,22 +92,23 @@ def share_reads(
             number, or one for each file.
         between_nodes: the reads that the node shares with other nodes, which are divided already.
     """
-    given = [] if between_nodes is None else [between_nodes]
-    united, users = _cut_at_edges([*wanted, *given])
     loads = np.zeros(len(wanted), np.int64)
-    for each in given:
-        alone = ~users[:, -1]
-        united, users = united.select(alone), users[alone, :-1]
-        is_read_here = each.source == NOBODY
-        np.add.at(loads, each.reader[is_read_here], each.sizes[is_read_here])
+    if between_nodes is None:
+        united, users = _cut_at_edges(wanted)
+    else:
+        united, users = _cut_at_edges([*wanted, between_nodes])
+        is_new = ~users[:, -1]
+        united, users = united.select(is_new), users[is_new, :-1]
+        is_read_here = between_nodes.source == NOBODY
+        np.add.at(loads, between_nodes.reader[is_read_here], between_nodes.sizes[is_read_here])
     united, rows = _cut_to_length(*_join_adjacent(united, users), largest_read)
     users = users[rows]
     reader = _assign_readers(united.sizes, users, loads)
     nobody = np.full(len(united), NOBODY, np.int64)
     reads = Reads(united.file, united.low, united.high, reader, nobody, nobody, users)
-    for each in given:
-        users = np.stack([_overlap(each, ranges) for ranges in wanted], axis=1)
-        reads = Reads.join([reads, replace(each, wanted=users)])
+    if between_nodes is not None:
+        users = np.stack([_overlap(between_nodes, ranges) for ranges in wanted], axis=1)
+        reads = Reads.join([reads, replace(between_nodes, wanted=users)])
     return reads.select(np.lexsort((reads.low, reads.file)))
 
 
@@ -120,6 +121,10 @@ def share_between_nodes(
     largest_read: int | Int,
 ) -> tuple[Reads, int]:
     """Divide the bytes that several nodes want evenly among these nodes.
+
+    The nodes that want a range pass it on in a circle, from the node that reads it to the node
+    before that one. For example, the nodes 0, 1 and 2 want a range that node 1 reads: node 1 sends
+    it to node 2, and node 2 to node 0, which sends it to nobody.
 
     Args:
         wanted: the different lists of byte ranges that nodes want.
@@ -147,7 +152,7 @@ def share_between_nodes(
     ranges, kept = _join_adjacent(_ranges_at(keys, width, rows), group[:, None])
     ranges, kept = _cut_to_length(ranges, kept, largest_read)
     group = group[kept]
-    reading, lane = _assign_nodes(ranges.sizes, group, groups, ranks, alone[of_node])
+    reading, local_rank = _assign_nodes(ranges.sizes, group, groups, ranks, alone[of_node])
     receivers = np.array([len(each) - 1 for each in groups], np.int64)
     saved = int((ranges.sizes * receivers[group]).sum()) if len(ranges) else 0
     source, target = (np.full(len(ranges), NOBODY, np.int64) for _ in range(2))
@@ -158,15 +163,18 @@ def share_between_nodes(
             before, after = members[at - 1], members[(at + 1) % len(members)]
             rows = group == index
             is_own |= rows
-            for column, other, moved in (
-                (source, before, rows & (reading != node)),
-                (target, after, rows & (reading != after)),
-            ):
-                column[moved] = np.array(ranks[other])[lane[moved] % len(ranks[other])]
-    reader = lane % len(ranks[node])
+            received, sent = rows & (reading != node), rows & (reading != after)
+            source[received] = _rank_in(ranks[before], local_rank[received])
+            target[sent] = _rank_in(ranks[after], local_rank[sent])
+    reader = local_rank % len(ranks[node])
     nobody = np.zeros((len(ranges), 0), bool)
     reads = Reads(ranges.file, ranges.low, ranges.high, reader, source, target, nobody)
     return reads.select(is_own), saved
+
+
+def _rank_in(ranks: Sequence[int], local_rank: Int) -> Int:
+    """Return the rank of a node that has each local rank, counted again from 0 past the last."""
+    return np.array(ranks)[local_rank % len(ranks)]
 
 
 def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:
@@ -224,7 +232,7 @@ def _join_adjacent(ranges: Ranges, label: npt.NDArray[np.generic]) -> tuple[Rang
 
 def _cut_to_length(ranges: Ranges, rows: Int, largest_read: int | Int) -> tuple[Ranges, Int]:
     """Cut ranges that are too long for one read, and repeat their `rows`."""
-    longest = longest_reads(largest_read, ranges.file)
+    longest = max_read_bytes(largest_read, ranges.file)
     parts = -(-ranges.sizes // longest)
     of, k = np.repeat(np.arange(len(ranges)), parts), count_up(parts)
     low = ranges.low[of] + k * longest[of]
@@ -292,16 +300,17 @@ def _assign_nodes(
         The node of each read, and the index of the rank in this node.
     """
     loads = [int(n) // len(r) for n, r in zip(alone.tolist(), ranks, strict=True)]
-    lanes = [[(load, lane) for lane in range(len(r))] for load, r in zip(loads, ranks, strict=True)]
-    node, lane = (np.zeros(len(sizes), np.int64) for _ in range(2))
+    # For each node, a heap of the bytes that each of its ranks reads, and the rank.
+    heaps = [[(load, i) for i in range(len(r))] for load, r in zip(loads, ranks, strict=True)]
+    node, local_rank = (np.zeros(len(sizes), np.int64) for _ in range(2))
     # Assign the reads of small groups first. The reads of larger groups even out the differences.
     for index in sorted(range(len(groups)), key=lambda i: len(groups[i])):
-        heap = [(lanes[each][0][0], each) for each in groups[index]]
+        heap = [(heaps[each][0][0], each) for each in groups[index]]
         heapify(heap)
         for i in np.flatnonzero(group == index).tolist():
             chosen = heap[0][1]
-            load, number = lanes[chosen][0]
-            heapreplace(lanes[chosen], (load + int(sizes[i]), number))
-            heapreplace(heap, (lanes[chosen][0][0], chosen))
-            node[i], lane[i] = chosen, number
-    return node, lane
+            load, number = heaps[chosen][0]
+            heapreplace(heaps[chosen], (load + int(sizes[i]), number))
+            heapreplace(heap, (heaps[chosen][0][0], chosen))
+            node[i], local_rank[i] = chosen, number
+    return node, local_rank

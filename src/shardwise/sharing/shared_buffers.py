@@ -64,9 +64,9 @@ class SharedBuffers:
         slot_bytes: the size of a slot, in bytes; a multiple of the block size.
 
     Attributes:
-        index: the index of this rank among the ranks of the node.
-        failed_rank: the rank in the group that failed first, as far as known; None if this rank
-            works on.
+        local_rank: the index of this rank among the ranks of the node.
+        failed_rank: the rank in the group that failed first, as far as known; None as long as this
+            rank has not failed.
 
     Raises:
         RankError: another rank has computed other reads.
@@ -76,7 +76,7 @@ class SharedBuffers:
     def __init__(self, reads: Reads, node: NodeRanks, slots: int, slot_bytes: int) -> None:
         self._reads, self._node = reads, node
         self._slots, self._slot_bytes = slots, slot_bytes
-        self.index = node.index
+        self.local_rank = node.local_rank
         self.failed_rank: int | None = None
         self._users = np.column_stack([reads.wanted, reads.target != NOBODY])
         self._ring = reads.reader.tolist()
@@ -96,9 +96,9 @@ class SharedBuffers:
             for each, rows in zip(memory, self._in_ring, strict=True)
         ]
         self._turn_lock = threading.Lock()
-        made_here = (reads.reader == self.index) & (reads.source == NOBODY)
+        made_here = (reads.reader == self.local_rank) & (reads.source == NOBODY)
         self._to_make: deque[int] = deque(np.flatnonzero(made_here).tolist())
-        used_here = reads.wanted[:, self.index] & ~made_here
+        used_here = reads.wanted[:, self.local_rank] & ~made_here
         self._to_use: list[deque[int]] = [
             deque(rows[used_here[rows]].tolist()) for rows in self._in_ring
         ]
@@ -119,7 +119,7 @@ class SharedBuffers:
 
     def is_made_here(self, read: int) -> bool:
         """Return whether this rank makes the read, from storage."""
-        return self._ring[read] == self.index and not self.is_received(read)
+        return self._ring[read] == self.local_rank and not self.is_received(read)
 
     def is_received(self, read: int) -> bool:
         """Return whether the bytes of a read come from another node."""
@@ -127,7 +127,7 @@ class SharedBuffers:
 
     def is_wanted(self, read: int) -> bool:
         """Return whether this rank uses the bytes of a read."""
-        return bool(self._reads.wanted[read, self.index])
+        return bool(self._reads.wanted[read, self.local_rank])
 
     def slot(self, read: int) -> Buffer:
         """Return the memory of the slot that holds the bytes of a read."""
@@ -156,7 +156,7 @@ class SharedBuffers:
 
     def mark_used(self, read: int) -> None:
         """Mark a read as used by this rank."""
-        self._rings[self._ring[read]].used[self._position[read], self.index] = 1
+        self._rings[self._ring[read]].used[self._position[read], self.local_rank] = 1
 
     def mark_sent(self, read: int) -> None:
         """Mark a read of this rank as sent to another node."""
@@ -186,12 +186,12 @@ class SharedBuffers:
         """
         if self.failed_rank is None:
             known = list(error.failures) if isinstance(error, RankError) else []
-            self.failed_rank = known[0] if known else self._node.ranks[self.index]
-        own = self._rings[self.index]
+            self.failed_rank = known[0] if known else self._node.ranks[self.local_rank]
+        own = self._rings[self.local_rank]
         own.states[own.states == 0] = FAILED
         own.used[:, -1] = 1
         for ring in self._rings:
-            ring.used[:, self.index] = 1
+            ring.used[:, self.local_rank] = 1
 
     def _previous(self, read: int) -> int:
         """Return the previous read in the slot of a read; `NO_MORE_READS` if there is none."""

@@ -16,24 +16,21 @@ from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
 from shardwise.plan.load import Spans, assign_transfers
 from shardwise.ports.read_strategy import BytesMoved, RankReads
-from shardwise.sharing.agreement import agree_on_reading_once
+from shardwise.sharing.agreement import WORTH_SHARING, agree_on_reading_once
 from shardwise.sharing.links import Links
 from shardwise.sharing.node_ranks import NodeRanks, Wants, encode_ranges, find_node_ranks
 from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 from shardwise.store.store import Buffer
 
-WORTH_SHARING = 0.05
-"""The ranks of a node read together if this avoids at least this fraction of their reads."""
-
 
 class ReadTogether:
     """One rank reads the bytes that several ranks need.
 
     Args:
-        read_once: whether nodes share reads; None: if they do not read from a disk of their own,
-            and if this spares enough bytes. The ranks of a node share reads if this spares at
-            least 5 % of them.
+        read_once: whether nodes share reads. None: they do if they read from shared storage, and
+            sharing avoids at least 5 % of the bytes and 64 MiB. The ranks of a node share reads if
+            this avoids at least 5 % of the bytes.
     """
 
     def __init__(self, read_once: bool | None) -> None:
@@ -90,7 +87,7 @@ def _fill_together(
             links.report_failure()
         raise
     reads.finish()
-    read, received = (shared.bytes_of(node.index, received=each) for each in (False, True))
+    read, received = (shared.bytes_of(node.local_rank, received=each) for each in (False, True))
     return BytesMoved(read, received)
 
 
@@ -101,7 +98,7 @@ def _read(
     links: Links | None,
     cleanup: ExitStack,
 ) -> None:
-    index, arena = node.index, reads.arena
+    index, arena = node.local_rank, reads.arena
     ends = [
         end_of_read(reads.layout.files[file], high)
         for file, high in zip(shared.file.tolist(), shared.high.tolist(), strict=True)

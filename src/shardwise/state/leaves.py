@@ -45,7 +45,8 @@ class TensorLeaf:
             several names. None if the tensor is not tied.
         after_load: called after a load has filled the fragments. Moves the values to their final
             memory, if the fragments are copies.
-        padded: whether the last rows may be padding. A checkpoint may have fewer rows of padding.
+        padded: whether the last rows may be padding, as in Megatron's embedding. A load then
+            accepts a checkpoint with fewer rows.
         sharding: the split over a device mesh that results in the fragments, if there is one.
     """
 
@@ -61,7 +62,7 @@ class TensorLeaf:
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
         """Return the leaf, cut to `shape`. Only rows of padding may be cut."""
         same_rows = len(shape) == len(self.shape) and shape[1:] == self.shape[1:]
-        if not (self.padded and same_rows and shape < self.shape):
+        if not (self.padded and same_rows and shape[0] < self.shape[0]):
             return self
         fragments = []
         for fragment in self.fragments:
@@ -80,8 +81,9 @@ class LocalState:
     Attributes:
         tensors: this rank's fragments of tensors.
         objects: plain values that are the same on all ranks, encoded.
-        grouped: for each name, such as `optimizer.param_groups`, pairs of the names of parameters
-            and the encoded value that these share. A rank lists only its own parameters.
+        grouped: encoded values that several parameters share. For example,
+            `{"optimizer.param_groups": [(("w", "b"), {"lr": 0.1})]}` says that the parameters w and
+            b have the learning rate 0.1. A rank lists only its own parameters.
         per_rank: values that differ between ranks, encoded.
         problems: reasons why the state cannot be loaded.
         unselected: names that a load does not change, because they are not selected.

@@ -11,11 +11,12 @@ from shardwise.errors import StateError
 from shardwise.state.leaves import Fragment, TensorLeaf, memory_extent, same_bytes
 
 
-def make_leaves_fillable(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
+def copy_overlapping(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
     """Return leaves that a load can fill in any order.
 
-    Leaves whose memory overlaps, with other leaves or with itself, are replaced by copies.
-    `after_load` of a leaf moves the filled copy to the original memory.
+    A leaf is replaced by a copy if its memory overlaps that of another leaf, or if it repeats
+    elements, as an expanded tensor does. `after_load` of the copy moves the values to the original
+    memory.
     """
     overlapping = _find_overlapping(leaves)
     filled: list[tuple[TensorLeaf, TensorLeaf]] = []

@@ -11,7 +11,7 @@ import torch
 from shardwise.errors import StateError
 from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
-from shardwise.state.tensors import fragments_like, is_dtensor, tensor_leaf, with_memory
+from shardwise.state.tensors import detach_checked, fragments_like, is_dtensor, tensor_leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FlatRange:
 
     def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
         """Return the range of a flat tensor as a leaf of the global tensor."""
-        memory, start = with_memory(name, flat), self.start
+        memory, start = detach_checked(name, flat), self.start
         fragments = []
         for box in self.boxes:
             fragments.append(Fragment(box, memory[start : start + box.size].view(box.shape)))
@@ -106,12 +106,16 @@ class Parameter:
     def representative_name(self) -> str:
         """The name of the first parameter that is not a scalar.
 
-        All parameters in the tensor have the same keys of state as this one.
+        The optimizer's state of a flattened tensor, for example `exp_avg`, exists once for all
+        parameters in the tensor. So one name is enough to look up its keys.
         """
         return next((part.name for part in self.flat if part.shape), self.names[0])
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
         """Return a tensor of the optimizer's state as leaves, one for each original parameter.
+
+        The value is sharded like the parameter if it is a DTensor too, or if its shape is that of
+        the parameter's local tensor. A value that is sharded in no known way must be a scalar.
 
         Args:
             prefix: name of the optimizer.
@@ -137,7 +141,7 @@ class Parameter:
         for part in self.flat:
             name = f"{prefix}.{part.name}.{key}"
             if is_flat:
-                leaves.append(part.leaf(name, with_memory(name, value).view(-1)))
+                leaves.append(part.leaf(name, detach_checked(name, value).view(-1)))
             else:
                 _refuse_unless_scalar(name, value)
                 leaves.append(tensor_leaf(name, value))

@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PerRankValue(Protocol):
-    """A value in the state that differs between ranks."""
+    """The methods of a value like `PerRank`, which the state may have in its place."""
 
     def capture(self) -> Any:
         """Return this rank's value as a plain value."""

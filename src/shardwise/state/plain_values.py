@@ -10,16 +10,15 @@ import enum
 import math
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.state.hash_collisions import KeyCounter
+from shardwise.state.hostile_keys import KeyCounter
 from shardwise.state.json_fields import (
     Array,
     Fields,
@@ -42,17 +41,17 @@ from shardwise.state.json_fields import (
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
 from shardwise.state.leaves import Shards
-from shardwise.state.tensors import with_memory
+from shardwise.state.tensors import detach_checked
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
 MAX_DEPTH = 200
-LONGEST_SHOWN = 40
-"""The most characters of a value to show in an error message."""
+
+ABSENT = object()
+"""What a value has in place of a key that only the other value has."""
 _INT64 = 2**63
-_ABSENT = object()
 
 
 def encode(
@@ -74,7 +73,7 @@ def encode(
         StateError: a value has no plain form, or two tensors have the same name.
     """
     try:
-        return _encode(value, _Cursor(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
+        return _encode(value, _Context(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
         raise StateError(f"{name}: nested too deeply for Python: flatten the value") from error
 
@@ -97,53 +96,49 @@ def decode(
         StateError: the input is malformed, or contains pickle and `allow_pickle` is not set.
     """
     try:
-        return _decode(encoded, _Cursor(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
+        return _decode(encoded, _Context(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
         raise StateError(
-            f"{name}: nested too deeply for Python: leave it out with skip="
+            f"{name}: nested too deeply for Python: leave it out with skip=[…]"
         ) from error
 
 
-def find_differences(a: JsonValue, b: JsonValue, name: str) -> dict[str, tuple[str, str]]:
-    """Return the parts in which two encoded values differ, as short texts.
+def find_differences(
+    a: JsonValue, b: JsonValue, name: str
+) -> Iterator[tuple[str, JsonValue, JsonValue]]:
+    """Yield the parts in which two encoded values differ.
 
-    For example, `{"lr": 0.1}` and `{"lr": 0.2}` differ in `{"x.lr": ("0.1", "0.2")}`.
+    For example, `{"lr": 0.1}` and `{"lr": 0.2}` with the name `x` differ in `("x.lr", 0.1, 0.2)`.
 
     Args:
+        a, b: the encoded values.
         name: the full name of both values.
 
-    Returns:
-        The texts of `a` and `b`, by the full name of the part.
+    Yields:
+        The full name of the part, and what `a` and `b` have there: an encoded value, or `ABSENT`.
     """
-    found = {}
-    stack = [(name, a, b)]
-    while stack:
-        part, x, y = stack.pop()
-        if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
-            stack += reversed([(f"{part}.{i}", x[i], y[i]) for i in range(len(x))])
-        elif not (isinstance(x, dict) and isinstance(y, dict)):
-            if x != y:
-                found[part] = _shown(x), _shown(y)
-        elif TAG not in x and TAG not in y:
-            keys = reversed(dict.fromkeys([*x, *y]))
-            stack += [(f"{part}.{key}", x.get(key, _ABSENT), y.get(key, _ABSENT)) for key in keys]
-        elif {**x, "v": None} != {**y, "v": None}:  # values of different types
-            found[part] = _shown(x), _shown(y)
-        else:
-            stack.append((part, x.get("v"), y.get("v")))
-    return found
-
-
-def _shown(encoded: JsonValue) -> str:
-    text = "absent" if encoded is _ABSENT else msgspec.json.encode(encoded).decode()
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if TAG not in a and TAG not in b:
+            for key in dict.fromkeys([*a, *b]):
+                yield from find_differences(a.get(key, ABSENT), b.get(key, ABSENT), f"{name}.{key}")
+            return
+        if a.get(TAG) == b.get(TAG) and isinstance(a.get("v"), list):
+            a, b = a["v"], b.get("v")
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from find_differences(x, y, f"{name}.{index}")
+    elif type(a) is not type(b) or a != b:
+        yield name, a, b
 
 
 @dataclass(frozen=True, slots=True)
-class _Cursor:
-    """The position of the encoder or decoder in a value, and the options.
+class _Context:
+    """What the encoder or decoder knows at a position in a value.
 
     Attributes:
+        name: the full name of the position.
+        depth: the number of containers around the position.
+        on_tensor, get_tensor, allow_pickle: as for `encode` and `decode`.
         tensors: the names of the tensors that the encoder has found so far.
         is_key: whether the position is in the key of a dict.
     """
@@ -156,7 +151,7 @@ class _Cursor:
     tensors: set[str] = field(default_factory=set)
     is_key: bool = False
 
-    def within(self, part: object, *, is_key: bool = False) -> _Cursor:
+    def within(self, part: object, *, is_key: bool = False) -> _Context:
         return replace(
             self,
             name=f"{self.name}.{part}",
@@ -166,102 +161,104 @@ class _Cursor:
         )
 
 
-def _encode(value: Any, cursor: _Cursor) -> JsonValue:
-    if cursor.depth > MAX_DEPTH:
+def _encode(value: Any, context: _Context) -> JsonValue:
+    if context.depth > MAX_DEPTH:
         problem = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
-        raise StateError(f"{cursor.name}: {problem}: flatten it")
+        raise StateError(f"{context.name}: {problem}: flatten it")
     value_type = type(value)
     if value is None or value_type is bool:
         return value
     if value_type is str:
-        return _check_text(value, cursor)
+        return _check_text(value, context)
     if (value_type is int and -_INT64 <= value < _INT64) or (
         value_type is float and math.isfinite(value)
     ):
         return value
     if value_type is list:
-        return _encode_items(value, cursor)
+        return _encode_items(value, context)
     if value_type is dict and TAG not in value and all(type(key) is str for key in value):
         return {
-            _check_text(key, cursor): _encode(item, cursor.within(key))
+            _check_text(key, context): _encode(item, context.within(key))
             for key, item in value.items()
         }
     inherited = (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type))
     tag = _TAG_BY_TYPE.get(value_type) or next(inherited, "pickle")
-    fields = _KINDS[tag].encode(value, cursor)
+    fields = _KINDS[tag].encode(value, context)
     if fields is None and tag != "pickle":
-        tag, fields = "pickle", _encode_pickle(value, cursor)
+        tag, fields = "pickle", _encode_pickle(value, context)
     if fields is None:
-        raise StateError(f"{cursor.name}: {why_unsavable(value)}")
+        raise StateError(f"{context.name}: {why_unsavable(value)}")
     return {TAG: tag, **fields}
 
 
-def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
-    if cursor.depth > MAX_DEPTH:
+def _decode(encoded: JsonValue, context: _Context) -> object:
+    if context.depth > MAX_DEPTH:
         raise StateError(
-            f"{cursor.name}: more than {MAX_DEPTH} levels deep: leave it out with skip="
+            f"{context.name}: more than {MAX_DEPTH} levels deep: leave it out with skip=[…]"
         )
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
-        return _decode_items(encoded, cursor)
+        return _decode_items(encoded, context)
     if not isinstance(encoded, dict):
-        raise StateError(f"{cursor.name}: {type(encoded).__name__} is not a JSON value")
+        raise StateError(f"{context.name}: {type(encoded).__name__} is not a JSON value")
     if TAG not in encoded:
-        return {key: _decode(item, cursor.within(key)) for key, item in encoded.items()}
+        return {key: _decode(item, context.within(key)) for key, item in encoded.items()}
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
-            f"{cursor.name}: the type {str(tag)[:40]!r} is unknown: load the checkpoint with a "
-            "newer version of shardwise, or leave the value out with skip="
+            f"{context.name}: the type {str(tag)[:40]!r} is unknown: load the checkpoint with a "
+            "newer version of shardwise, or leave the value out of the load with skip=[…]"
         )
     try:
-        return _KINDS[tag].decode(encoded, cursor)
+        return _KINDS[tag].decode(encoded, context)
     except (ShardwiseError, RecursionError):
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        advice = "load another checkpoint, or leave the value out with skip="
-        raise StateError(f"{cursor.name}: the saved {tag} is invalid: {error}; {advice}") from error
+        advice = "load another checkpoint, or leave the value out of the load with skip=[…]"
+        raise StateError(
+            f"{context.name}: the saved {tag} is invalid: {error}; {advice}"
+        ) from error
 
 
-def _check_text(text: str, cursor: _Cursor) -> str:
+def _check_text(text: str, context: _Context) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise StateError(f"{cursor.name}: invalid Unicode: {error}: save it as bytes") from error
+        raise StateError(f"{context.name}: invalid Unicode: {error}: save it as bytes") from error
     return text
 
 
-def _encode_items(values: Any, cursor: _Cursor) -> list[JsonValue]:
-    return [_encode(value, cursor.within(i)) for i, value in enumerate(values)]
+def _encode_items(values: Any, context: _Context) -> list[JsonValue]:
+    return [_encode(value, context.within(i)) for i, value in enumerate(values)]
 
 
-def _decode_items(encoded: object, cursor: _Cursor) -> list[Any]:
-    return [_decode(value, cursor.within(i)) for i, value in enumerate(require_list(encoded))]
+def _decode_items(encoded: object, context: _Context) -> list[Any]:
+    return [_decode(value, context.within(i)) for i, value in enumerate(require_list(encoded))]
 
 
-def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
+def _encode_pairs(value: Mapping[object, object], context: _Context) -> Fields:
     pairs = []
     for key, item in value.items():
-        encoded_key = _encode(key, cursor.within("<key>", is_key=True))
-        pairs.append([encoded_key, _encode(item, cursor.within(key))])
+        encoded_key = _encode(key, context.within("<key>", is_key=True))
+        pairs.append([encoded_key, _encode(item, context.within(key))])
     return {"v": pairs}
 
 
-def _decode_pairs(encoded: Fields, cursor: _Cursor) -> dict[object, object]:
+def _decode_pairs(encoded: Fields, context: _Context) -> dict[object, object]:
     pairs: dict[object, object] = {}
     keys = KeyCounter()
     for pair in require_list(encoded["v"]):
         key, item = require_list(pair)
-        decoded = _decode(key, cursor.within("<key>"))
+        decoded = _decode(key, context.within("<key>"))
         keys.add([decoded])
         if decoded in pairs:
             raise ValueError(f"duplicate key {str(decoded)[:40]!r}")
-        pairs[decoded] = _decode(item, cursor.within(decoded))
+        pairs[decoded] = _decode(item, context.within(decoded))
     return pairs
 
 
-def _encode_int(value: int, cursor: _Cursor) -> Fields | None:
+def _encode_int(value: int, context: _Context) -> Fields | None:
     try:
         return {"v": str(value)}
     except ValueError:
@@ -274,75 +271,78 @@ def _make_size(items: list[Any]) -> torch.Size:
     return torch.Size(items)
 
 
-def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
-    if cursor.on_tensor is not None or cursor.is_key:
-        return _name_tensor(value, cursor)
+def _encode_tensor(value: torch.Tensor | Shards, context: _Context) -> Fields | None:
+    if context.on_tensor is not None or context.is_key:
+        return _name_tensor(value, context)
     if isinstance(value, Shards) or hasattr(value, "placements"):
         raise StateError(
-            f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
+            f"{context.name}: a {type(value).__name__} cannot be part of this value: save the full "
             "tensor, or make it an item of the state"
         )
-    return tensor_fields(with_memory(cursor.name, value))
+    return tensor_fields(detach_checked(context.name, value))
 
 
-def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
-    return _get_named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
+def _decode_tensor(encoded: Fields, context: _Context) -> torch.Tensor | Shards:
+    return _get_named_tensor(encoded, context) if "name" in encoded else tensor_of(encoded)
 
 
-def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
-    is_named = is_numeric(value.dtype) and (cursor.on_tensor is not None or cursor.is_key)
-    return _name_tensor(value, cursor) if is_named else array_fields(value)
+def _encode_array(value: Array, context: _Context) -> Fields | None:
+    is_named = is_numeric(value.dtype) and (context.on_tensor is not None or context.is_key)
+    return _name_tensor(value, context) if is_named else array_fields(value)
 
 
-def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
-    found = _get_named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
+def _decode_array(encoded: Fields, context: _Context) -> Array | Shards:
+    found = _get_named_tensor(encoded, context) if "name" in encoded else array_of(encoded)
     return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
 
 
-def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
-    if cursor.get_tensor is None:
+def _get_named_tensor(encoded: Fields, context: _Context) -> torch.Tensor | Shards:
+    if context.get_tensor is None:
         raise StateError(
-            f"{cursor.name}: the saved value refers to a tensor, which a value of this kind cannot "
-            "contain: leave it out with skip="
+            f"{context.name}: the saved value refers to a tensor, but is loaded without tensors: "
+            "leave the value out of the load with skip=[…]"
         )
-    return cursor.get_tensor(require_text(encoded["name"]))
+    return context.get_tensor(require_text(encoded["name"]))
 
 
-def _name_tensor(value: object, cursor: _Cursor) -> Fields:
-    if cursor.is_key or cursor.on_tensor is None:
+def _name_tensor(value: object, context: _Context) -> Fields:
+    if context.is_key or context.on_tensor is None:
         raise StateError(
-            f"{cursor.name}: a tensor cannot be a key: use text or a number as the key"
+            f"{context.name}: a tensor cannot be a key: use text or a number as the key"
         )
-    if cursor.name in cursor.tensors:
-        raise StateError(f"{cursor.name}: two tensors have this name: rename a key of one of them")
-    cursor.tensors.add(cursor.name)
-    cursor.on_tensor(cursor.name, value)
-    return {"name": cursor.name}
+    if context.name in context.tensors:
+        raise StateError(f"{context.name}: two tensors have this name: rename a key of one of them")
+    context.tensors.add(context.name)
+    context.on_tensor(context.name, value)
+    return {"name": context.name}
 
 
-def _decode_enum(encoded: Fields, cursor: _Cursor) -> enum.Enum:
+def _decode_enum(encoded: Fields, context: _Context) -> enum.Enum:
     try:
         return enum_of(encoded)
     except LookupError as error:
-        raise StateError(f"{cursor.name}: {error}, or leave the value out with skip=") from error
+        raise StateError(
+            f"{context.name}: {error}, or leave the value out of the load with skip=[…]"
+        ) from error
 
 
-def _encode_pickle(value: object, cursor: _Cursor) -> Fields | None:
-    if not cursor.allow_pickle:
+def _encode_pickle(value: object, context: _Context) -> Fields | None:
+    if not context.allow_pickle:
         return None
     try:
         return {"v": bytes_text(pickle.dumps(value))}
     except Exception as error:  # pickling runs code of the value
         raise StateError(
-            f"{cursor.name}: a {type(value).__name__} is not a plain value, and pickle cannot save "
-            f"it: {error}: leave it out of the state, or give it state_dict() and load_state_dict()"
+            f"{context.name}: a {type(value).__name__} is not a plain value, and pickle cannot "
+            f"save it: {error}: leave it out of the state, or give it state_dict() and "
+            "load_state_dict()"
         ) from error
 
 
-def _decode_pickle(encoded: Fields, cursor: _Cursor) -> object:
-    if not cursor.allow_pickle:
+def _decode_pickle(encoded: Fields, context: _Context) -> object:
+    if not context.allow_pickle:
         raise StateError(
-            f"{cursor.name}: saved as pickle, which runs code from the file when it is loaded; "
+            f"{context.name}: saved as pickle, which runs code from the file when it is loaded; "
             "if you trust the file, pass allow_pickle=True"
         )
     data = bytes_of(encoded["v"])
@@ -350,8 +350,8 @@ def _decode_pickle(encoded: Fields, cursor: _Cursor) -> object:
         return pickle.loads(data)
     except Exception as error:  # unpickling runs code of the value
         raise StateError(
-            f"{cursor.name}: the pickled value cannot be unpickled: {error}: make its class "
-            "importable, or leave the value out with skip="
+            f"{context.name}: the pickled value cannot be unpickled: {error}: make its class "
+            "importable, or leave the value out of the load with skip=[…]"
         ) from error
 
 
@@ -365,8 +365,8 @@ class _Kind(NamedTuple):
     """
 
     value_type: type
-    encode: Callable[[Any, _Cursor], Fields | None]
-    decode: Callable[[Fields, _Cursor], object]
+    encode: Callable[[Any, _Context], Fields | None]
+    decode: Callable[[Fields, _Context], object]
 
 
 def _text_kind(
@@ -374,16 +374,16 @@ def _text_kind(
 ) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, cursor: {"v": to_text(value)},
-        lambda fields, cursor: from_text(require_text(fields["v"])),
+        lambda value, context: {"v": to_text(value)},
+        lambda fields, context: from_text(require_text(fields["v"])),
     )
 
 
 def _items_kind(value_type: type, make: Callable[[list[Any]], object]) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, cursor: {"v": _encode_items(value, cursor)},
-        lambda fields, cursor: make(_decode_items(fields["v"], cursor)),
+        lambda value, context: {"v": _encode_items(value, context)},
+        lambda fields, context: make(_decode_items(fields["v"], context)),
     )
 
 
@@ -391,13 +391,15 @@ def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
     return _Kind(
         value_type,
         _encode_pairs,
-        lambda fields, cursor: value_type(_decode_pairs(fields, cursor)),
+        lambda fields, context: value_type(_decode_pairs(fields, context)),
     )
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "enum": _Kind(enum.Enum, lambda v, cursor: enum_fields(v), _decode_enum),
-    "numpy": _Kind(np.generic, lambda v, cursor: scalar_fields(v), lambda f, cursor: scalar_of(f)),
+    "enum": _Kind(enum.Enum, lambda v, _: enum_fields(v), _decode_enum),
+    "numpy": _Kind(
+        np.generic, lambda v, context: scalar_fields(v), lambda f, context: scalar_of(f)
+    ),
     "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),
     "tuple": _items_kind(tuple, tuple),
@@ -405,7 +407,7 @@ _KINDS: Mapping[str, _Kind] = {
     "dict": _pairs_kind(dict),
     "ordered": _pairs_kind(OrderedDict),
     "counter": _pairs_kind(Counter),
-    "int": _Kind(int, _encode_int, lambda fields, cursor: int(require_text(fields["v"]))),
+    "int": _Kind(int, _encode_int, lambda fields, context: int(require_text(fields["v"]))),
     "float": _text_kind(float, repr, float),
     "complex": _text_kind(complex, repr, complex),
     "bytes": _text_kind(bytes, bytes_text, bytes_of),

@@ -48,7 +48,11 @@ class RngState:
         return "RngState()"
 
     def capture(self) -> dict[str, Any]:
-        """Return the state of every generator, as plain values and tensors."""
+        """Return the state of every generator, as plain values and tensors.
+
+        Saves and loads of shardwise call `capture` and `restore`; `state_dict` and
+        `load_state_dict` are for other libraries.
+        """
         return self.state_dict()
 
     def restore(self, value: int | dict[str, Any]) -> None:
@@ -124,7 +128,9 @@ def _accelerator() -> Any:
 
 def _seed_of_new_rank(first_state: object, rank: int) -> int:
     plain = msgspec.json.encode(encode(first_state, "rng"))
-    return _digest(plain + b"rank %d" % rank) & ~_BITS_32 | (_digest(plain) + rank) & _BITS_32
+    high = _digest(plain + b"rank %d" % rank) & ~_BITS_32
+    low = (_digest(plain) + rank) & _BITS_32
+    return high | low
 
 
 def _digest(data: bytes) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, MeshShard, Sharding, Split, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, Sharding, Split, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.leaves import Fragment, Shards, TensorLeaf
 
@@ -34,7 +34,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         tensor = tensor_of_array(name, tensor)
     if isinstance(tensor, Shards):
         check_dtype(name, tensor.dtype)
-        fragments = tuple(Fragment(f.box, with_memory(name, f.data)) for f in tensor.fragments)
+        fragments = tuple(Fragment(f.box, detach_checked(name, f.data)) for f in tensor.fragments)
         return TensorLeaf(name, tensor.dtype, tensor.shape, fragments, id(tensor))
     check_dtype(name, tensor.dtype)
     if is_lazy(tensor):
@@ -52,7 +52,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     if tensor.layout != torch.strided:
         raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
     shape = tuple(tensor.shape)
-    data = with_memory(name, tensor)
+    data = detach_checked(name, tensor)
     after_load = None
     if data.is_conj() or data.is_neg():
         # The memory holds conjugated or negated values: fill a copy, and assign the copy.
@@ -121,7 +121,7 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
     except (TypeError, ValueError) as error:
         raise StateError(
             f"{name}: this NumPy array of {array.dtype} with strides {array.strides} cannot become "
-            f"a tensor: {error}"
+            f"a tensor: {error}; save array.copy(), as an array of numbers"
         ) from error
 
 
@@ -134,11 +134,11 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
-def with_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def detach_checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values, detached, whose memory holds them.
 
-    The result of a functional collective is waited for. All other tensors share their memory with
-    the result.
+    If the tensor is the pending result of a collective, wait for it. Otherwise, the result shares
+    the memory of the tensor.
 
     Args:
         name: the name of the tensor, for the error message.
@@ -215,14 +215,15 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    local, shape = with_memory(name, local), tuple(like.shape)
+    local, shape = detach_checked(name, local), tuple(like.shape)
     sharding = _sharding_of(name, like)
     if sharding is None:
         return ()
     try:
-        pairs, size = _boxes_and_size(shape, sharding.splits)
+        pairs = shard_boxes(shape, sharding.splits)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}: correct the placements {like.placements}") from error
+    size = sum(box.size for box, _ in pairs)
     if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
@@ -233,14 +234,6 @@ def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragm
     if len(pairs) == 1:
         return (Fragment(pairs[0][0], local),)
     return tuple(Fragment(box, local[local_box.slices()]) for box, local_box in pairs)
-
-
-@lru_cache(maxsize=4096)
-def _boxes_and_size(
-    shape: tuple[int, ...], splits: tuple[Split, ...]
-) -> tuple[list[tuple[Box, Box]], int]:
-    pairs = fragments_of_shard(shape, splits)
-    return pairs, sum(box.size for box, _ in pairs)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from shardwise.errors import FormatError
-from shardwise.state.hash_collisions import UnsafeKeysError
+from shardwise.state.hostile_keys import UnsafeKeysError
 
 MALFORMED_ERRORS = (
     ArithmeticError,

@@ -24,7 +24,7 @@ from shardwise.formats.containers.pickle_values import (
     find_unknown,
     set_state,
 )
-from shardwise.state.hash_collisions import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
+from shardwise.state.hostile_keys import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
 
 NEWEST_PROTOCOL = 5
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -101,7 +101,7 @@ class PickleMachine:
             raise FormatError(f"it {action} a {type(target).__name__}")
         return target
 
-    def refuse_hash_collisions(self, target: object, new_keys: Sequence[object]) -> None:
+    def refuse_hostile_keys(self, target: object, new_keys: Sequence[object]) -> None:
         """Check the hashes of keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
@@ -240,20 +240,20 @@ def _set_item(machine: PickleMachine) -> None:
 def _update_dict(machine: PickleMachine, items: list[Any]) -> None:
     keys = items[::2]
     if (target := machine.find_target(dict, "sets items of")) is not None:
-        machine.refuse_hash_collisions(target, keys)
+        machine.refuse_hostile_keys(target, keys)
         target.update(zip(keys, items[1::2], strict=True))
 
 
 def _add_to_set(machine: PickleMachine) -> None:
     items = machine.pop_to_mark()
     if (target := machine.find_target(set, "adds to")) is not None:
-        machine.refuse_hash_collisions(target, items)
+        machine.refuse_hostile_keys(target, items)
         target.update(items)
 
 
 def _build_frozenset(machine: PickleMachine) -> None:
     items = machine.pop_to_mark()
-    machine.refuse_hash_collisions(items, items)
+    machine.refuse_hostile_keys(items, items)
     machine.stack.append(frozenset(items))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
-from shardwise.state.hash_collisions import KeyCounter
+from shardwise.state.hostile_keys import KeyCounter
 
 Constructor: TypeAlias = Callable[..., object]
 """A function that builds a value from the arguments in a pickle, which are not trusted.

@@ -29,7 +29,7 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     list_parts,
 )
-from shardwise.state.hash_collisions import UnsafeKeysError
+from shardwise.state.hostile_keys import UnsafeKeysError
 
 MOST_NAMES_SHOWN = 20
 MOST_DEPTH = 100

@@ -18,7 +18,7 @@ from shardwise.formats.containers.pickle_values import (
     call_with,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
-from shardwise.layout import Box, MeshShard, fragments_of_shard, splits_of
+from shardwise.layout import Box, MeshShard, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 MOST_DIMS = 64
@@ -219,7 +219,7 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
             "save with fewer strided placements",
         )
-    boxes = fragments_of_shard(shape, splits)
+    boxes = shard_boxes(shape, splits)
     if sum(box.size for box, _ in boxes) != prod(local.shape):
         raise ValueError(
             f"the local tensor of a DTensor has shape {list(local.shape)}, which disagrees with "

@@ -22,7 +22,7 @@ from shardwise.formats.language.shapes import (
     size_of,
     solve_sizes,
 )
-from shardwise.layout import row_major
+from shardwise.layout import row_major_strides
 from shardwise.layout.columns import Bool, Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
@@ -372,6 +372,6 @@ def _place_boxes(
         offsets,
         shape,
         # A dimension of size 1 may have any stride: use the stride of a row-major box.
-        np.where(shape == 1, row_major(shape), stride),
+        np.where(shape == 1, row_major_strides(shape), stride),
     )
     return pieces if is_kept.all() else pieces.select(is_kept)

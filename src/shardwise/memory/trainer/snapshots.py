@@ -15,6 +15,7 @@ from shardwise.engine.planning import (
     PlannedSave,
     SaveRequest,
     describe_save,
+    refuse_if_full,
 )
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas
@@ -157,7 +158,7 @@ class Snapshots:
             place = str(save.store) if durable else f"memory, for {save.store}"
             root = self.root if durable else None
             with recorder.stage("describe"):
-                described = describe_save(replace(save, place=place, written_to=root))
+                described = describe_save(replace(save, place=place, space_of=root))
             offer = described.offer(plan_cache, self._group, self._comparison)
             messages = all_ranks.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
         offers = [offer for offer, _, _ in messages]
@@ -171,7 +172,7 @@ class Snapshots:
             with Round(self._group, "looking for an earlier save", first_only=True):
                 if self._group.rank == 0:
                     planned.request.refuse_existing(self._steps_to_look_for)
-                    planned.refuse_if_full()
+                    refuse_if_full(planned.request.space_of, planned.plan.bytes_stored)
         if planned.request.options.check_replicas:
             check_replicas(planned, self._group)
         planned = planned.with_sample(self._comparison)
@@ -203,7 +204,7 @@ class Snapshots:
         group = self._group
 
         with Round(group, "describing a save") as all_ranks:
-            described = describe_save(replace(make_save(), written_to=None))
+            described = describe_save(replace(make_save(), space_of=None))
             offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
         planned = described.plan(offers, group, plan_cache, recorder)
         source, ring, _ = join_ring(planned, self._options, self.membership, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,11 +11,11 @@ import torch
 
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
-from shardwise.engine.load import read_boxes
+from shardwise.engine.load import batch_boxes, read_boxes
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
-from shardwise.layout import Box, boxes_of
+from shardwise.layout import Box
 from shardwise.layout.columns import Int
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.plan.name_lookup import SavedNames
@@ -57,20 +57,22 @@ def find_differences(
     first_view = _view(layout, layout.tensor_of, layout.pieces)
     copies = replace(layout.replicas, tensor=np.arange(len(layout.replicas)))
     copies_view = _view(layout, layout.tensor_of[layout.replicas.tensor], copies)
+    tensor_of = layout.replicas.tensor.tolist()
     total = 0
     differences: dict[int, str] = {}
-    for number, batch in enumerate(_batches(layout, rows.tolist(), batch_bytes)):
+    for number, batch in enumerate(batch_boxes(_copies(layout, rows.tolist()), batch_bytes)):
         if number % share[1] != share[0]:
             continue
-        nbytes = sum(part.nbytes for part in batch)
+        nbytes = sum(box.size * int(layout.itemsizes[tensor_of[row]]) for row, box in batch)
         with recorder.stage("replicas", nbytes):
-            boxes = [(first_view.tensors[part.tensor], part.box) for part in batch]
-            copy_boxes = [(copies_view.tensors[part.row], part.box) for part in batch]
+            boxes = [(first_view.tensors[tensor_of[row]], box) for row, box in batch]
+            copy_boxes = [(copies_view.tensors[row], box) for row, box in batch]
             firsts = read_boxes(boxes, store, first_view, arena, verify=True)
             others = read_boxes(copy_boxes, store, copies_view, arena, verify=True)
-            for part, first, other in zip(batch, firsts, others, strict=True):
-                if part.tensor not in differences and not same_bytes(first, other):
-                    differences[part.tensor] = _describe_difference(layout, part, first, other)
+            for (row, box), first, other in zip(batch, firsts, others, strict=True):
+                tensor = tensor_of[row]
+                if tensor not in differences and not same_bytes(first, other):
+                    differences[tensor] = _describe_difference(layout, row, box, first, other)
         total += nbytes
     return total, list(differences.values())
 
@@ -126,41 +128,14 @@ def refuse_differences(path: str, differences: list[str]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a copy to compare.
-
-    Attributes:
-        tensor: the index of the tensor, as in `Pieces.tensor`.
-        row: the row of the copy in `Layout.replicas`.
-        box: the part, in the global tensor.
-        nbytes: the size of the part.
-    """
-
-    tensor: int
-    row: int
-    box: Box
-    nbytes: int
-
-
-def _batches(layout: Layout, rows: list[int], batch_bytes: int) -> Iterator[list[_Part]]:
-    """Yield lists of parts of some copies, each of at most `batch_bytes` bytes."""
-    replicas, batch, remaining = layout.replicas, list[_Part](), batch_bytes
+def _copies(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
+    """Yield some rows of `Layout.replicas`, with the box and the itemsize of each."""
+    replicas = layout.replicas
     for row in rows:
         tensor = int(replicas.tensor[row])
-        itemsize = int(layout.itemsize[tensor])
         ndim = len(layout.tensors[int(layout.tensor_of[tensor])].shape)
-        offset, shape = (c[row, :ndim].tolist() for c in (replicas.offset, replicas.shape))
-        for box in boxes_of(tuple(shape), max(1, batch_bytes // itemsize)):
-            place = Box(tuple(a + b for a, b in zip(offset, box.offset, strict=True)), box.shape)
-            part = _Part(tensor, row, place, box.size * itemsize)
-            if batch and part.nbytes > remaining:
-                yield batch
-                batch, remaining = [], batch_bytes
-            batch.append(part)
-            remaining -= part.nbytes
-    if batch:
-        yield batch
+        offset, shape = (tuple(c[row, :ndim].tolist()) for c in (replicas.offset, replicas.shape))
+        yield row, Box(offset, shape), int(layout.itemsizes[tensor])
 
 
 def _view(layout: Layout, tensors: Int, pieces: Pieces) -> Layout:
@@ -173,27 +148,33 @@ def _view(layout: Layout, tensors: Int, pieces: Pieces) -> Layout:
 
 
 def _describe_difference(
-    layout: Layout, part: _Part, first: torch.Tensor, copy: torch.Tensor
+    layout: Layout, row: int, box: Box, first: torch.Tensor, copy: torch.Tensor
 ) -> str:
-    """Return a line with the name of the tensor, and the first element that differs."""
+    """Return a line with the name of the tensor, and the first element that differs.
+
+    Args:
+        row: the row of the copy in `Layout.replicas`.
+        box: the part of the tensor that was compared.
+        first, copy: the values of this part.
+    """
+    tensor = int(layout.replicas.tensor[row])
     first_bytes, copy_bytes = (each.reshape(-1).view(torch.uint8) for each in (first, copy))
-    itemsize = int(layout.itemsize[part.tensor])
-    element = int((first_bytes != copy_bytes).nonzero()[0]) // itemsize
-    index = np.unravel_index(element, part.box.shape) if part.box.shape else ()
-    position = [int(i) + o for i, o in zip(index, part.box.offset, strict=True)]
+    element = int((first_bytes != copy_bytes).nonzero()[0]) // first.element_size()
+    index = np.unravel_index(element, box.shape) if box.shape else ()
+    position = [int(i) + o for i, o in zip(index, box.offset, strict=True)]
     pieces = layout.pieces
     padded = np.zeros(pieces.offset.shape[1], np.int64)
     padded[: len(position)] = position
     holds = (pieces.offset <= padded) & (padded < pieces.offset + pieces.shape)
-    (row, *_) = np.flatnonzero((pieces.tensor == part.tensor) & holds.all(axis=1)).tolist()
-    first_place = _place_of(layout, pieces, row, padded)
-    copy_place = _place_of(layout, layout.replicas, part.row, padded)
-    name = layout.tensors[int(layout.tensor_of[part.tensor])].name
+    (piece, *_) = np.flatnonzero((pieces.tensor == tensor) & holds.all(axis=1)).tolist()
+    first_place = _place_of(layout, pieces, piece, padded)
+    copy_place = _place_of(layout, layout.replicas, row, padded)
+    name = layout.tensors[int(layout.tensor_of[tensor])].name
     return f"{name}: two copies differ, first at {position}: {first_place}, and {copy_place}"
 
 
 def _place_of(layout: Layout, pieces: Pieces, row: int, position: Int) -> str:
     """Return the file and byte of an element of a piece."""
     elements = int(((position - pieces.offset[row]) * pieces.stride[row]).sum())
-    start = int(pieces.start[row]) + elements * int(layout.itemsize[pieces.tensor[row]])
+    start = int(pieces.start[row]) + elements * int(layout.itemsizes[pieces.tensor[row]])
     return f"{layout.files[int(pieces.file[row])].name} at byte {start}"
