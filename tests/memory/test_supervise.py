@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -334,8 +333,8 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
     """That process is stopped, and keeps its lock."""
     home = Home(tmp_path)
     monkeypatch.setattr(spawn, "LOCK_TIMEOUT", 0.05)
-    fd = home.open_lock("start.lock")
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(sw.StoreError, match="another process has been starting the agent"):
+    with (
+        home.lock("start.lock"),
+        pytest.raises(sw.StoreError, match="another process has been starting the agent"),
+    ):
         spawn.ensure_agent(home, Memory(dir=str(tmp_path)))
-    os.close(fd)

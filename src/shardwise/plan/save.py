@@ -389,11 +389,10 @@ def divide_replicas(
         part = sum(sizes) // (32 * len(holders))
         grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    even_bounds = np.cumsum(water_fill(loads[list(holders)], float(starts[-1])))[:-1].tolist()
+    even_bounds = np.cumsum(water_fill(loads[list(holders)], float(starts[-1]))).tolist()
     bounds = [0]
-    for bound in even_bounds:
-        index = min(bisect_right(starts, bound), len(replicas)) - 1
-        bounds.append(starts[index] + _nearest_cut(*replicas[index], bound - starts[index], grain))
+    for bound in even_bounds[:-1]:
+        bounds.append(_nearest_cut(replicas, starts, bounds[-1], bound, grain))
     bounds.append(starts[-1])
     parts = []
     for rank, low, high in zip(holders, bounds, bounds[1:], strict=False):
@@ -406,17 +405,35 @@ def divide_replicas(
     return parts
 
 
-def _nearest_cut(shape: tuple[int, ...], itemsize: int, position: float, grain: int) -> int:
-    """Return the allowed cut of a replica that is nearest to a position, both in bytes.
+def _nearest_cut(
+    replicas: Sequence[tuple[tuple[int, ...], int]],
+    starts: list[int],
+    previous: int,
+    bound: float,
+    grain: int,
+) -> int:
+    """Return where to cut a sequence of replicas, near a position. All positions are in bytes.
 
-    For example, a float32 tensor of shape (8, 4) has rows of 16 bytes. With a grain of 32, it can
-    be cut after every 2 rows, and the cut nearest to byte 70 is 64.
+    A cut between two replicas is preferred if it is at most half a grain away. For example, a
+    float32 tensor of shape (8, 4) has rows of 16 bytes. With a grain of 32, it is cut after every 2
+    rows: at byte 64, if the position is 70.
+
+    Args:
+        replicas: the shape and itemsize of each replica.
+        starts: the first byte of each replica, and the end of the last one.
+        previous: the cut before.
+        bound: the position.
     """
-    nbytes = math.prod(shape) * itemsize
+    index = max(bisect_left(starts, bound - grain / 2), bisect_right(starts, previous))
+    if index == len(starts) or starts[index] <= bound + grain / 2:
+        return starts[min(index, len(starts) - 1)]
+    shape, itemsize = replicas[index - 1]
     unit = itemsize
     for n in reversed(shape):
         if unit * n > grain:
-            unit *= max(1, grain // unit)
-            return min(round(position / unit) * unit, nbytes)
+            break
         unit *= n
-    return 0 if position < nbytes / 2 else nbytes  # the replica stays whole
+    unit *= max(1, grain // unit)
+    start = starts[index - 1]
+    begin = max(previous, start)
+    return max(begin, start + (begin + round(bound - begin) - start) // unit * unit)
