@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.ports.reader import Reader
+from shardwise.ports.reader import Builder, FileTree, Reader
 from shardwise.testing.reader_suite import (
     ReaderSuite,
     Tensors,
@@ -165,3 +165,20 @@ def test_the_key_of_a_reader_of_shardwise_is_taken(
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(sw.StateError, match="mine:READER is registered as a reader of 'dcp'"):
         sw.open(tmp_path / "a.pt")
+
+
+def test_a_value_of_another_kind_is_refused(tmp_path: Path) -> None:
+    torch.save([1], tmp_path / "a.pt")
+    assert FileTree(tmp_path).load("a.pt", kind=list) == [1]
+    with pytest.raises(sw.FormatError, match=r"a\.pt: expected a dict, found list: copy the file"):
+        FileTree(tmp_path).load("a.pt", kind=dict)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(7, 7), (0, 0), (-1, None), ("7", None), (True, None), (None, None)]
+)
+def test_a_step_is_a_number_of_steps(tmp_path: Path, step: object, expected: int | None) -> None:
+    (tmp_path / "a").touch()
+    builder = Builder(FileTree(tmp_path))
+    builder.step = step
+    assert builder.build("it").step == expected

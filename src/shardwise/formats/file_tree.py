@@ -144,19 +144,6 @@ class FileTree:
         """The sizes of all files in bytes, sorted by name; see `statuses`."""
         return {name: status.size for name, status in self.statuses.items()}
 
-    def subtree(self, name: str) -> FileTree:
-        """Return the tree of a file or directory directly below. This makes no request."""
-        tree = FileTree(self.store.at(name), skip_unknown=self.skip_unknown)
-        is_file = name in self.statuses
-        prefix = f"{name}/"
-        tree.single_file = name if is_file else None
-        tree.statuses = {
-            path if is_file else path.removeprefix(prefix): status
-            for path, status in self.statuses.items()
-            if path == name or path.startswith(prefix)
-        }
-        return tree
-
     def label(self, name: str) -> str:
         """Return the place of a file, for messages."""
         return str(self) if self.single_file == name else str(store_below(self.store, name))

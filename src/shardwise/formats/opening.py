@@ -291,7 +291,7 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
         if tree.single_file is not None
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
-    subtrees = [tree.subtree(name) for name in names[-MOST_SUGGESTIONS:]]
+    subtrees = [FileTree(tree.store.at(name)) for name in names[-MOST_SUGGESTIONS:]]
     recognised = [tree for tree in subtrees if _has_manifest(tree) or find_readers(tree)]
     if not recognised:
         return ". Check the path, or describe the files by a specification (spec=)"

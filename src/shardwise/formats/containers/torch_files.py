@@ -266,8 +266,8 @@ def _parse_legacy(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
+    # Storages by key. All starts are 0 until the end of the pickles is known.
     storages: dict[str, StoredArray] = {}
-    """Storages by key. All starts are 0 until the end of the pickles is known."""
 
     def load_storage(persistent_id: object) -> object:
         dtype, key, count, view = _parse_storage_id(persistent_id, 6)
