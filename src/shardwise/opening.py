@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.engine.group import Group
@@ -96,16 +97,12 @@ def agree_on_place(
         StateError: `options.step` is invalid.
         MismatchError: ranks pass different arguments.
     """
-    terms = f"{store}, step={parse_choice(options.step)!r} {settings}"
-    all_ranks.reduce(terms, str, _require_equal_terms, type(None))
-
-
-def _require_equal_terms(terms: list[str]) -> None:
-    require_equal(
-        terms,
+    summary = (
         "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
-        "ranks:",
+        "ranks:"
     )
+    text = f"{store}, step={parse_choice(options.step)!r} {settings}"
+    all_ranks.reduce(text, str, partial(require_equal, summary=summary), type(None))
 
 
 def open_any(

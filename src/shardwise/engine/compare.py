@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from shardwise.engine.buffers import Arena
@@ -19,7 +20,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.state.leaves import view_for_numpy
-from shardwise.state.plain_values import ABSENT, find_differences
+from shardwise.state.plain_values import find_differences
 from shardwise.store import Files
 
 MAX_BATCH_BYTES = 16 << 20
@@ -133,16 +134,16 @@ def compare(a: Source, b: Source, arena: Arena, recorder: Recorder) -> Compariso
         tensors_compared=len(comparable),
         only_in_a=[
             *(name for name in kinds_a if name not in kinds_b),
-            *(each.name for each in values if each.b is ABSENT),
+            *(each.name for each in values if each.b is UNSET),
         ],
         only_in_b=[
             *(name for name in kinds_b if name not in kinds_a),
-            *(each.name for each in values if each.a is ABSENT),
+            *(each.name for each in values if each.a is UNSET),
         ],
         kinds=kinds,
         dtypes=[Difference(x.name, x.dtype, y.dtype) for x, y in pairs if x.dtype != y.dtype],
         shapes=[Difference(x.name, x.shape, y.shape) for x, y in pairs if x.shape != y.shape],
-        values=[each for each in values if ABSENT not in (each.a, each.b)],
+        values=[each for each in values if UNSET not in (each.a, each.b)],
         tensors=_compare_tensors(a, b, comparable, arena, recorder),
     )
     return replace(found, same=not found.differences)

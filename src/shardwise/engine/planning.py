@@ -38,7 +38,7 @@ from shardwise.plan.cache import PlanCache
 from shardwise.plan.save import SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
-from shardwise.state.plain_values import ABSENT, JsonValue, find_differences
+from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 
 MOST_PARTS_SHOWN = 5
@@ -238,7 +238,7 @@ def _describe_differences(
 
 
 def _shown(encoded: JsonValue) -> str:
-    text = "absent" if encoded is ABSENT else msgspec.json.encode(encoded).decode()
+    text = "absent" if encoded is msgspec.UNSET else msgspec.json.encode(encoded).decode()
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 

@@ -61,11 +61,15 @@ def lay_out_file(
     objects_stop = objects_start + objects_bytes
     parts = [_encode_without_braces({METADATA: metadata}), entries]
     if objects_bytes:
-        objects_entry = _raw_bytes_entry(objects_start, objects_stop)
-        parts.append(_encode_without_braces({OBJECTS_KEY: objects_entry}))
-    data_at = _aligned_header_size(parts, objects_stop)
+        parts.append(_encode_bytes_entry(OBJECTS_KEY, objects_start, objects_stop))
+    # The entry of the checksums contains offsets that depend on the size of the header. So reserve
+    # space for an entry with larger offsets, which is at least as long.
+    longest_entry = _encode_bytes_entry(CHECKSUMS_KEY, objects_stop, 2 * objects_stop + (1 << 24))
+    needed = 8 + len(_join_entries([*parts, longest_entry]))
+    data_at = -(-needed // ALIGNMENT) * ALIGNMENT
     checksums_stop = objects_stop + 4 * block_count(data_at + objects_stop)
-    encoded = _join_entries([*parts, _checksums_entry(objects_stop, checksums_stop)])
+    checksums_entry = _encode_bytes_entry(CHECKSUMS_KEY, objects_stop, checksums_stop)
+    encoded = _join_entries([*parts, checksums_entry])
     padding = data_at - 8 - len(encoded)
     header = (len(encoded) + padding).to_bytes(8, "little") + encoded + b" " * padding
     entry = FileEntry(
@@ -80,16 +84,9 @@ def lay_out_file(
     return header, entry
 
 
-def _aligned_header_size(parts: list[bytes], data_bytes: int) -> int:
-    # The entry of the checksums contains offsets that depend on the size of the header. So reserve
-    # space for an entry with larger offsets, which is at least as long.
-    longest_entry = _checksums_entry(data_bytes, 2 * data_bytes + (1 << 24))
-    needed = 8 + len(_join_entries([*parts, longest_entry]))
-    return -(-needed // ALIGNMENT) * ALIGNMENT
-
-
-def _checksums_entry(start: int, stop: int) -> bytes:
-    return _encode_without_braces({CHECKSUMS_KEY: _raw_bytes_entry(start, stop)})
+def _encode_bytes_entry(key: str, start: int, stop: int) -> bytes:
+    entry = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+    return _encode_without_braces({key: entry})
 
 
 def _encode_without_braces(entries: dict[str, object]) -> bytes:
@@ -98,10 +95,6 @@ def _encode_without_braces(entries: dict[str, object]) -> bytes:
 
 def _join_entries(parts: list[bytes]) -> bytes:
     return b"{" + b",".join(part for part in parts if part) + b"}"
-
-
-def _raw_bytes_entry(start: int, stop: int) -> dict[str, object]:
-    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
 
 
 def _storage_of(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:

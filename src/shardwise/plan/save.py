@@ -111,6 +111,7 @@ class SavePlan:
         rank: the rank that computed the plan.
         description: the structure and the fragments of this rank.
         tensors: all tensors, without pieces.
+        itemsizes: the size of an element of each tensor, in bytes.
         tied: the names that share the data of another tensor.
         boxes: the distinct boxes that ranks hold.
         replicas: pairs of ranks and rows: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
@@ -124,6 +125,7 @@ class SavePlan:
     rank: int
     description: Description
     tensors: tuple[TensorEntry, ...]
+    itemsizes: Int
     tied: tuple[TensorEntry, ...]
     boxes: HeldBoxes
     replicas: tuple[tuple[tuple[int, ...], Int], ...]
@@ -131,11 +133,6 @@ class SavePlan:
     box: Int
     offset: Int
     shape: Int
-
-    @cached_property
-    def itemsizes(self) -> Int:
-        """The size of an element of each tensor, in bytes."""
-        return _itemsize(self.tensors)
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -199,25 +196,29 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
-        LayoutError: the shards of a tensor leave gaps, or overlap without being equal, or a tensor
-            is tied on some ranks only.
+        LayoutError: the shards of a tensor leave gaps, or overlap without being equal; a tensor is
+            tied on some ranks only; or there are too many pieces.
     """
     tensors, boxes = find_held_boxes(world, rank)
     _check_coverage(tensors, boxes)
     tied = _tied_entries(world.structures, tensors)
-    itemsize = _itemsize(tensors)
+    itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
     replicas = _replicas(boxes)
-    writer, box, offset, shape = _assign_writers(boxes, replicas, itemsize, world.size)
+    writer, box, offset, shape = _assign_writers(boxes, replicas, itemsizes, world.size)
+    try:
+        check_table_size(*offset.shape)  # a load refuses more pieces
+    except FormatError as error:
+        raise LayoutError(str(error)) from error
     # Wider types come first in a file, so that every piece is aligned to its own type.
     tensor = boxes.tensor[box]
-    order = np.lexsort([*reversed(offset.T), tensor, -itemsize[tensor], writer])
+    order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
     limits = np.searchsorted(writer[order], np.arange(world.size + 1))
-    _refuse_too_many(offset)
     return SavePlan(
         world,
         rank,
         description,
         tuple(tensors),
+        itemsizes,
         tuple(tied),
         boxes,
         replicas,
@@ -226,18 +227,6 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
         offset[order],
         shape[order],
     )
-
-
-def _itemsize(tensors: Sequence[TensorEntry]) -> Int:
-    return np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
-
-
-def _refuse_too_many(offset: Int) -> None:
-    """Refuse more pieces than a load accepts."""
-    try:
-        check_table_size(*offset.shape)
-    except FormatError as error:
-        raise LayoutError(str(error)) from error
 
 
 def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.state.hostile_keys import KeyCounter
@@ -49,8 +50,6 @@ GetTensor = Callable[[str], torch.Tensor | Shards]
 TAG = "$"
 MAX_DEPTH = 200
 
-ABSENT = object()
-"""What a value has in place of a key that only the other value has."""
 _INT64 = 2**63
 
 
@@ -115,12 +114,13 @@ def find_differences(
         name: the full name of both values.
 
     Yields:
-        The full name of the part, and what `a` and `b` have there: an encoded value, or `ABSENT`.
+        The full name of the part, and what `a` and `b` have there: an encoded value, or
+        `msgspec.UNSET` for a key that only the other one has.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         if TAG not in a and TAG not in b:
             for key in dict.fromkeys([*a, *b]):
-                yield from find_differences(a.get(key, ABSENT), b.get(key, ABSENT), f"{name}.{key}")
+                yield from find_differences(a.get(key, UNSET), b.get(key, UNSET), f"{name}.{key}")
             return
         if a.get(TAG) == b.get(TAG) and isinstance(a.get("v"), list):
             a, b = a["v"], b.get("v")
