@@ -206,6 +206,6 @@ def test_a_card_of_an_agent_that_is_gone_is_not_taken_for_one(shm: Path) -> None
     root = shm / "root"
     with sw.Checkpointer(root, memory=sw.Memory(dir=str(shm))) as cp:
         assert cp.restore({"step": 0}) is None
-        (info,) = agents_below(shm)
-        assert info.process != 1
-        assert is_running(info.process)
+        (agent,) = agents_below(shm)
+        assert agent["process"] != 1
+        assert is_running(agent["process"])
