@@ -10,8 +10,9 @@ import torch
 
 import shardwise as sw
 from tests.memory.test_snapshots import shm
-from tests.tiers.test_mirror import data_file, files_of, flip, mirror_of, state, steps_of
+from tests.tiers.test_mirror import data_file, files_of, flip, state
 from tests.tools.agents import signal_agents, until
+from tests.tools.listings import mirror_of, steps_of
 
 __all__ = ["shm"]
 

@@ -12,8 +12,9 @@ import torch
 
 import shardwise as sw
 from tests.breadth import mostly_long
-from tests.tiers.test_mirror import state, steps_of
+from tests.tiers.test_mirror import state
 from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.listings import steps_of
 
 OLD, NEW = 0, 100  # the seeds of a step that was mirrored, and of the same step saved again
 EFFECTS = ("create", "write_at", "commit", "publish", "published", "link", "replace", "delete")

@@ -39,23 +39,6 @@ def save(root: Path, *steps: int, seed: float = 0, **options: Any) -> None:
             checkpointer.save(step, state(step + seed), overwrite=seed > 0 or step == steps[0])
 
 
-def steps_of(root: object) -> list[int | None]:
-    """The steps that are committed in a tier."""
-    try:
-        listed = sw.list_checkpoints(root).checkpoints  # type: ignore[arg-type]
-    except sw.CheckpointNotFoundError:
-        return []
-    return [each.step for each in listed if each.state == "committed"]
-
-
-def mirror_of(root: object) -> Any:
-    """What the listing of a root says of its mirror; None if nothing."""
-    try:
-        return sw.list_checkpoints(root).mirror  # type: ignore[arg-type]
-    except sw.CheckpointNotFoundError:
-        return None
-
-
 def data_file(root: Path, step: int) -> Path:
     return next((root / step_directory(step)).glob("*.safetensors"))
 

@@ -10,8 +10,9 @@ import torch
 
 import shardwise as sw
 from tests.store.servers import Server, moto
-from tests.tiers.test_mirror import data_file, files_of, flip, mirror_of, save, state, steps_of
+from tests.tiers.test_mirror import data_file, files_of, flip, save, state
 from tests.tools.agents import until
+from tests.tools.listings import mirror_of, steps_of
 
 __all__ = ["moto"]
 REFUSED = "http://127.0.0.1:9/"  # nobody listens there

@@ -11,9 +11,10 @@ import torch
 import shardwise as sw
 from tests.cli.conftest import Run, run
 from tests.memory.test_snapshots import shm
-from tests.tiers.test_mirror import data_file, flip, save, state, steps_of
+from tests.tiers.test_mirror import data_file, flip, save, state
 from tests.tools.agents import until
 from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.listings import steps_of
 
 __all__ = ["run", "shm"]
 

@@ -21,10 +21,10 @@ import torch
 
 import shardwise as sw
 from tests.store.servers import Server, moto, seaweedfs  # noqa: F401 - fixtures
-from tests.tiers.test_mirror import steps_of
 from tests.tools.agents import end_agents, lose, until
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.tools.gang import Gang, Outcome
+from tests.tools.listings import steps_of
 
 LOCK_SECONDS = 3.0
 SECONDS = 60.0
