@@ -64,7 +64,7 @@ nfs: $(READY) ## run tests on NFS; needs user-mode-linux, nfs-kernel-server and 
 		tests/faults/test_kill.py tests/faults/test_jobs.py tests/faults/test_damage.py $(ARGS)
 
 variations: $(READY) ## run tests with other rounding, locales, cores, users, …; some need root
-	tests/variations.sh $(RUN) $(or $(ARGS),tests/layout tests/state tests/manifest tests/adapters tests/cli)
+	tests/variations.sh $(RUN) $(or $(ARGS),tests/boxes tests/state tests/manifest tests/adapters tests/cli)
 
 lint: $(READY) ## check style and types
 	$(RUN) -m ruff check

@@ -36,7 +36,7 @@ LAYERS = (
     ("ports.binding",),
     ("plan", "state"),
     ("manifest",),
-    ("layout", "store"),
+    ("boxes", "store"),
     ("plugins",),
     ("deadline", "decoding", "errors", "events"),
 )
@@ -76,7 +76,7 @@ LAYERS_OF_CHECKPOINTER = (
 )
 TESTING = "testing"  # may import anything, and nothing imports it
 AGENT = "memory.agent.process"  # runs in a separate process, which must stay small
-WITHOUT_TORCH = ("layout", "manifest", "plan")
+WITHOUT_TORCH = ("boxes", "manifest", "plan")
 SUITES = "_suite"  # modules with tests for users, which may use assert
 MAY_PRINT = ("__main__", "cli")
 FORBIDDEN_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
@@ -285,8 +285,8 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
         ("plan/__init__.py", "from .save import SavePlan", 0),
         ("plan/save.py", "from shardwise import load", 1),
         ("plan/save.py", "importlib.import_module('shardwise.cli')", 1),
-        ("layout/box.py", "from shardwise.store import Store", 1),
-        ("store/url.py", "from shardwise.layout import Box", 1),
+        ("boxes/box.py", "from shardwise.store import Store", 1),
+        ("store/url.py", "from shardwise.boxes import Box", 1),
         ("events.py", "from shardwise.errors import StoreError", 1),
         ("cli/main.py", "import shardwise as sw", 0),
         ("cli/main.py", "from shardwise.testing import reader_suite", 1),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
+    from shardwise.boxes import Box as Box
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.convert.write import ConversionReport as ConversionReport
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from shardwise.events import Event as Event
     from shardwise.exporting import export as export
     from shardwise.formats.specification import spec as spec
-    from shardwise.layout import Box as Box
     from shardwise.listing import ListedCheckpoint as ListedCheckpoint
     from shardwise.listing import Listing as Listing
     from shardwise.listing import list_checkpoints as list_checkpoints
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF_NAME = {
     "Best": "retention",
-    "Box": "layout",
+    "Box": "boxes",
     "Checkpoint": "checkpoint",
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",

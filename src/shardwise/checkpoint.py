@@ -14,12 +14,12 @@ import torch
 
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.adapters.values import tensor_names_in_value
+from shardwise.boxes import Box
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
 from shardwise.engine.load import plan_reads, read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.layout import Box
 from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry

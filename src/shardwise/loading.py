@@ -283,7 +283,7 @@ def name_parameters(
         return layout
 
     with Round(group, "naming parameters") as all_ranks:
-        known = all_ranks.reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
+        known = all_ranks.all_reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
     for optimizer in positional:
         if optimizer in known:
             layout = _name_parameters(layout, optimizer, known[optimizer])

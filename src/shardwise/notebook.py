@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from shardwise.boxes import Box
 from shardwise.events import format_bytes
-from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry

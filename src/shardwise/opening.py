@@ -102,7 +102,7 @@ def agree_on_place(
         "ranks:"
     )
     text = f"{store}, step={parse_choice(options.step)!r} {settings}"
-    all_ranks.reduce(text, str, partial(require_equal, summary=summary), type(None))
+    all_ranks.all_reduce(text, str, partial(require_equal, summary=summary), type(None))
 
 
 def open_any(
@@ -126,7 +126,7 @@ def open_any(
         ShardwiseError: as for `shardwise.open`.
     """
     own, directory, manifest, encoded = None, "", None, b""
-    with Round(group, "opening a checkpoint", first_only=True) as all_ranks:
+    with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
         if group.rank == 0:
             directory = _choose_step_directory(store, parse_choice(options.step))
             place = store.at(directory) if directory else store
@@ -140,7 +140,7 @@ def open_any(
             if manifest is None:
                 own = _read_foreign(place, options)
                 encoded = _encode_foreign(own) if group.size > 1 else b""
-        directory, manifest, encoded = all_ranks.share(
+        directory, manifest, encoded = all_ranks.broadcast(
             (directory, manifest, encoded), tuple[str, bytes | None, bytes]
         )
     store = store.at(directory) if directory else store

@@ -73,7 +73,7 @@ class Resizing:
 
         with Round(group, "finding tensors to resize") as all_ranks:
             _check_patterns(resize)
-            found = all_ranks.gather(_find_targets(resize, bindings), _Found)
+            found = all_ranks.all_gather(_find_targets(resize, bindings), _Found)
         targets: dict[str, ResizeTarget] = {}
         optimizers: dict[str, None] = {}
         for each, names in found:

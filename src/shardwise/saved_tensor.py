@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.layout import (
+from shardwise.boxes import (
     Box,
     SelectedPositions,
     boxes_of_covers,

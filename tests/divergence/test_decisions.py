@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.boxes import Box
 from shardwise.divergence import replica_sets
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import (
@@ -35,7 +36,6 @@ from shardwise.divergence.replica_sets import (
     saves_per_round,
 )
 from shardwise.events import Recorder
-from shardwise.layout import Box
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import plan_save
 from shardwise.plan.structure import Description

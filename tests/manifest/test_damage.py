@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.boxes import Box, find_uncovered_tensors
 from shardwise.errors import FormatError, StateError
-from shardwise.layout import Box, find_uncovered_tensors
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     FileEntry,

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.boxes import Box
+from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError
-from shardwise.layout import Box
-from shardwise.layout.columns import Int
 from shardwise.manifest import names
 from shardwise.manifest.checksums import (
     BLOCK,
@@ -247,7 +247,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
     return listed
 
 
-def columns_of(listed: list[Row]) -> tuple[Int, Int, Int, Int, Int]:
+def columns_of(listed: list[Row]) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
     """Rows as columns."""
     plain = np.array([row[:3] for row in listed], np.int64).reshape(-1, 3)
     boxes = np.array([row[3:] for row in listed], np.int64).reshape(-1, 2, 2)

@@ -21,13 +21,13 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.boxes import Box
 from shardwise.deadline import Deadline
 from shardwise.divergence.comparison import ReplicaSample
 from shardwise.divergence.replica_sets import ReplicaSet
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, TensorMemory
 from shardwise.engine.write_file import FileSource
-from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import FileEntry

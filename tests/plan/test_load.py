@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import Box, row_major_strides
+from shardwise.boxes import Box, row_major_strides
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import (

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.boxes import Box, Sharding, ShardPlacement, shard_boxes, splits_of
+from shardwise.boxes.table import padded_rows
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
-from shardwise.layout import Box, MeshShard, Sharding, shard_boxes, splits_of
-from shardwise.layout.columns import padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
@@ -251,12 +251,12 @@ def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
 def regular(rank: int, *, by_rule: bool) -> Description:
     """Tensors over a mesh of 2 by 3: sharded by rows, columns, both, strided, or not at all."""
     sizes, coordinate = (2, 3), (rank // 3, rank % 3)
-    layouts: list[tuple[tuple[int, ...], list[MeshShard]]] = [
-        ((7, 5), [MeshShard(0, 0)]),
-        ((7, 5), [MeshShard(1, 1)]),
-        ((8, 6), [MeshShard(0, 0), MeshShard(1, 1)]),
-        ((12, 2), [MeshShard(0, 0, 3), MeshShard(1, 0)]),
-        ((2,), [MeshShard(1, 0)]),  # the last rank has nothing
+    layouts: list[tuple[tuple[int, ...], list[ShardPlacement]]] = [
+        ((7, 5), [ShardPlacement(0, 0)]),
+        ((7, 5), [ShardPlacement(1, 1)]),
+        ((8, 6), [ShardPlacement(0, 0), ShardPlacement(1, 1)]),
+        ((12, 2), [ShardPlacement(0, 0, 3), ShardPlacement(1, 0)]),
+        ((2,), [ShardPlacement(1, 0)]),  # the last rank has nothing
         ((4, 4), []),
         ((), []),
     ]

@@ -14,7 +14,7 @@ WORLD = 3
 def test_each_rank_gets_the_messages_of_all() -> None:
     def run(group: ThreadGroup) -> list[tuple[int, str]]:
         with Round(group, "meeting") as all_ranks:
-            return all_ranks.gather((group.rank, "x" * 3000), tuple[int, str])
+            return all_ranks.all_gather((group.rank, "x" * 3000), tuple[int, str])
 
     expected = [(rank, "x" * 3000) for rank in range(WORLD)]
     assert run_ranks(WORLD, run) == [expected] * WORLD
@@ -24,7 +24,7 @@ def test_each_rank_gets_the_messages_of_all() -> None:
 def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
     def run(group: ThreadGroup) -> int:
         with Round(group, "adding") as all_ranks:
-            return all_ranks.reduce(group.rank + 1, int, sum, int)
+            return all_ranks.all_reduce(group.rank + 1, int, sum, int)
 
     assert run_ranks(WORLD, run) == [6] * WORLD
     assert run_ranks(1, run) == [1]
@@ -32,8 +32,8 @@ def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
 
 def test_the_value_of_rank_0_is_shared() -> None:
     def run(group: ThreadGroup) -> str:
-        with Round(group, "choosing", first_only=True) as all_ranks:
-            return all_ranks.share(f"by {group.rank}", str)
+        with Round(group, "choosing", rank0_only=True) as all_ranks:
+            return all_ranks.broadcast(f"by {group.rank}", str)
 
     assert run_ranks(WORLD, run) == ["by 0"] * WORLD
 
@@ -48,7 +48,7 @@ class WithoutTextError(Exception):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("first_only", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize(
     ("failure", "text"),
     [
@@ -58,16 +58,16 @@ class WithoutTextError(Exception):
     ],
 )
 def test_a_failure_whose_text_cannot_be_sent_reaches_all_ranks(
-    failure: Exception, text: str, failing: int, first_only: bool
+    failure: Exception, text: str, failing: int, rank0_only: bool
 ) -> None:
-    failing = 0 if first_only else failing
+    failing = 0 if rank0_only else failing
 
     def run(group: ThreadGroup) -> None:
-        with Round(group, "meeting", first_only=first_only) as all_ranks:
+        with Round(group, "meeting", rank0_only=rank0_only) as all_ranks:
             if group.rank == failing:
                 raise failure
-            if first_only:
-                all_ranks.share(0, int)
+            if rank0_only:
+                all_ranks.broadcast(0, int)
 
     for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
         if rank == failing:
@@ -85,7 +85,7 @@ def test_a_failure_reaches_all_ranks(failing: set[int], ends_with_message: bool)
             if group.rank in failing:
                 fail(group)
             if ends_with_message:
-                all_ranks.gather(group.rank, int)
+                all_ranks.all_gather(group.rank, int)
 
     for rank, error in enumerate(run_ranks_and_catch(WORLD, run)):
         if rank in failing:
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_because_of_another_one_says_why_that_one_failed(faili
 
 def test_a_failure_of_rank_0_alone_is_the_same_error_on_all() -> None:
     def run(group: ThreadGroup) -> None:
-        with Round(group, "locking", first_only=True):
+        with Round(group, "locking", rank0_only=True):
             if group.rank == 0:
                 fail(group)
 
@@ -126,7 +126,7 @@ def test_a_failure_of_the_function_that_combines_is_the_same_error_on_all() -> N
 
     def run(group: ThreadGroup) -> int:
         with Round(group, "comparing") as all_ranks:
-            return all_ranks.reduce(group.rank, int, refuse, int)
+            return all_ranks.all_reduce(group.rank, int, refuse, int)
 
     for error in run_ranks_and_catch(WORLD, run):
         assert isinstance(error, MismatchError)
@@ -161,7 +161,7 @@ def test_a_rank_that_is_gone_does_not_hide_why_this_one_failed() -> None:
 def test_code_after_the_message_fails_on_its_own(world: int) -> None:
     def run(group: ThreadGroup) -> None:
         with Round(group, "meeting") as all_ranks:
-            all_ranks.gather(group.rank, int)
+            all_ranks.all_gather(group.rank, int)
             if group.rank == 0:
                 fail(group)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from shardwise.layout import Box, Split, boxes_of_range, shard_boxes
+from shardwise.boxes import Box, Split, boxes_of_range, shard_boxes
 from shardwise.manifest.dtypes import DTYPES
 
 BoxesByRank = tuple[tuple[Box, ...], ...]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.boxes import Box
 from shardwise.errors import StateError, user_code
-from shardwise.layout import Box
 from shardwise.state.parameters import FlatRange
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")

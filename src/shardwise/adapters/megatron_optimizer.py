@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardwise.adapters.optimizer_state import STEP, read_state, write_state
+from shardwise.boxes import Box
 from shardwise.errors import StateError
-from shardwise.layout import Box
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.parameters import FlatRange

@@ -153,15 +153,15 @@ class Restoring:
         with self._recorder.stage("asking"):
             with Round(self._group, "choosing a step") as all_ranks:
                 choice = resolve_choice(step, best)
-                choices = all_ranks.gather(f"step={choice!r}", str)
+                choices = all_ranks.all_gather(f"step={choice!r}", str)
             require_equal(choices, "ranks asked to restore different steps:")
-            with Round(self._group, "listing steps", first_only=True) as all_ranks:
+            with Round(self._group, "listing steps", rank0_only=True) as all_ranks:
                 stored_steps = list[int]()
                 if self._group.rank == 0 and isinstance(choice, Best):
                     stored_steps = [choose_step(self._tiers, choice)]
                 elif self._group.rank == 0:
                     stored_steps = committed_steps(self._tiers)
-                stored_steps = all_ranks.share(stored_steps, list[int])
+                stored_steps = all_ranks.broadcast(stored_steps, list[int])
         self._listed_steps = stored_steps
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
@@ -176,12 +176,12 @@ class Restoring:
         Args:
             step: the restored step; None if there was none.
         """
-        with Round(self._group, "looking for later steps", first_only=True) as all_ranks:
+        with Round(self._group, "looking for later steps", rank0_only=True) as all_ranks:
             found = False
             if self._group.rank == 0:
                 later = set(committed_steps(self._tiers)).difference(self._listed_steps)
                 found = max(later, default=-1) > (-1 if step is None else step)
-            return all_ranks.share(found, bool)
+            return all_ranks.broadcast(found, bool)
 
     def _restore_newest(self, stored_steps: list[int], load: Load) -> RestoreReport | None:
         report, found = self._load_first_intact(stored_steps, None, load)
@@ -282,8 +282,8 @@ class Restoring:
 
     def _has_two_saves(self, tiered: TieredStore) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""
-        with Round(self._group, "looking for an earlier save", first_only=True) as all_ranks:
-            return all_ranks.share(self._group.rank == 0 and tiered.has_two_saves(), bool)
+        with Round(self._group, "looking for an earlier save", rank0_only=True) as all_ranks:
+            return all_ranks.broadcast(self._group.rank == 0 and tiered.has_two_saves(), bool)
 
     def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks.
@@ -304,7 +304,7 @@ class Restoring:
                 damage = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
                 other = describe_error(failure)
-            ranks = all_ranks.gather((damage, other), tuple[str, str])
+            ranks = all_ranks.all_gather((damage, other), tuple[str, str])
         others = {rank: other for rank, (_, other) in enumerate(ranks) if other}
         damage = "" if others else next((damage for damage, _ in ranks if damage), "")
         if failure is not None and not damage:

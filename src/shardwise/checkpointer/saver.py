@@ -117,7 +117,7 @@ class DirectSaver(Saver):
         newest = report.step or 0
         self._saved.append(newest)
         if storage.mirror is None:  # otherwise, the thread that copies also removes
-            with Round(self._group, "removing old checkpoints", first_only=True):
+            with Round(self._group, "removing old checkpoints", rank0_only=True):
                 if self._group.rank == 0:
                     damaged = frozenset(storage.damaged)
                     apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)

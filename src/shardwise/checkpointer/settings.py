@@ -245,9 +245,9 @@ def prepare_root_and_check_memory(
             }
         own = {**settings.shared_options(), **signal_options}
         own["start_from"] = "given" if has_start else "None"
-        options = all_ranks.gather(own, dict[str, str])
+        options = all_ranks.all_gather(own, dict[str, str])
     _refuse_unequal(options)
-    with Round(group, "opening a root", first_only=True) as all_ranks:
+    with Round(group, "opening a root", rank0_only=True) as all_ranks:
         found = False, list[int]()
         if group.rank == 0:
             try:
@@ -255,7 +255,7 @@ def prepare_root_and_check_memory(
                 found = in_memory and is_writable(root), committed_steps(root)
             except StoreUnavailableError as error:
                 raise _with_snapshot_in_memory(error, root, settings.memory) from error
-        can_use_memory, steps = all_ranks.share(found, tuple[bool, list[int]])
+        can_use_memory, steps = all_ranks.broadcast(found, tuple[bool, list[int]])
     if in_memory and not can_use_memory and group.rank == 0:
         log.warning(
             "%s is read-only: checkpoints can be restored but not saved, and snapshots in "

@@ -51,7 +51,9 @@ def start(
                 "with `return sw.load(path, state)`"
             )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
-        any_keeps_step = any(all_ranks.gather(bool(loaded.optimizers) or not has_optimizers, bool))
+        any_keeps_step = any(
+            all_ranks.all_gather(bool(loaded.optimizers) or not has_optimizers, bool)
+        )
     origins = all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_keeps_step else None
@@ -67,7 +69,7 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
 
 def _refuse_foreign_steps(root: Store, group: Group) -> None:
     """Refuse to start at step 0 in a root with checkpoints of another library. Name the newest."""
-    with Round(group, "starting a run", first_only=True):
+    with Round(group, "starting a run", rank0_only=True):
         if group.rank == 0 and (found := newest_foreign_step(root)):
             place, formats = found
             raise CheckpointExistsError(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shardwise.boxes import Box
 from shardwise.errors import StateError
-from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout

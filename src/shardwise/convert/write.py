@@ -19,6 +19,7 @@ from operator import add
 import numpy as np
 import torch
 
+from shardwise.boxes import Box, boxes_of_range
 from shardwise.checkpoint import Checkpoint
 from shardwise.convert.plan import (
     BytesFromChecksums,
@@ -34,7 +35,6 @@ from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointExistsError, CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
-from shardwise.layout import Box, boxes_of_range
 from shardwise.store import Store, store_below, why_no_directory
 from shardwise.store.store import Buffer
 
@@ -106,13 +106,13 @@ def write_files(
     own_files = _divide_among_ranks(files.tensor_files, group.size)[group.rank]
 
     with ExitStack() as lock:
-        with Round(group, "starting an export", first_only=True):
+        with Round(group, "starting an export", rank0_only=True):
             if group.rank == 0:
                 lock.enter_context(_lock(target))
         with Round(group, "exporting") as all_ranks:
             own_sums = _write_own_files(own_files, source, target, recorder)
-            sums = all_ranks.gather(own_sums, dict[str, list[int]])
-        with Round(group, "publishing an export", first_only=True):
+            sums = all_ranks.all_gather(own_sums, dict[str, list[int]])
+        with Round(group, "publishing an export", rank0_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
                     _publish(files, {n: each for own in sums for n, each in own.items()}, target)

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
 from shardwise.data.packing import Tokens
 from shardwise.data.random_order import ORDER_VERSION
 from shardwise.data.sources import Place
 from shardwise.data.streams import ElasticStreamDataset, StreamState
 from shardwise.errors import StateError
-from shardwise.layout import Box
 from shardwise.state.leaves import Shards
 
 _COUNTS = 4

@@ -272,7 +272,7 @@ class ReplicaComparison:
         if group.size == 1 or self._policy.ignores_all:
             return
         with Round(group, "comparing replicas") as all_ranks:
-            messages = all_ranks.gather(self.encode_message(), bytes)
+            messages = all_ranks.all_gather(self.encode_message(), bytes)
         self.conclude(messages, group, recorder)
 
     def forget(self) -> None:
@@ -285,7 +285,7 @@ class ReplicaComparison:
         """Return which boxes differ, and on which ranks."""
         with Round(group, "locating replicas that differ") as all_ranks:
             details = [] if sample is None else [self._describe(sample, differing, group.rank)]
-            return all_ranks.reduce(
+            return all_ranks.all_reduce(
                 details,
                 list[SampleDetails],
                 lambda messages: find_divergences(messages, differing),

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
+from shardwise.boxes import Box
 from shardwise.decoding import prepare_decoding
-from shardwise.layout import Box
 
 Reaction = Literal["warn", "raise", "ignore"]
 OnDivergence = Reaction | Mapping[str, Reaction]

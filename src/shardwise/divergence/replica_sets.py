@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.layout import Box, boxes_of_range
-from shardwise.layout.columns import Int
+from shardwise.boxes import Box, boxes_of_range
+from shardwise.boxes.table import IntArray
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import PieceTable, SavePlan
 from shardwise.plan.structure import Description
@@ -47,8 +47,8 @@ class ReplicaSet:
 
     number: int
     holders: int
-    fragment: Int
-    start: Int
+    fragment: IntArray
+    start: IntArray
 
     @property
     def nbytes(self) -> int:

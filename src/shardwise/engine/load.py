@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.boxes import Box, split_into_boxes
+from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
@@ -27,8 +29,6 @@ from shardwise.engine.tensors import (
 )
 from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
-from shardwise.layout import Box, split_into_boxes
-from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
@@ -112,7 +112,7 @@ class RankReads:
     layout: Layout
     arena: Arena
     verify: bool
-    largest_reads: Int
+    largest_reads: IntArray
     plan: LoadPlan
     targets: list[TargetFragment]
     leaves: list[TensorLeaf]
@@ -123,7 +123,7 @@ class RankReads:
         mapped, files = self.store.traits.mapped, np.unique(self.plan.spans.file).tolist()
         return mapped is not None and all(self.layout.files[i].name in mapped for i in files)
 
-    def open_readers(self, files: Int, cleanup: ExitStack) -> Readers:
+    def open_readers(self, files: IntArray, cleanup: ExitStack) -> Readers:
         """Open the readers of some files, which are given by their indices in the layout.
 
         Raises:
@@ -220,7 +220,7 @@ def plan_reads(
     )
 
 
-def _largest_reads(store: Files, layout: Layout, arena: Arena) -> Int:
+def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     """Return the longest read of each file that fits into an arena, in bytes, `(files,)`.
 
     Each read of a file on another node is one request, so these reads fill a whole buffer.

@@ -178,7 +178,7 @@ def agree_on_match(
         found.unused_patterns,
         found.counts,
     )
-    unexpected = all_ranks.reduce(
+    unexpected = all_ranks.all_reduce(
         message,
         _MatchMessage,
         lambda messages: _combine(messages, saved, names, keys, strict=strict),

@@ -393,7 +393,7 @@ def _share(
     with Round(group, "describing a save") as all_ranks:
         structure = described.structure if group.rank in describers else b""
         values = own if group.rank in senders and len(senders) > 1 else b""
-        sent = all_ranks.gather((structure, values), tuple[bytes, bytes])
+        sent = all_ranks.all_gather((structure, values), tuple[bytes, bytes])
     objects = merge_values([values for _, values in sent] if len(senders) > 1 else [own])
     return [structure for structure, _ in sent if structure], objects
 

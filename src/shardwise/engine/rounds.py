@@ -4,7 +4,7 @@ Example: each rank writes a file, and all ranks learn of all files.
 
     with Round(group, "writing a save") as all_ranks:
         entry = write_own_file()                     # may fail on some ranks
-        entries = all_ranks.gather(entry, FileEntry)      # the entries of all ranks, on all ranks
+        entries = all_ranks.all_gather(entry, FileEntry)  # the entries of all ranks, on each
 
 If `write_own_file` fails on rank 3, rank 3 raises that error, and all other ranks raise a
 `RankError` which names rank 3. So no rank waits for a failed rank. Code that may fail on a single
@@ -72,28 +72,28 @@ class _Reply(msgspec.Struct, array_like=True):
 class Round:
     """A step that all ranks take together, as a context manager.
 
-    At most one of `gather`, `reduce` and `share` is called, at the end of the block. Without such a
-    call, the end of the block waits for the other ranks.
+    At most one of `all_gather`, `all_reduce` and `broadcast` is called, at the end of the block.
+    Without such a call, the end of the block waits for the other ranks.
 
     Args:
         group: the ranks. All of them begin the same rounds in the same order.
         operation: what the ranks do, for error messages; the same on all ranks.
-        first_only: only rank 0 does something in the block that can fail. The other ranks send
-            nothing, and wait for rank 0. All ranks call `share` at the end, or no rank does.
+        rank0_only: only rank 0 does something in the block that can fail. The other ranks send
+            nothing, and wait for rank 0. All ranks call `broadcast` at the end, or no rank does.
 
     Raises:
         Exception: the block failed on this rank.
         RankError: the block failed on other ranks. The error says why.
-        ShardwiseError: rank 0 failed in a round with `first_only`, or in the function passed to
-            `reduce`: the same error on all ranks.
+        ShardwiseError: rank 0 failed in a round with `rank0_only`, or in the function passed to
+            `all_reduce`: the same error on all ranks.
         MismatchError: ranks take different steps.
         LostRankError: a rank died or did not answer in time.
     """
 
-    def __init__(self, group: Group, operation: str, *, first_only: bool = False) -> None:
+    def __init__(self, group: Group, operation: str, *, rank0_only: bool = False) -> None:
         self._group = group
         self._operation = operation
-        self._first_only = first_only
+        self._first_only = rank0_only
         self._is_over = False
 
     def __enter__(self) -> Round:
@@ -118,7 +118,7 @@ class Round:
         if type(error) is RankError and reasons:  # it only says that another rank has failed
             raise RankError(self._operation, reasons) from error
 
-    def gather(self, message: T, kind: Any) -> list[T]:
+    def all_gather(self, message: T, kind: Any) -> list[T]:
         """Send a message, and return the messages of all ranks.
 
         Args:
@@ -132,10 +132,12 @@ class Round:
         messages = msgspec.msgpack.decode(encoded, type=list[bytes])
         return [msgspec.msgpack.decode(each, type=kind) for each in messages]
 
-    def reduce(self, message: T, kind: Any, combine: Callable[[list[T]], R], result_kind: Any) -> R:
+    def all_reduce(
+        self, message: T, kind: Any, combine: Callable[[list[T]], R], result_kind: Any
+    ) -> R:
         """Send a message, and return what `combine` makes of the messages of all ranks.
 
-        Use it instead of `gather` if the result is much smaller than all messages.
+        Use it instead of `all_gather` if the result is much smaller than all messages.
 
         Args:
             message: a value that msgspec encodes.
@@ -155,8 +157,8 @@ class Round:
         result: R = msgspec.msgpack.decode(data, type=result_kind)
         return result
 
-    def share(self, value: T, kind: Any) -> T:
-        """Return the value of rank 0 on all ranks. Only for rounds with `first_only`.
+    def broadcast(self, value: T, kind: Any) -> T:
+        """Return the value of rank 0 on all ranks. Only for rounds with `rank0_only`.
 
         Args:
             value: a value that msgspec encodes; ignored on other ranks.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save
 from shardwise.engine.group import Group
 from shardwise.engine.leftovers import remove_leftovers
@@ -24,7 +25,6 @@ from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
-from shardwise.layout import Box
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.cache import PlanCache
@@ -102,13 +102,13 @@ def save_all(
     with Round(group, "agreeing on a save") as all_ranks:
         with recorder.stage("describe"):
             described = describe_save(prepare())
-        offers = all_ranks.gather(described.offer(plan_cache, group, watch), Offer)
+        offers = all_ranks.all_gather(described.offer(plan_cache, group, watch), Offer)
     if watch is not None:
         watch.conclude([each.sample for each in offers], group, recorder)
     planned = described.plan(offers, group, plan_cache, recorder)
     request, plan = planned.request, planned.plan
     with ExitStack() as lock:
-        with Round(group, "locking the place of a save", first_only=True):
+        with Round(group, "locking the place of a save", rank0_only=True):
             if group.rank == 0:
                 refuse_if_full(request.space_of, plan.bytes_stored)
                 prepare_place(request, planned.save_id, lock)
@@ -120,7 +120,7 @@ def save_all(
         files = _write(planned, group, recorder)
         # If the publication fails or its outcome is unknown, the data files stay, because the
         # manifest may exist. If the manifest does not exist, the next save here removes the files.
-        with Round(group, "publishing a save", first_only=True):
+        with Round(group, "publishing a save", rank0_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
                     names, replaces = [each.name for each in files], request.options.overwrite
@@ -152,7 +152,7 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
             (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
-        all_ranks.reduce(rows, list[_Row], _compare_checksums, type(None))
+        all_ranks.all_reduce(rows, list[_Row], _compare_checksums, type(None))
 
 
 def _checksum(data: torch.Tensor) -> int:
@@ -217,7 +217,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
                 own = []
                 if source is not None:
                     own = [write_data_file(store, source, planned.request.arena)]
-            entries = all_ranks.gather(own, list[FileEntry])
+            entries = all_ranks.all_gather(own, list[FileEntry])
     except LostRankError:
         raise
     except Exception:

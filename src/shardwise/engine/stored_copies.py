@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
+from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import batch_boxes, read_boxes
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
-from shardwise.layout import Box
-from shardwise.layout.columns import Int
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import same_bytes
@@ -105,7 +105,7 @@ def check_all_together(
             tensors={saved.stored_index(name) for name in names},
             share=(group.rank, group.size),
         )
-        differences = all_ranks.gather(own, list[str])
+        differences = all_ranks.all_gather(own, list[str])
     refuse_differences(str(store), [line for lines in differences for line in lines])
 
 
@@ -138,7 +138,7 @@ def _copies(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
         yield row, Box(offset, shape), int(layout.itemsizes[tensor])
 
 
-def _view(layout: Layout, tensors: Int, pieces: Pieces) -> Layout:
+def _view(layout: Layout, tensors: IntArray, pieces: Pieces) -> Layout:
     """Return a layout of the same files with these tensors, each named by its index."""
     entries = tuple(
         msgspec.structs.replace(layout.tensors[tensor], name=str(index), same_as=None)
@@ -173,7 +173,7 @@ def _describe_difference(
     return f"{name}: two copies differ, first at {position}: {first_place}, and {copy_place}"
 
 
-def _place_of(layout: Layout, pieces: Pieces, row: int, position: Int) -> str:
+def _place_of(layout: Layout, pieces: Pieces, row: int, position: IntArray) -> str:
     """Return the file and byte of an element of a piece."""
     elements = int(((position - pieces.offset[row]) * pieces.stride[row]).sum())
     start = int(pieces.start[row]) + elements * int(layout.itemsizes[pieces.tensor[row]])

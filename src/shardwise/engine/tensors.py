@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.boxes import boxes_within
+from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import StateError
-from shardwise.layout import boxes_within
-from shardwise.layout.columns import Int, padded_rows
 from shardwise.plan.load import Spans, Transfers
 from shardwise.plan.structure import Description, Structure, find_rules
 from shardwise.state.leaves import Fragment, TensorLeaf, host_array, memory_extent, view_for_numpy
@@ -316,7 +316,11 @@ class SpanCopier:
     """
 
     def __init__(
-        self, transfers: Transfers, spans: Spans, strides: Int, targets: Sequence[TargetFragment]
+        self,
+        transfers: Transfers,
+        spans: Spans,
+        strides: IntArray,
+        targets: Sequence[TargetFragment],
     ) -> None:
         self._targets = targets
         self._first = spans.first.tolist()

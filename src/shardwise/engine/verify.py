@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.boxes import cover_positions
+from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
 from shardwise.engine.stored_copies import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
-from shardwise.layout import cover_positions
-from shardwise.layout.columns import Int
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import FileEntry
@@ -270,19 +270,19 @@ def _damaged_blocks(reader: DataReader, start: int, stop: int, buffer: Buffer) -
             yield from _damaged_blocks(reader, block, min(block + BLOCK, stop), buffer)
 
 
-def _tensor_ranges(layout: Layout, file: int) -> Int:
+def _tensor_ranges(layout: Layout, file: int) -> IntArray:
     """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
     pieces = Pieces.join([layout.pieces, layout.replicas])
     rows = pieces.file == file
     return np.stack([pieces.start[rows], layout.piece_ends(pieces)[rows]], axis=1)
 
 
-def _length_outside(ranges: Int, others: Int) -> int:
+def _length_outside(ranges: IntArray, others: IntArray) -> int:
     """Return how many bytes of `ranges` are outside of `others`."""
     return _length_of_union(np.concatenate([ranges, others])) - _length_of_union(others)
 
 
-def _length_of_union(ranges: Int) -> int:
+def _length_of_union(ranges: IntArray) -> int:
     """Return how many bytes are in at least one of the ranges, `(n, 2)`."""
     if not len(ranges):
         return 0

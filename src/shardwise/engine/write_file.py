@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.boxes import Box, boxes_of_range
 from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.tensors import TensorMemory, memory_of, wait_for_current_streams
-from shardwise.layout import Box, boxes_of_range
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PieceTable

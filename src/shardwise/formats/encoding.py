@@ -7,7 +7,7 @@ import zlib
 import msgspec
 import numpy as np
 
-from shardwise.layout.columns import Int
+from shardwise.boxes.table import IntArray
 from shardwise.manifest.layout import Layout
 
 
@@ -20,7 +20,7 @@ def _encode_column(column: object) -> tuple[tuple[int, ...], bytes]:
     return column.shape, zlib.compress(differences.tobytes(), 1)
 
 
-def _decode_column(_: object, encoded: tuple[list[int], bytes]) -> Int:
+def _decode_column(_: object, encoded: tuple[list[int], bytes]) -> IntArray:
     shape, data = encoded
     differences = np.frombuffer(zlib.decompress(data), np.int64)
     if not len(differences):

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shardwise.boxes import boxes_of_range
+from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import FormatError
-from shardwise.layout import boxes_of_range
-from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import check_table_size
@@ -146,14 +146,14 @@ class Catalogue:
     axes: Mapping[str, int]
     names: Sequence[str]
     dtypes: Sequence[str]
-    name: Int
-    dtype: Int
-    file: Int
-    start: Int
-    ndim: Int
-    shape: Int
-    stride: Int
-    coordinate: Int
+    name: IntArray
+    dtype: IntArray
+    file: IntArray
+    start: IntArray
+    ndim: IntArray
+    shape: IntArray
+    stride: IntArray
+    coordinate: IntArray
 
     def __len__(self) -> int:
         return len(self.name)
@@ -161,7 +161,7 @@ class Catalogue:
 
 def hide_terms(
     entries: Sequence[TensorEntry], terms: Mapping[str, Sequence[str]]
-) -> tuple[tuple[TensorEntry, ...], tuple[int, ...], Int]:
+) -> tuple[tuple[TensorEntry, ...], tuple[int, ...], IntArray]:
     """Separate the terms of means from the tensors that users see.
 
     Args:
@@ -205,7 +205,7 @@ def build_catalogue(
     max_ndim = max((len(array.shape) for array in arrays), default=0)
     check_table_size(len(rows), max_ndim)
 
-    def column(values: Iterable[int]) -> Int:
+    def column(values: Iterable[int]) -> IntArray:
         return np.array(list(values), np.int64)
 
     return Catalogue(

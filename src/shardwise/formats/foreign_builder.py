@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
+from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import (
@@ -34,8 +36,6 @@ from shardwise.formats.optimizers import (
 from shardwise.formats.pieces import pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
-from shardwise.layout import Box
-from shardwise.layout.columns import Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
@@ -187,7 +187,7 @@ class Builder:
         tensors: Sequence[FlatTensor],
         replicas: Sequence[bool],
         arrays: Sequence[StoredArray | None],
-        ranges: tuple[Int, Int, Int, Int, Int],
+        ranges: tuple[IntArray, IntArray, IntArray, IntArray, IntArray],
     ) -> None:
         """Add ranges of flattened tensors, or of flattened parts of tensors.
 

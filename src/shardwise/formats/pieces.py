@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from shardwise.boxes import Box, boxes_of_ranges, find_overlaps, row_major_strides
+from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
-from shardwise.layout import Box, boxes_of_ranges, find_overlaps, row_major_strides
-from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.pieces import check_table_size
 
@@ -95,7 +95,13 @@ def _dims_with_shared_bytes(shape: tuple[int, ...], stride: tuple[int, ...]) -> 
 
 
 def pieces_of_ranges(
-    blocks: Sequence[Block], block: Int, start: Int, stop: Int, file: Int, position: Int, size: int
+    blocks: Sequence[Block],
+    block: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    file: IntArray,
+    position: IntArray,
+    size: int,
 ) -> Pieces:
     """Return the pieces of elements `start:stop` of blocks.
 

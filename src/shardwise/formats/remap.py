@@ -8,12 +8,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from shardwise.boxes import find_overlaps, row_major_strides
+from shardwise.boxes.table import BoolArray, IntArray, pad_columns
 from shardwise.errors import StateError
 from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.layout import find_overlaps, row_major_strides
-from shardwise.layout.columns import Bool, Int, pad_columns
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
 
@@ -74,7 +74,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
     )
 
 
-def _find_tensors_inside_values(layout: Layout) -> Bool:
+def _find_tensors_inside_values(layout: Layout) -> BoolArray:
     """Return which tensors are parts of plain values. The specification does not apply to them."""
     values = {entry.name for entry in layout.objects}
 
@@ -88,7 +88,7 @@ def _find_tensors_inside_values(layout: Layout) -> Bool:
     return np.array(inside_values, bool)
 
 
-def _add_unchanged(remapped: Layout, layout: Layout, stored: Int, rows: Int) -> Layout:
+def _add_unchanged(remapped: Layout, layout: Layout, stored: IntArray, rows: IntArray) -> Layout:
     """Add tensors unchanged to the result of a specification.
 
     Args:
@@ -139,7 +139,7 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     skipped = ((overlaps.offset - old_piece.offset) * old_piece.stride).sum(axis=1)
     old_dims = source_dims[new_rows]
 
-    def take_along_source(values: Int, fill: int) -> Int:
+    def take_along_source(values: IntArray, fill: int) -> IntArray:
         values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
         return np.where(old_dims >= 0, values_of_old, fill)
 
@@ -154,7 +154,9 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     )
 
 
-def _find_source_dims(new: Pieces, shapes: Int, strides: Int, labels: Sequence[str]) -> Int:
+def _find_source_dims(
+    new: Pieces, shapes: IntArray, strides: IntArray, labels: Sequence[str]
+) -> IntArray:
     """Find which dimension of the old tensor each dimension of each piece comes from.
 
     The result is -1 for dimensions of size 1.
@@ -169,11 +171,11 @@ def _find_source_dims(new: Pieces, shapes: Int, strides: Int, labels: Sequence[s
     matches = new.stride[:, :, None] == strides[:, None, :]
     matches &= (shapes > 1)[:, None, :]
     _refuse_reshapes(new, has_several_elements & ~matches.any(axis=2), labels)
-    source_dims: Int = np.where(has_several_elements, matches.argmax(axis=2), -1)
+    source_dims: IntArray = np.where(has_several_elements, matches.argmax(axis=2), -1)
     return source_dims
 
 
-def _refuse_reshapes(new: Pieces, is_reshaped: Bool, labels: Sequence[str]) -> None:
+def _refuse_reshapes(new: Pieces, is_reshaped: BoolArray, labels: Sequence[str]) -> None:
     rows = np.flatnonzero(is_reshaped.any(axis=1))
     if len(rows):
         raise StateError(

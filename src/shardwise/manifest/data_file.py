@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shardwise.layout import Box
+from shardwise.boxes import Box
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import VERSION, FileEntry

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.layout.columns import Int, Table, padded_rows
+from shardwise.boxes.table import IntArray, Table, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
 
@@ -32,12 +32,12 @@ class Pieces(Table):
             row-major if an array is transposed, or if the box is a part of an array.
     """
 
-    tensor: Int
-    file: Int
-    start: Int
-    offset: Int
-    shape: Int
-    stride: Int
+    tensor: IntArray
+    file: IntArray
+    start: IntArray
+    offset: IntArray
+    shape: IntArray
+    stride: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +125,23 @@ class Layout:
         return max((len(tensor.shape) for tensor in self.tensors), default=0)
 
     @cached_property
-    def tensor_of(self) -> Int:
+    def tensor_of(self) -> IntArray:
         """For each index in `pieces.tensor`, the index of the tensor in `tensors`."""
         return np.array([*range(len(self.tensors)), *self.terms], np.int64)
 
     @cached_property
-    def itemsizes(self) -> Int:
+    def itemsizes(self) -> IntArray:
         """For each index in `pieces.tensor`, the size of an element in bytes."""
         sizes = np.array([DTYPES[t.dtype].itemsize for t in self.tensors], np.int64)
         return sizes[self.tensor_of]
 
     @cached_property
-    def shapes(self) -> Int:
+    def shapes(self) -> IntArray:
         """For each index in `pieces.tensor`, the shape of the tensor, padded with 1."""
         return padded_rows([t.shape for t in self.tensors], self.dims, 1)[self.tensor_of]
 
     @cached_property
-    def data_end(self) -> Int:
+    def data_end(self) -> IntArray:
         """For each file, the end of the bytes that a load may read."""
         return np.array([file.data_end for file in self.files], np.int64)
 
@@ -153,10 +153,10 @@ class Layout:
             found.setdefault(mean, []).append(index)
         return found
 
-    def piece_ends(self, pieces: Pieces) -> Int:
+    def piece_ends(self, pieces: Pieces) -> IntArray:
         """Return the end of the bytes of each piece in its file."""
         elements = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
-        ends: Int = pieces.start + elements * self.itemsizes[pieces.tensor]
+        ends: IntArray = pieces.start + elements * self.itemsizes[pieces.tensor]
         return ends
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from shardwise.boxes import row_major_strides
+from shardwise.boxes.table import BoolArray, IntArray, Table, count_up, padded_rows
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
-from shardwise.layout import row_major_strides
-from shardwise.layout.columns import Bool, Int, Table, count_up, padded_rows
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry, decode_json
 
@@ -97,18 +97,20 @@ class Runs(Table):
             shapes `(n,)`, `(n,)` and `(n, D)`.
     """
 
-    tensor: Int
-    file: Int
-    start: Int
-    offset: Int
-    shape: Int
-    count: Int
-    file_step: Int
-    start_step: Int
-    offset_step: Int
+    tensor: IntArray
+    file: IntArray
+    start: IntArray
+    offset: IntArray
+    shape: IntArray
+    count: IntArray
+    file_step: IntArray
+    start_step: IntArray
+    offset_step: IntArray
 
 
-def find_runs(tensor: Int, file: Int, start: Int, offset: Int, shape: Int) -> Runs:
+def find_runs(
+    tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
+) -> Runs:
     """Return the runs of pieces, which must be sorted by tensor. The inverse of `expand_runs`."""
     n = len(tensor)
     positions = np.column_stack([file, start, offset])
@@ -137,7 +139,7 @@ def find_runs(tensor: Int, file: Int, start: Int, offset: Int, shape: Int) -> Ru
     )
 
 
-def _split_runs(continues: Bool) -> tuple[Int, Int]:
+def _split_runs(continues: BoolArray) -> tuple[IntArray, IntArray]:
     """Cut rows into runs. Return the first row and the number of rows of each run.
 
     Args:
@@ -163,7 +165,7 @@ def _split_runs(continues: Bool) -> tuple[Int, Int]:
     return np.array(first_rows, np.int64), np.array(counts, np.int64)
 
 
-def expand_runs(runs: Runs, data_at: Int) -> Pieces:
+def expand_runs(runs: Runs, data_at: IntArray) -> Pieces:
     """Return every piece of every run.
 
     Args:
@@ -238,7 +240,12 @@ def _runs_of(tensors: Sequence[TensorWithPieces]) -> Runs:
 
 
 def encode_tensors(
-    tensors: Sequence[TensorEntry], tensor: Int, file: Int, start: Int, offset: Int, shape: Int
+    tensors: Sequence[TensorEntry],
+    tensor: IntArray,
+    file: IntArray,
+    start: IntArray,
+    offset: IntArray,
+    shape: IntArray,
 ) -> msgspec.Raw:
     """Return the list of tensors of a manifest as JSON, one tensor on each line.
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.boxes import find_uncovered_tensors
+from shardwise.boxes.table import BoolArray, IntArray
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
-from shardwise.layout import find_uncovered_tensors
-from shardwise.layout.columns import Bool, Int
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
@@ -345,7 +345,7 @@ def _check_table(layout: Layout, pieces: Pieces) -> None:
     _refuse_pieces(layout, pieces, shared, "has elements that share bytes")
 
 
-def _have_disjoint_elements(shape: Int, stride: Int) -> Bool:
+def _have_disjoint_elements(shape: IntArray, stride: IntArray) -> BoolArray:
     """Return which arrays have disjoint elements.
 
     Elements are disjoint if each stride exceeds the extent of the dimensions with smaller strides.
@@ -359,7 +359,7 @@ def _have_disjoint_elements(shape: Int, stride: Int) -> Bool:
     return disjoint
 
 
-def _are_disjoint_in_order(shape: Int, stride: Int) -> Bool:
+def _are_disjoint_in_order(shape: IntArray, stride: IntArray) -> BoolArray:
     """Return which arrays have disjoint elements. Dimensions must be sorted by stride."""
     disjoint, extent = np.ones(len(shape), bool), np.zeros(len(shape), np.int64)
     for sizes, steps in zip(shape.T, stride.T, strict=True):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.boxes import Box
+from shardwise.boxes.table import IntArray, pad_columns, padded_rows
 from shardwise.errors import MismatchError
-from shardwise.layout import Box
-from shardwise.layout.columns import Int, pad_columns, padded_rows
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.structure import Structure, World, boxes_of_rule
 
@@ -28,15 +28,15 @@ class HeldBoxes:
             does not hold the box, `(n,)`.
     """
 
-    tensor: Int
-    offset: Int
-    shape: Int
-    holders: Int
+    tensor: IntArray
+    offset: IntArray
+    shape: IntArray
+    holders: IntArray
     sets: tuple[tuple[int, ...], ...]
-    fragment: Int
+    fragment: IntArray
 
     @property
-    def counts(self) -> Int:
+    def counts(self) -> IntArray:
         """The number of ranks that hold each box, `(n,)`."""
         return np.array([len(ranks) for ranks in self.sets], np.int64)[self.holders]
 
@@ -73,9 +73,9 @@ class _Block:
     """
 
     tensors: Sequence[int]
-    offset: Int
-    shape: Int
-    holders: Int
+    offset: IntArray
+    shape: IntArray
+    holders: IntArray
     is_own: npt.NDArray[np.bool_]
 
 
@@ -173,7 +173,7 @@ def _unite_boxes(
     """Return the distinct boxes of all structures."""
     index = {tensor.name: i for i, tensor in enumerate(tensors)}
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    parts: list[tuple[Int, ...]] = [
+    parts: list[tuple[IntArray, ...]] = [
         (np.zeros((0, 1 + 2 * dims), np.int64), *[np.zeros(0, np.int64)] * 2)
     ]
     for structure, own_blocks in zip(structures, blocks, strict=True):
@@ -195,7 +195,7 @@ def _unite_boxes(
     return _merge_equal(columns, holders, fragment, set_ids)
 
 
-def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
+def _first_fragments(count: int, blocks: Sequence[_Block]) -> IntArray:
     """Return the index of the first fragment of each tensor on the rank with these blocks.
 
     A rank lists its fragments tensor by tensor, and the boxes of a tensor in the order of blocks.
@@ -207,7 +207,7 @@ def _first_fragments(count: int, blocks: Sequence[_Block]) -> Int:
 
 
 def _merge_equal(
-    columns: Int, holders: Int, fragment: Int, set_ids: dict[tuple[int, ...], int]
+    columns: IntArray, holders: IntArray, fragment: IntArray, set_ids: dict[tuple[int, ...], int]
 ) -> HeldBoxes:
     """Unite the holders of equal boxes, which several structures can have."""
     order = np.lexsort(columns.T[::-1])

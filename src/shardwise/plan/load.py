@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.layout import find_overlaps
-from shardwise.layout.columns import Int, Table, count_up, pad_columns
+from shardwise.boxes import find_overlaps
+from shardwise.boxes.table import IntArray, Table, count_up, pad_columns
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 
@@ -25,13 +25,13 @@ class Transfers(Table):
         low, high: the range of the file that contains the bytes of the box, `(n,)`.
     """
 
-    piece: Int
-    fragment: Int
-    offset: Int
-    shape: Int
-    file: Int
-    low: Int
-    high: Int
+    piece: IntArray
+    fragment: IntArray
+    offset: IntArray
+    shape: IntArray
+    file: IntArray
+    low: IntArray
+    high: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Spans:
         first, rows: the transfers with bytes in span i are `rows[first[i]:first[i + 1]]`.
     """
 
-    file: Int
-    low: Int
-    high: Int
-    first: Int
-    rows: Int
+    file: IntArray
+    low: IntArray
+    high: IntArray
+    first: IntArray
+    rows: IntArray
 
     def __len__(self) -> int:
         return len(self.file)
@@ -79,9 +79,9 @@ class LoadPlan:
 
 def plan_load(
     layout: Layout,
-    wanted: tuple[Int, Int, Int],
+    wanted: tuple[IntArray, IntArray, IntArray],
     *,
-    largest_read: int | Int,
+    largest_read: int | IntArray,
     largest_gap: int = 0,
     block: int = BLOCK,
 ) -> LoadPlan:
@@ -106,7 +106,9 @@ def plan_load(
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
-def _locate(layout: Layout, piece: Int, fragment: Int, offset: Int, shape: Int) -> Transfers:
+def _locate(
+    layout: Layout, piece: IntArray, fragment: IntArray, offset: IntArray, shape: IntArray
+) -> Transfers:
     part_of = layout.pieces.select(piece)
     itemsize = layout.itemsizes[part_of.tensor]
     elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
@@ -130,7 +132,7 @@ def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
     return transfers
 
 
-def _cut_along(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Transfers:
+def _cut_along(transfers: Transfers, dim: int, stride: IntArray, extent: IntArray) -> Transfers:
     count = transfers.shape[:, dim]
     rows, k = np.repeat(np.arange(len(count)), count), count_up(count)
     single = transfers.select(rows)
@@ -142,7 +144,7 @@ def _cut_along(transfers: Transfers, dim: int, stride: Int, extent: Int) -> Tran
 
 
 def _choose_spans(
-    transfers: Transfers, data_end: Int, largest_read: int | Int, gap: int, block: int
+    transfers: Transfers, data_end: IntArray, largest_read: int | IntArray, gap: int, block: int
 ) -> Spans:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
@@ -176,13 +178,13 @@ def _choose_spans(
     return assign_transfers(transfers, *spans)
 
 
-def max_read_bytes(largest_read: int | Int, file: Int) -> Int:
+def max_read_bytes(largest_read: int | IntArray, file: IntArray) -> IntArray:
     """Return the greatest read length of each file in `file`, from one number or one per file."""
     given = np.asarray(largest_read, np.int64)
     return given[file] if given.ndim else np.full(len(file), given)
 
 
-def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Spans:
+def assign_transfers(transfers: Transfers, file: IntArray, low: IntArray, high: IntArray) -> Spans:
     """Return spans, each with the transfers that need its bytes.
 
     Args:
@@ -205,8 +207,8 @@ def assign_transfers(transfers: Transfers, file: Int, low: Int, high: Int) -> Sp
 
 
 def wanted_columns(
-    tensor: Sequence[int], offset: Int, shape: Int, dims: int
-) -> tuple[Int, Int, Int]:
+    tensor: Sequence[int], offset: IntArray, shape: IntArray, dims: int
+) -> tuple[IntArray, IntArray, IntArray]:
     """Return columns of wanted boxes, padded or cut to `dims` dimensions."""
     offset, shape = offset[:, :dims], shape[:, :dims]
     return np.asarray(tensor, np.int64), pad_columns(offset, dims, 0), pad_columns(shape, dims, 1)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.boxes import Box, boxes_of_range, find_uncovered_tensors
+from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
-from shardwise.layout import Box, boxes_of_range, find_uncovered_tensors
-from shardwise.layout.columns import Int, padded_rows
 from shardwise.manifest.data_file import encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
@@ -46,7 +46,7 @@ class PieceTable:
         whole: whether each piece is its whole fragment.
     """
 
-    start: Int
+    start: IntArray
     fragment: list[int]
     offset: list[tuple[int, ...]]
     shape: list[tuple[int, ...]]
@@ -72,7 +72,9 @@ class PieceTable:
             )
 
 
-def piece_table(description: Description, fragment: Int, offset: Int, shape: Int) -> PieceTable:
+def piece_table(
+    description: Description, fragment: IntArray, offset: IntArray, shape: IntArray
+) -> PieceTable:
     """Return a table of pieces, in the order of the file.
 
     Args:
@@ -96,7 +98,7 @@ def piece_table(description: Description, fragment: Int, offset: Int, shape: Int
     )
 
 
-def _without_padding(columns: Int, ndims: list[int]) -> list[tuple[int, ...]]:
+def _without_padding(columns: IntArray, ndims: list[int]) -> list[tuple[int, ...]]:
     return [tuple(row[:n]) for row, n in zip(columns.tolist(), ndims, strict=True)]
 
 
@@ -125,14 +127,14 @@ class SavePlan:
     rank: int
     description: Description
     tensors: tuple[TensorEntry, ...]
-    itemsizes: Int
+    itemsizes: IntArray
     tied: tuple[TensorEntry, ...]
     boxes: HeldBoxes
-    replicas: tuple[tuple[tuple[int, ...], Int], ...]
-    limits: Int
-    box: Int
-    offset: Int
-    shape: Int
+    replicas: tuple[tuple[tuple[int, ...], IntArray], ...]
+    limits: IntArray
+    box: IntArray
+    offset: IntArray
+    shape: IntArray
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -155,7 +157,7 @@ class SavePlan:
         return encode_header_entries(self.pieces.describe_pieces(self.description))
 
     @cached_property
-    def writers(self) -> Int:
+    def writers(self) -> IntArray:
         """The ranks that write a file, in the order of the list of files."""
         has_values = np.array([bool(each.per_rank) for each in self.world.structures])
         return np.flatnonzero((np.diff(self.limits) > 0) | has_values[self.world.structure_of])
@@ -259,7 +261,7 @@ def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
     )
 
 
-def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], Int], ...]:
+def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], IntArray], ...]:
     """Return the sets of several ranks, small sets first, and the rows of the boxes they hold."""
     order = np.argsort(boxes.holders, kind="stable")
     limits = np.searchsorted(boxes.holders[order], np.arange(1, len(boxes.sets)))
@@ -274,10 +276,10 @@ def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], Int], ...]:
 
 def _assign_writers(
     boxes: HeldBoxes,
-    replicas: Iterable[tuple[tuple[int, ...], Int]],
-    itemsize: Int,
+    replicas: Iterable[tuple[tuple[int, ...], IntArray]],
+    itemsize: IntArray,
     world: int,
-) -> tuple[Int, Int, Int, Int]:
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Choose which rank writes each piece.
 
     Returns:

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from shardwise.boxes import Box, Sharding, Split, shard_boxes
+from shardwise.boxes.table import IntArray
 from shardwise.decoding import prepare_decoding
-from shardwise.layout import Box, Sharding, Split, shard_boxes
-from shardwise.layout.columns import Int
 
 Coordinates = tuple[int, ...]
 """For each axis of a structure, the index of a rank's part."""
 
 
 class AxisSplit(msgspec.Struct, array_like=True, frozen=True):
-    """A `layout.Split` whose index is a coordinate of the rank.
+    """A `boxes.Split` whose index is a coordinate of the rank.
 
     Attributes:
         dim, parts, split_factor: as in `Split`.
@@ -123,9 +123,9 @@ class Description:
 
     structure: Structure
     coordinates: Coordinates
-    tensor: Int
-    offset: Int
-    shape: Int
+    tensor: IntArray
+    offset: IntArray
+    shape: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class World:
     """
 
     structures: tuple[Structure, ...]
-    structure_of: Int
+    structure_of: IntArray
     coordinates: tuple[Coordinates, ...]
 
     @property

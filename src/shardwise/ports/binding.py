@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from torch.optim import Optimizer
 
-from shardwise.layout import Box
+from shardwise.boxes import Box
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import (
     Fragment,

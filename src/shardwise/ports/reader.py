@@ -7,6 +7,7 @@ lie. No tensor is read. docs/ports/reader.md has a complete example.
 
 from __future__ import annotations
 
+from shardwise.boxes import Box as Box
 from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from shardwise.errors import FormatError as FormatError
 from shardwise.formats.containers.pickle_values import PickledInstance as PickledInstance
@@ -24,4 +25,3 @@ from shardwise.formats.nested import name_leaves as name_leaves
 from shardwise.formats.nested import nest as nest
 from shardwise.formats.opening import Reader as Reader
 from shardwise.formats.optimizers import ParamGroup as ParamGroup
-from shardwise.layout import Box as Box

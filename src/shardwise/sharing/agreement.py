@@ -20,11 +20,11 @@ from contextlib import ExitStack, suppress
 import msgspec
 import numpy as np
 
+from shardwise.boxes.table import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group, listen, own_address
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError
-from shardwise.layout.columns import Int
 from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
 from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
 from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, unite_ranges
@@ -119,7 +119,7 @@ def agree_on_reading_once(
             if len(wanted) > LARGEST_LISTS * len(node) // group.size:
                 wanted = b""
         offer = _Offer(node.ranks[0], address, wanted, secrets.token_bytes(TOKEN_SIZE))
-        found = all_ranks.reduce(
+        found = all_ranks.all_reduce(
             offer, _Offer, lambda all_: _divide(all_, node.largest_read, least), list[_Division]
         )
     if not found:
@@ -140,13 +140,13 @@ def agree_on_reading_once(
             if read_once:
                 raise
             failure = str(error)
-        failures = [each for each in all_ranks.gather(failure, str) if each]
+        failures = [each for each in all_ranks.all_gather(failure, str) if each]
     if failures and group.rank == 0:
         log.warning("every node reads alone, because %s", failures[0])
     return None if failures or links is None else (reads, links)
 
 
-def _divide(offers: Sequence[_Offer], largest_read: Int, least: int) -> list[_Division]:
+def _divide(offers: Sequence[_Offer], largest_read: IntArray, least: int) -> list[_Division]:
     """Return the division of the reads; nothing if sharing spares fewer bytes than `least`."""
     ranks_of: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):

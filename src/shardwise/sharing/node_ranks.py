@@ -12,13 +12,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from shardwise.boxes.table import IntArray
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.engine.group import Group, node_name
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError
-from shardwise.layout.columns import Int
 from shardwise.sharing.reads import Ranges
 from shardwise.store.store import Buffer
 
@@ -85,7 +85,7 @@ def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks
         with open(fds[0], "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(wants))
         me = _Member(group.rank, node_name(), os.getpid(), *fds)
-        members = all_ranks.gather(me, _Member)
+        members = all_ranks.all_gather(me, _Member)
     return NodeRanks([each for each in members if each.node == me.node], group, cleanup)
 
 
@@ -111,7 +111,7 @@ class NodeRanks:
         self.local_rank = self.ranks.index(group.rank)
         wants = [self._read_wants(member) for member in members]
         self.wanted = [decode_ranges(each.ranges) for each in wants]
-        self.largest_read: Int = np.minimum.reduce(
+        self.largest_read: IntArray = np.minimum.reduce(
             [np.frombuffer(each.largest_reads, np.int64) for each in wants]
         )
         self.are_mapped = all(each.are_mapped for each in wants)

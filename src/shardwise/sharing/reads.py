@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.layout.columns import Bool, Int, Table, count_up
+from shardwise.boxes.table import BoolArray, IntArray, Table, count_up
 from shardwise.plan.load import max_read_bytes
 
 NOBODY = -1
@@ -32,12 +32,12 @@ class Ranges(Table):
         low, high: the byte range in the file, `(n,)`.
     """
 
-    file: Int
-    low: Int
-    high: Int
+    file: IntArray
+    low: IntArray
+    high: IntArray
 
     @property
-    def sizes(self) -> Int:
+    def sizes(self) -> IntArray:
         """The number of bytes in each range."""
         return self.high - self.low
 
@@ -66,10 +66,10 @@ class Reads(Ranges):
         wanted: whether each rank of the node uses the bytes, `(n, ranks)`.
     """
 
-    reader: Int
-    source: Int
-    target: Int
-    wanted: Bool
+    reader: IntArray
+    source: IntArray
+    target: IntArray
+    wanted: BoolArray
 
     @property
     def cross_nodes(self) -> bool:
@@ -82,7 +82,7 @@ class Reads(Ranges):
 
 
 def share_reads(
-    wanted: Sequence[Ranges], *, largest_read: int | Int, between_nodes: Reads | None = None
+    wanted: Sequence[Ranges], *, largest_read: int | IntArray, between_nodes: Reads | None = None
 ) -> Reads:
     """Unite the byte ranges of the ranks of a node, and divide the reads evenly by bytes.
 
@@ -118,7 +118,7 @@ def share_between_nodes(
     ranks: Sequence[Sequence[int]],
     node: int,
     *,
-    largest_read: int | Int,
+    largest_read: int | IntArray,
 ) -> tuple[Reads, int]:
     """Divide the bytes that several nodes want evenly among these nodes.
 
@@ -172,7 +172,7 @@ def share_between_nodes(
     return reads.select(is_own), saved
 
 
-def _rank_in(ranks: Sequence[int], local_rank: Int) -> Int:
+def _rank_in(ranks: Sequence[int], local_rank: IntArray) -> IntArray:
     """Return the rank of a node that has each local rank, counted again from 0 past the last."""
     return np.array(ranks)[local_rank % len(ranks)]
 
@@ -183,20 +183,22 @@ def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:
     return _join_adjacent(united, np.ones((len(united), 1), bool))[0]
 
 
-def _edges_of(ranges: Sequence[Ranges]) -> tuple[Int, int]:
+def _edges_of(ranges: Sequence[Ranges]) -> tuple[IntArray, int]:
     """Return all edges of ranges on one axis, sorted, and the length of a file on this axis."""
     width = max((int(each.high.max()) for each in ranges if len(each)), default=0) + 1
     edges = [each.file * width + end for each in ranges for end in (each.low, each.high)]
     return np.unique(np.concatenate([np.zeros(0, np.int64), *edges])), width
 
 
-def _ranges_at(keys: Int, width: int, rows: Int) -> Ranges:
+def _ranges_at(keys: IntArray, width: int, rows: IntArray) -> Ranges:
     """Return some of the intervals between the edges of `_edges_of`."""
     low = keys[rows]
     return Ranges(low // width, low % width, low % width + keys[rows + 1] - low)
 
 
-def _covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int, Int]:
+def _covered_rows(
+    keys: IntArray, width: int, ranges: Sequence[Ranges]
+) -> tuple[IntArray, IntArray]:
     """Return the index of each interval between edges, and of each list that covers it, sorted."""
     rows, list_indices = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, each in enumerate(ranges):
@@ -210,7 +212,7 @@ def _covered_rows(keys: Int, width: int, ranges: Sequence[Ranges]) -> tuple[Int,
     return row[order], list_index[order]
 
 
-def _cut_at_edges(ranges: Sequence[Ranges]) -> tuple[Ranges, Bool]:
+def _cut_at_edges(ranges: Sequence[Ranges]) -> tuple[Ranges, BoolArray]:
     """Cut ranges at the edges of all ranges. Return the parts, and which `ranges` cover each."""
     keys, width = _edges_of(ranges)
     row, holder = _covered_rows(keys, width, ranges)
@@ -220,7 +222,7 @@ def _cut_at_edges(ranges: Sequence[Ranges]) -> tuple[Ranges, Bool]:
     return _ranges_at(keys, width, used), users[used]
 
 
-def _join_adjacent(ranges: Ranges, label: npt.NDArray[np.generic]) -> tuple[Ranges, Int]:
+def _join_adjacent(ranges: Ranges, label: npt.NDArray[np.generic]) -> tuple[Ranges, IntArray]:
     """Join adjacent ranges with equal rows of `label`; also return the first row of each."""
     begins = np.ones(len(ranges), bool)
     adjacent = (ranges.file[1:] == ranges.file[:-1]) & (ranges.low[1:] == ranges.high[:-1])
@@ -230,7 +232,9 @@ def _join_adjacent(ranges: Ranges, label: npt.NDArray[np.generic]) -> tuple[Rang
     return Ranges(ranges.file[heads], ranges.low[heads], ranges.high[ends]), heads
 
 
-def _cut_to_length(ranges: Ranges, rows: Int, largest_read: int | Int) -> tuple[Ranges, Int]:
+def _cut_to_length(
+    ranges: Ranges, rows: IntArray, largest_read: int | IntArray
+) -> tuple[Ranges, IntArray]:
     """Cut ranges that are too long for one read, and repeat their `rows`."""
     longest = max_read_bytes(largest_read, ranges.file)
     parts = -(-ranges.sizes // longest)
@@ -240,17 +244,17 @@ def _cut_to_length(ranges: Ranges, rows: Int, largest_read: int | Int) -> tuple[
     return Ranges(ranges.file[of], low, high), rows[of]
 
 
-def _overlap(ranges: Ranges, other: Ranges) -> Bool:
+def _overlap(ranges: Ranges, other: Ranges) -> BoolArray:
     """Return whether each range has bytes in common with any of the other ranges."""
     _, width = _edges_of([ranges, other])
     starts, ends = other.file * width + other.low, other.file * width + other.high
     before = np.searchsorted(starts, ranges.file * width + ranges.high, side="left")
     past = np.searchsorted(ends, ranges.file * width + ranges.low, side="right")
-    found: Bool = before > past
+    found: BoolArray = before > past
     return found
 
 
-def _assign_readers(sizes: Int, wanted: Bool, loads: Int) -> Int:
+def _assign_readers(sizes: IntArray, wanted: BoolArray, loads: IntArray) -> IntArray:
     """Assign each read to the rank with the fewest bytes to read so far, of those that use it.
 
     Args:
@@ -269,7 +273,7 @@ def _assign_readers(sizes: Int, wanted: Bool, loads: Int) -> Int:
     return readers
 
 
-def _number_distinct_sets(row: Int, holder: Int) -> tuple[Int, list[list[int]]]:
+def _number_distinct_sets(row: IntArray, holder: IntArray) -> tuple[IntArray, list[list[int]]]:
     """Number the distinct sets of holders. Return the number of each row's set, and all sets."""
     first = np.flatnonzero(np.concatenate([[True], row[1:] != row[:-1]])) if len(row) else row
     ends = [*first[1:].tolist(), len(row)]
@@ -282,12 +286,12 @@ def _number_distinct_sets(row: Int, holder: Int) -> tuple[Int, list[list[int]]]:
 
 
 def _assign_nodes(
-    sizes: Int,
-    group: Int,
+    sizes: IntArray,
+    group: IntArray,
     groups: Sequence[Sequence[int]],
     ranks: Sequence[Sequence[int]],
-    alone: Int,
-) -> tuple[Int, Int]:
+    alone: IntArray,
+) -> tuple[IntArray, IntArray]:
     """Assign each read to the node, and there to the rank, with the fewest bytes so far.
 
     Args:

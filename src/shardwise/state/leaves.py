@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from shardwise.boxes import Box, Sharding
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, Sharding
 from shardwise.state.json_fields import JsonValue
 
 _NUMPY_DTYPE_BY_SIZE = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.boxes import Box, boxes_of_range
 from shardwise.errors import StateError
-from shardwise.layout import Box, boxes_of_range
 from shardwise.state.leaves import Fragment, TensorLeaf
 from shardwise.state.tensors import detach_checked, fragments_like, is_dtensor, tensor_leaf
 

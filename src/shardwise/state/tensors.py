@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from shardwise.boxes import Box, Sharding, ShardPlacement, Split, shard_boxes, splits_of
 from shardwise.errors import LayoutError, StateError
-from shardwise.layout import Box, MeshShard, Sharding, Split, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.leaves import Fragment, Shards, TensorLeaf
 
@@ -248,7 +248,7 @@ def _splits_of_placements(
         if not isinstance(placement, (Replicate, Shard, _StridedShard)):
             return (), placement
     shards = [
-        MeshShard(
+        ShardPlacement(
             mesh_dim,
             placement.dim,
             int(placement.split_factor) if isinstance(placement, _StridedShard) else 1,

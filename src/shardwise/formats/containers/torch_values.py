@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from shardwise.boxes import Box, ShardPlacement, shard_boxes, splits_of
 from shardwise.errors import LayoutError
 from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.formats.containers.pickle_values import (
@@ -18,7 +19,6 @@ from shardwise.formats.containers.pickle_values import (
     call_with,
 )
 from shardwise.formats.foreign import StoredArray, StoredPart
-from shardwise.layout import Box, MeshShard, shard_boxes, splits_of
 from shardwise.manifest.dtypes import DTYPES
 
 MOST_DIMS = 64
@@ -238,7 +238,7 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     )
 
 
-def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> MeshShard | None:
+def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> ShardPlacement | None:
     name = placement.name.rpartition(".")[2] if isinstance(placement, PickledInstance) else ""
     if not isinstance(placement, PickledInstance) or name not in (
         "Shard",
@@ -256,7 +256,7 @@ def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> MeshShard |
         raise ValueError("a DTensor is sharded along a dimension that it does not have")
     if factor < 1:
         raise ValueError("a DTensor has a split_factor below 1")
-    return MeshShard(mesh_dim, dim % ndim, factor)
+    return ShardPlacement(mesh_dim, dim % ndim, factor)
 
 
 def _parse_mesh_shape(mesh: object) -> tuple[int, ...]:

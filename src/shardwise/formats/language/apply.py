@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardwise.boxes import find_uncovered_tensors
+from shardwise.boxes.table import BoolArray, IntArray, padded_rows
 from shardwise.errors import FormatError, LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment
@@ -18,8 +20,6 @@ from shardwise.formats.language.match import (
 )
 from shardwise.formats.language.rules import Spec
 from shardwise.formats.language.tensors import Tensors
-from shardwise.layout import find_uncovered_tensors
-from shardwise.layout.columns import Bool, Int, padded_rows
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import TensorEntry
 
@@ -71,7 +71,9 @@ def apply_spec(
     return layout
 
 
-def _assemble_layout(tensors: Tensors, all_matches: Sequence[Matches], unmatched: Int) -> Layout:
+def _assemble_layout(
+    tensors: Tensors, all_matches: Sequence[Matches], unmatched: IntArray
+) -> Layout:
     """Check the tensors and return their layout, without files; add problems to the tensors.
 
     Args:
@@ -141,7 +143,7 @@ def _make_entries(tensors: Tensors) -> dict[str, TensorEntry]:
     }
 
 
-def _find_copies(boxes: Pieces) -> Bool:
+def _find_copies(boxes: Pieces) -> BoolArray:
     """Return which boxes are copies of other boxes, of which the first is not."""
     keys = np.column_stack([boxes.tensor, boxes.offset, boxes.shape])
     order = np.lexsort(keys.T[::-1])

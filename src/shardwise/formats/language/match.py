@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwise.boxes.table import IntArray
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment
 from shardwise.formats.language.rules import Rule, Spec
-from shardwise.layout.columns import Int
 
 UNMATCHED = -1
 
@@ -28,14 +28,14 @@ class Matches:
     """
 
     rule: Rule
-    rows: Int
+    rows: IntArray
     texts: Mapping[int, Mapping[str, str]]
-    positions: Mapping[str, Int]
+    positions: Mapping[str, IntArray]
 
 
 def match_rules(
     spec: Spec, catalogue: Catalogue, environment: Environment
-) -> tuple[list[Matches], Int]:
+) -> tuple[list[Matches], IntArray]:
     """Assign each array to the first rule that matches its name and rank.
 
     Returns:
@@ -76,7 +76,7 @@ def match_rules(
     return all_matches, np.flatnonzero(rule_of_row == UNMATCHED)
 
 
-def coordinates_along(catalogue: Catalogue, axis: str) -> Int:
+def coordinates_along(catalogue: Catalogue, axis: str) -> IntArray:
     """Return each array's rank coordinate along an axis; 0 if the checkpoint lacks the axis."""
     axes = list(catalogue.axes)
     if axis not in axes:
@@ -93,7 +93,7 @@ def add_captured_numbers(environment: Environment, all_matches: Sequence[Matches
         LayoutError: the files lack a share of a ragged number.
     """
     sizes = dict(environment.sizes)
-    shares: dict[tuple[str, ...], Int] = {}
+    shares: dict[tuple[str, ...], IntArray] = {}
     for matches in all_matches:
         positions = matches.positions
         for name in positions.keys() - environment.sizes.keys():

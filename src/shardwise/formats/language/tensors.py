@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardwise.boxes import row_major_strides
+from shardwise.boxes.table import BoolArray, IntArray
 from shardwise.errors import LayoutError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment, Expression
@@ -22,8 +24,6 @@ from shardwise.formats.language.shapes import (
     size_of,
     solve_sizes,
 )
-from shardwise.layout import row_major_strides
-from shardwise.layout.columns import Bool, Int
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import LARGEST_INTEGER
@@ -46,14 +46,14 @@ class _ArrayGroup:
         strides: the strides of the arrays, in elements.
     """
 
-    rows: Int
-    tensor: Int
-    positions: Mapping[str, Int]
+    rows: IntArray
+    tensor: IntArray
+    positions: Mapping[str, IntArray]
     dimension_map: DimensionMap
     sizes: Sizes
     strides: tuple[int, ...]
 
-    def select(self, rows: Bool | Int) -> _ArrayGroup:
+    def select(self, rows: BoolArray | IntArray) -> _ArrayGroup:
         """Return a group of some of the arrays."""
         positions = {axis: column[rows] for axis, column in self.positions.items()}
         return replace(self, rows=self.rows[rows], tensor=self.tensor[rows], positions=positions)
@@ -81,7 +81,7 @@ class Tensors:
     index: dict[str, int] = field(default_factory=dict)
     numbers_in_names: dict[str, set[int]] = field(default_factory=dict)
     boxes: list[Pieces] = field(default_factory=list)
-    arrays: list[tuple[Int, Int, tuple[int, ...]]] = field(default_factory=list)
+    arrays: list[tuple[IntArray, IntArray, tuple[int, ...]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -89,12 +89,12 @@ class Tensors:
         """The names of all tensors."""
         return list(self.index)
 
-    def report_tensors(self, tensors: Int, problem: str) -> None:
+    def report_tensors(self, tensors: IntArray, problem: str) -> None:
         """Add a problem of tensors."""
         names = self.names
         self.problems += [f"{names[i]}: {problem}" for i in np.unique(tensors).tolist()]
 
-    def report_arrays(self, rows: Int, rule: Rule, problem: str) -> None:
+    def report_arrays(self, rows: IntArray, rule: Rule, problem: str) -> None:
         """Add a problem of stored arrays to which a rule cannot be applied."""
         place = self.spec.source.place_of(rule.position)
         for i in np.unique(self.catalogue.name[rows]).tolist():
@@ -172,7 +172,7 @@ class Tensors:
         }
         return {**default, **sizes, **declared}
 
-    def _name_tensors(self, matches: Matches, target: Target, group: _ArrayGroup) -> Int:
+    def _name_tensors(self, matches: Matches, target: Target, group: _ArrayGroup) -> IntArray:
         """Return the index of each array's tensor.
 
         Raises:
@@ -318,7 +318,7 @@ def _find_boxes(catalogue: Catalogue, group: _ArrayGroup, shape: Sequence[int]) 
 
 
 def _place_boxes(
-    catalogue: Catalogue, group: _ArrayGroup, term: Term, array_term: Term, tensor_shape: Int
+    catalogue: Catalogue, group: _ArrayGroup, term: Term, array_term: Term, tensor_shape: IntArray
 ) -> Pieces:
     """Return the boxes of one term: as few as possible, each as large as possible.
 

@@ -50,7 +50,7 @@ def choose_interface(options: Memory, group: Group) -> Memory:
     All ranks call this together.
     """
     with Round(group, "finding hosts") as all_ranks:
-        hosts = all_ranks.gather(socket.gethostname(), str)
+        hosts = all_ranks.all_gather(socket.gethostname(), str)
     if len(set(hosts)) > 1 and not options.interface:
         return replace(options, interface=own_address())
     return options
@@ -67,11 +67,11 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
     """
     with Round(group, "finding the agents of the nodes") as all_ranks:
         home = Home(options.dir)
-        infos = all_ranks.gather(ensure_agent(home, options), AgentInfo)
+        infos = all_ranks.all_gather(ensure_agent(home, options), AgentInfo)
     refuse_unreachable_agents(infos)
-    with Round(group, "reading the lineage of the run", first_only=True) as all_ranks:
+    with Round(group, "reading the lineage of the run", rank0_only=True) as all_ranks:
         lineage = read_or_create_lineage(root) if group.rank == 0 else Lineage("")
-        lineage = all_ranks.share(lineage, Lineage)
+        lineage = all_ranks.broadcast(lineage, Lineage)
     nodes = {info.node: info for info in infos}
     return home, Membership(lineage, list(nodes.values()), [info.node for info in infos])
 

@@ -52,7 +52,7 @@ class NodeWatch:
 
         with Round(group, "watching nodes") as all_ranks:
             address = self._listen(own_node) if is_first else None
-            addresses = all_ranks.gather(address, Address | None)
+            addresses = all_ranks.all_gather(address, Address | None)
         others = {
             node: address
             for node, address in zip(membership.node_of, addresses, strict=True)

@@ -71,12 +71,12 @@ def _find_assembly(
         if snapshots.is_first_of_node:
             _wait_for_commits(run, complete_saves)
             own = list_own_files(run, here)
-        nodes = [each for each in all_ranks.gather(own, NodeFiles | None) if each is not None]
-    with Round(group, "looking for snapshots", first_only=True) as all_ranks:
+        nodes = [each for each in all_ranks.all_gather(own, NodeFiles | None) if each is not None]
+    with Round(group, "looking for snapshots", rank0_only=True) as all_ranks:
         found = Assembly()
         if group.rank == 0:
             found = _search_nodes(snapshots, nodes, step, damaged_step, nodes_read)
-        return all_ranks.share(found, Assembly)
+        return all_ranks.broadcast(found, Assembly)
 
 
 def _search_nodes(
@@ -123,7 +123,7 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
             for pending in place.pending_manifests()
         ]
         own = staged_files, files_of_saves
-        lists = all_ranks.gather(own, tuple[list[str], list[tuple[str, list[str]]]])
+        lists = all_ranks.all_gather(own, tuple[list[str], list[tuple[str, list[str]]]])
     staged = {name for names, _ in lists for name in names}
     return {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
 

@@ -127,7 +127,7 @@ def join_ring(
     with Round(group, "forming rings") as all_ranks:
         source = planned.source()
         entry = None if source is None else source.entry
-        held = all_ranks.gather((planned.holding_key, entry), tuple[bytes, FileEntry | None])
+        held = all_ranks.all_gather((planned.holding_key, entry), tuple[bytes, FileEntry | None])
     node_of = membership.node_of
     domain_of = {info.node: info.domain for info in membership.nodes}
     own: Ring | None = None

@@ -160,7 +160,7 @@ class Snapshots:
             with recorder.stage("describe"):
                 described = describe_save(replace(save, place=place, space_of=root))
             offer = described.offer(plan_cache, self._group, self._comparison)
-            messages = all_ranks.gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
+            messages = all_ranks.all_gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
         offers = [offer for offer, _, _ in messages]
         self._comparison.conclude([each.sample for each in offers], self._group, recorder)
         self.membership.nodes = list({info.node: info for _, _, info in messages}.values())
@@ -169,7 +169,7 @@ class Snapshots:
             return None
         planned = described.plan(offers, self._group, plan_cache, recorder)
         if durable:
-            with Round(self._group, "looking for an earlier save", first_only=True):
+            with Round(self._group, "looking for an earlier save", rank0_only=True):
                 if self._group.rank == 0:
                     planned.request.refuse_existing(self._steps_to_look_for)
                     refuse_if_full(planned.request.space_of, planned.plan.bytes_stored)
@@ -205,7 +205,7 @@ class Snapshots:
 
         with Round(group, "describing a save") as all_ranks:
             described = describe_save(replace(make_save(), space_of=None))
-            offers = all_ranks.gather(described.offer(plan_cache, group), Offer)
+            offers = all_ranks.all_gather(described.offer(plan_cache, group), Offer)
         planned = described.plan(offers, group, plan_cache, recorder)
         source, ring, _ = join_ring(planned, self._options, self.membership, group)
         compared = self._comparison.most_bytes(planned.plan)
@@ -237,10 +237,10 @@ class Snapshots:
         with Round(self._group, "discarding newer snapshots"):
             self._discard(step)
         lineage = self.membership.lineage
-        with Round(self._group, "recording a resumption", first_only=True) as all_ranks:
+        with Round(self._group, "recording a resumption", rank0_only=True) as all_ranks:
             if self._group.rank == 0:
                 lineage = resume_from(self.root, self.run.name, step)
-            self.membership.lineage = all_ranks.share(lineage, Lineage)
+            self.membership.lineage = all_ranks.broadcast(lineage, Lineage)
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
@@ -283,7 +283,7 @@ class Snapshots:
                 bool(self.run.steps()),
                 self._pending.is_last_durable(),
             )
-            states = all_ranks.gather(own, tuple[bool, bool, bool])
+            states = all_ranks.all_gather(own, tuple[bool, bool, bool])
         is_replaced, has_steps, is_durable = zip(*states, strict=True)
         if not any(is_replaced) and (all(is_durable) or not any(has_steps)):
             self._delete_all()
@@ -321,7 +321,7 @@ class Snapshots:
         leads = self._group.rank == 0
         with Round(self._group, "looking for the last snapshot") as all_ranks:
             self.fence()
-            are_last = all_ranks.gather(self._pending.is_last_of_step(step), bool)
+            are_last = all_ranks.all_gather(self._pending.is_last_of_step(step), bool)
         if not all(are_last):
             return False
         with Round(self._group, "persisting the last snapshot"):

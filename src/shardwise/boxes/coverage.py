@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError
-from shardwise.layout.columns import Int
 
 Hashes = npt.NDArray[np.uint64]
 MOST_SPLIT_DIMS = 12
@@ -24,8 +24,12 @@ MOST_CORNERS = 2**27
 
 
 def find_uncovered_tensors(
-    tensor_shapes: Int, tensor: Int, offset: Int, shape: Int, must_be_covered: npt.NDArray[np.bool_]
-) -> Int:
+    tensor_shapes: IntArray,
+    tensor: IntArray,
+    offset: IntArray,
+    shape: IntArray,
+    must_be_covered: npt.NDArray[np.bool_],
+) -> IntArray:
     """Return the indices of the tensors that their boxes do not cover exactly once.
 
     The boxes must lie inside their tensors.
@@ -66,7 +70,12 @@ def find_uncovered_tensors(
 
 
 def _add_corners(
-    sums: Hashes, tensor: Int, offset: Int, shape: Int, dims: list[int], seeds: Hashes
+    sums: Hashes,
+    tensor: IntArray,
+    offset: IntArray,
+    shape: IntArray,
+    dims: list[int],
+    seeds: Hashes,
 ) -> None:
     """Add the signed hashes of all corners of boxes to the sums of their tensors."""
     for corner in range(2 ** len(dims)):

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise.engine.load import batch_boxes
-from shardwise.errors import LayoutError
-from shardwise.layout import (
+from shardwise.boxes import (
     Box,
     Split,
     boxes_of_covers,
@@ -31,6 +29,8 @@ from shardwise.layout import (
     split_into_batches,
     split_into_boxes,
 )
+from shardwise.engine.load import batch_boxes
+from shardwise.errors import LayoutError
 
 # Flattened ranges as boxes, against numpy's row-major order.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.boxes.box import Box
+from shardwise.boxes.table import IntArray
 from shardwise.errors import LayoutError
-from shardwise.layout.box import Box
-from shardwise.layout.columns import Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class RangeBoxes:
         offset, shape: the boxes, `(n, D)`.
     """
 
-    range_index: Int
-    first: Int
-    offset: Int
-    shape: Int
+    range_index: IntArray
+    first: IntArray
+    offset: IntArray
+    shape: IntArray
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -71,7 +71,7 @@ def _within_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> li
     return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
 
 
-def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
+def boxes_of_ranges(shapes: IntArray, starts: IntArray, stops: IntArray) -> RangeBoxes:
     """Return the boxes of many ranges. Empty ranges have no boxes.
 
     Args:
@@ -122,8 +122,8 @@ def boxes_of_ranges(shapes: Int, starts: Int, stops: Int) -> RangeBoxes:
 
 
 def _boxes_of_elements(
-    shape: Int, row_sizes: Int, first: Int, end: Int, dim: Int
-) -> tuple[Int, Int]:
+    shape: IntArray, row_sizes: IntArray, first: IntArray, end: IntArray, dim: IntArray
+) -> tuple[IntArray, IntArray]:
     """Return the box of each range `first:end`.
 
     The range covers whole rows of the dimensions after `dim`, so it is one box.
@@ -135,7 +135,7 @@ def _boxes_of_elements(
     return offset, np.where(is_inner_dim, shape, np.where(is_dim, length, 1))
 
 
-def row_major_strides(shape: Int) -> Int:
+def row_major_strides(shape: IntArray) -> IntArray:
     """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
     inner = np.ones_like(shape)
     if shape.shape[1] > 1:

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 Rows = TypeVar("Rows", bound="Table")
 
 FILL = {"offset": 0, "shape": 1, "stride": 0, "offset_step": 0}
@@ -43,7 +43,7 @@ class Table:
         names = [each.name for each in fields(cls)]
         return cls(*(np.concatenate([getattr(each, name) for each in padded]) for name in names))
 
-    def select(self: Rows, rows: Int | Bool) -> Rows:
+    def select(self: Rows, rows: IntArray | BoolArray) -> Rows:
         """Return some of the rows, given by their indices or by a mask."""
         return type(self)(*(getattr(self, each.name)[rows] for each in fields(self)))
 
@@ -58,19 +58,19 @@ class Table:
         )
 
 
-def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> Int:
+def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> IntArray:
     """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right."""
     padded = [row + (fill,) * (dims - len(row)) for row in rows]
     return np.array(padded, np.int64).reshape(len(padded), dims)
 
 
-def pad_columns(columns: Int, dims: int, fill: int) -> Int:
+def pad_columns(columns: IntArray, dims: int, fill: int) -> IntArray:
     """Return an array `(n, D)` padded on the right to `(n, dims)`."""
     missing = dims - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
 
 
-def count_up(counts: Int) -> Int:
+def count_up(counts: IntArray) -> IntArray:
     """Return 0, 1, …, count - 1 for each count, one after another.
 
     >>> count_up(np.array([2, 3])).tolist()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.layout.columns import Int, Table, count_up
+from shardwise.boxes.table import IntArray, Table, count_up
 
 PAIRS_AT_ONCE = 1 << 20
 
@@ -20,14 +20,17 @@ class Overlaps(Table):
         offset, shape: the common box, in elements of the global tensor, `(n, D)`.
     """
 
-    left: Int
-    right: Int
-    offset: Int
-    shape: Int
+    left: IntArray
+    right: IntArray
+    offset: IntArray
+    shape: IntArray
 
 
 def find_overlaps(
-    left: tuple[Int, Int, Int], right: tuple[Int, Int, Int], *, pairs_at_once: int = PAIRS_AT_ONCE
+    left: tuple[IntArray, IntArray, IntArray],
+    right: tuple[IntArray, IntArray, IntArray],
+    *,
+    pairs_at_once: int = PAIRS_AT_ONCE,
 ) -> Overlaps:
     """Intersect each left box with all right boxes of the same tensor.
 
@@ -56,12 +59,12 @@ def find_overlaps(
 
 
 def _intersect(
-    left: tuple[Int, Int, Int],
-    right: tuple[Int, Int, Int],
-    order: Int,
-    low: Int,
-    counts: Int,
-    rows: Int,
+    left: tuple[IntArray, IntArray, IntArray],
+    right: tuple[IntArray, IntArray, IntArray],
+    order: IntArray,
+    low: IntArray,
+    counts: IntArray,
+    rows: IntArray,
 ) -> Overlaps:
     count = counts[rows]
     left_rows = np.repeat(rows, count)

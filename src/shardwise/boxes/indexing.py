@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.layout.box import Box
+from shardwise.boxes.box import Box
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Span = tuple[int, int]

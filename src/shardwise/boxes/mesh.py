@@ -8,8 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardwise.boxes.box import Box
 from shardwise.errors import LayoutError
-from shardwise.layout.box import Box
 
 Interval = tuple[int, int]
 
@@ -51,7 +51,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshShard:
+class ShardPlacement:
     """A placement of a DTensor that splits the tensor.
 
     Attributes:
@@ -66,7 +66,7 @@ class MeshShard:
 
 
 def splits_of(
-    mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[MeshShard]
+    mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[ShardPlacement]
 ) -> tuple[Split, ...]:
     """Return the splits of a DTensor, in the order in which they are applied.
 
