@@ -332,8 +332,7 @@ class Node:
     def after(self, seconds: float) -> int:
         """Return how many snapshots are left so many seconds later."""
         self._agent.after(seconds)
-        (run,) = self._agent.home.runs()
-        return len(run.steps())
+        return sum(len(run.steps()) for run in self._agent.home.runs())
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
