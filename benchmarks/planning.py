@@ -12,8 +12,7 @@ import numpy as np
 
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
-from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import plan_save
+from shardwise.plan.save import PlanCache, plan_save
 from shardwise.plan.structure import AxisSplit, Description, Structure, World
 
 SIMULATED = (64, 1024, 16384)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import plan_save
+from shardwise.plan.save import PlanCache, plan_save
 from shardwise.plan.structure import Description, Structure, World
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 

@@ -1,7 +1,7 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
 from shardwise.boxes.box import Box, split_into_boxes
-from shardwise.boxes.coverage import find_uncovered_tensors
+from shardwise.boxes.coverage import Overlaps, find_overlaps, find_uncovered_tensors
 from shardwise.boxes.flat import (
     RangeBoxes,
     boxes_of_range,
@@ -17,7 +17,6 @@ from shardwise.boxes.indexing import (
     split_into_batches,
 )
 from shardwise.boxes.mesh import Sharding, ShardPlacement, Split, shard_boxes, splits_of
-from shardwise.boxes.overlap import Overlaps, find_overlaps
 
 __all__ = [
     "Box",

@@ -1,26 +1,19 @@
-"""Coverage: find tensors that boxes do not cover exactly once, without comparing pairs of boxes.
-
-Example: a tensor of 4 elements, and the boxes 0:2 and 2:4. Mark each start with +1 and each end
-with -1: there is +1 at 0, -1 at 2, +1 at 2, and -1 at 4. The marks at 2 cancel out. What remains,
-+1 at 0 and -1 at 4, are the marks of the whole tensor, so each element is covered once.
-
-In D dimensions, a box has marks at its 2^D corners, +1 or -1 each. Boxes cover a tensor exactly
-once if their marks cancel out to those of the whole tensor. To compare marks without a list of
-positions, the module adds up a random hash of each marked position. Different marks have equal sums
-with a probability of 2^-64.
-"""
+"""Find where boxes overlap, and which tensors they do not cover exactly once."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.table import IntArray, Table, count_up
 from shardwise.errors import FormatError
 
 Hashes = npt.NDArray[np.uint64]
 MOST_SPLIT_DIMS = 12
 MOST_CORNERS = 2**27
+PAIRS_AT_ONCE = 1 << 20
 
 
 def find_uncovered_tensors(
@@ -32,7 +25,17 @@ def find_uncovered_tensors(
 ) -> IntArray:
     """Return the indices of the tensors that their boxes do not cover exactly once.
 
-    The boxes must lie inside their tensors.
+    The boxes must lie inside their tensors. They are not compared in pairs.
+
+    Example: a tensor of 4 elements, and the boxes 0:2 and 2:4. Mark each start with +1 and each end
+    with -1: there is +1 at 0, -1 at 2, +1 at 2, and -1 at 4. The marks at 2 cancel out. What
+    remains, +1 at 0 and -1 at 4, are the marks of the whole tensor, so each element is covered
+    once.
+
+    In D dimensions, a box has marks at its 2^D corners, +1 or -1 each. Boxes cover a tensor exactly
+    once if their marks cancel out to those of the whole tensor. To compare marks without a list of
+    positions, the function adds up a random hash of each marked position. Different marks have
+    equal sums with a probability of 2^-64.
 
     Args:
         tensor_shapes: shapes of the tensors, `(t, D)`, padded with 1.
@@ -92,3 +95,73 @@ def _hash_elements(x: Hashes) -> Hashes:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps(Table):
+    """The common parts of boxes in a left and a right list.
+
+    Attributes:
+        left, right: indices in the two lists, `(n,)`.
+        offset, shape: the common box, in elements of the global tensor, `(n, D)`.
+    """
+
+    left: IntArray
+    right: IntArray
+    offset: IntArray
+    shape: IntArray
+
+
+def find_overlaps(
+    left: tuple[IntArray, IntArray, IntArray],
+    right: tuple[IntArray, IntArray, IntArray],
+    *,
+    pairs_at_once: int = PAIRS_AT_ONCE,
+) -> Overlaps:
+    """Intersect each left box with all right boxes of the same tensor.
+
+    Args:
+        left, right: columns `(tensor, offset, shape)`, of shapes `(n,)`, `(n, D)` and `(n, D)`;
+            boxes of fewer than D dimensions are padded with offset 0 and shape 1.
+        pairs_at_once: the approximate number of pairs to compare at a time.
+
+    Returns:
+        All common parts with at least one element, ordered by the left index, then by the right.
+    """
+    order = np.argsort(right[0], kind="stable")
+    tensors = right[0][order]
+    low = np.searchsorted(tensors, left[0], side="left")
+    counts = np.searchsorted(tensors, left[0], side="right") - low
+    ends = np.cumsum(counts)
+    found = []
+    begin = 0
+    while begin < len(counts):
+        pairs_before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, pairs_before + pairs_at_once, side="right")))
+        rows = np.arange(begin, end)
+        found.append(_intersect(left, right, order, low, counts, rows))
+        begin = end
+    return Overlaps.join(found, left[1].shape[1])
+
+
+def _intersect(
+    left: tuple[IntArray, IntArray, IntArray],
+    right: tuple[IntArray, IntArray, IntArray],
+    order: IntArray,
+    low: IntArray,
+    counts: IntArray,
+    rows: IntArray,
+) -> Overlaps:
+    count = counts[rows]
+    left_rows = np.repeat(rows, count)
+    place_in_tensor = count_up(count)
+    right_rows = order[np.repeat(low[rows], count) + place_in_tensor]
+    offset = np.maximum(left[1][left_rows], right[1][right_rows])
+    shape = (
+        np.minimum(
+            left[1][left_rows] + left[2][left_rows], right[1][right_rows] + right[2][right_rows]
+        )
+        - offset
+    )
+    keep = (shape > 0).all(axis=1)
+    return Overlaps(left_rows, right_rows, offset, shape).select(keep)

@@ -15,7 +15,7 @@ from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store
 from shardwise.tiers.watch import MirrorWatch

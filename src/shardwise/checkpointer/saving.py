@@ -29,7 +29,7 @@ from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
 from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import PlanCache
 from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds

@@ -34,8 +34,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.data_file import lay_out_file
 from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, encode_manifest
 from shardwise.manifest.names import MANIFEST, new_save_id
-from shardwise.plan.cache import PlanCache
-from shardwise.plan.save import SavePlan, plan_save
+from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences

@@ -27,7 +27,7 @@ from shardwise.errors import LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
-from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import PlanCache
 from shardwise.state.leaves import host_array
 from shardwise.store import Store, abort_uploads
 

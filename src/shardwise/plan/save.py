@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -186,6 +187,51 @@ class SavePlan:
         order = np.lexsort([*reversed(self.offset.T), tensor])
         entries = [*self.tensors, *self.tied]
         return encode_tensors(entries, *(column[order] for column in columns))
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """Plans of earlier saves, for later saves of a state with the same structure.
+
+    The key is the fingerprint of all structures, and the rank.
+
+    The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
+    structure is planned again. A plan does not depend on addresses of tensors in memory. A save
+    uses the cache only if every rank has the plan. The key includes the rank, because one process
+    can have different ranks in different groups.
+
+    Attributes:
+        capacity: the largest number of plans in the cache.
+        hits: the number of saves that used the cache.
+        misses: the number of saves that were planned again.
+    """
+
+    capacity: int = 4
+    hits: int = 0
+    misses: int = 0
+    _plans: OrderedDict[tuple[bytes, int], SavePlan] = field(default_factory=OrderedDict)
+
+    def fingerprints(self, rank: int) -> list[bytes]:
+        """Return the fingerprints of all plans of a rank in the cache."""
+        return [fingerprint for fingerprint, owner in self._plans if owner == rank]
+
+    def count(self, *, is_hit: bool) -> None:
+        """Count a save that used the cache, or that was planned again."""
+        self.hits += is_hit
+        self.misses += not is_hit
+
+    def get(self, fingerprint: bytes, rank: int) -> SavePlan | None:
+        """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
+        plan = self._plans.get((fingerprint, rank))
+        if plan is not None:
+            self._plans.move_to_end((fingerprint, rank))
+        return plan
+
+    def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
+        """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
+        self._plans[fingerprint, rank] = plan
+        while len(self._plans) > self.capacity:
+            self._plans.popitem(last=False)
 
 
 def plan_save(world: World, rank: int, description: Description) -> SavePlan:

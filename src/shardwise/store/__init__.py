@@ -18,11 +18,11 @@ from shardwise.store.places import (
     store_below,
     why_no_directory,
 )
-from shardwise.store.read_only import ReadOnlyStore
 from shardwise.store.store import (
     Files,
     FileStatus,
     ReadableFile,
+    ReadOnlyStore,
     ReplicatedFile,
     Store,
     StoreTraits,

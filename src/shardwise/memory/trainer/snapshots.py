@@ -43,7 +43,7 @@ from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
 from shardwise.memory.trainer.rings import join_ring
 from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.plan.cache import PlanCache
+from shardwise.plan.save import PlanCache
 from shardwise.retention import committed_steps
 from shardwise.store import Store
 from shardwise.tiers.watch import MirrorWatch
