@@ -266,7 +266,7 @@ def clean(bench: Bench, root: Path) -> None:
     dist.barrier()
     if bench.rank == 0:
         for info in MEMORY.glob("*/agent.json"):
-            os.kill(msgspec.json.decode(info.read_bytes())["process"], signal.SIGTERM)
+            os.kill(msgspec.json.decode(info.read_bytes())["record"]["process"], signal.SIGTERM)
         shutil.rmtree(MEMORY, ignore_errors=True)
         shutil.rmtree(root, ignore_errors=True)
 

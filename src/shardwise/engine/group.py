@@ -26,11 +26,12 @@ FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
 BACKLOG = 4096
 """Connections that may wait until this rank accepts them; the kernel may allow fewer."""
 
-LOST_SECONDS = 2
-"""How long a host may leave packets unanswered before it counts as lost."""
+LOST_SECONDS = 10
+"""How long a host may leave packets unanswered before it counts as lost. Virtual machines and
+networks stop for seconds, while they are moved or changed, and then go on."""
 _KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 1,
-    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPIDLE: 2,
+    socket.TCP_KEEPINTVL: 2,
     socket.TCP_USER_TIMEOUT: 1000 * LOST_SECONDS,
 }
 
