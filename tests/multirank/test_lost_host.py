@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from examples.hosts import Hosts, HostsUnavailable
-from shardwise.engine.group import LOST_SECONDS
 
 TIMEOUT = 60  # seconds, of the process group
 PAUSE = 5  # seconds
+MOST_SECONDS = 30  # on a busy machine; usually eleven
 SAVE = """
 import json, os, sys, time
 from datetime import timedelta
@@ -82,7 +82,7 @@ def test_a_lost_host_is_noticed_within_seconds(hosts: Hosts, on_disk: Path) -> N
     output, _ = ranks[0].communicate(timeout=2 * TIMEOUT)
     seconds, message = json.loads(output)
     assert "a rank died" in message
-    assert seconds < 3 * LOST_SECONDS, "on a busy machine; usually one more than the bound"
+    assert seconds < MOST_SECONDS
 
 
 @pytest.mark.long
