@@ -193,7 +193,10 @@ def strays(shm: Path) -> list[str]:
                     continue
                 known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)
-                inside = list(folder.iterdir())
+                try:
+                    inside = list(folder.iterdir())
+                except FileNotFoundError:  # the agent has just freed this snapshot
+                    continue
                 found += [path for path in inside if not pattern.fullmatch(path.name)]
                 if pattern is _SNAPSHOT and not inside:
                     found.append(folder)
