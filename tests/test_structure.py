@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=320,
-    statements=30510,
+    statements=30520,
     modules_of_api=83,
     statements_of_api=7160,
     record_types=251,

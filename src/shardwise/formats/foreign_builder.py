@@ -33,7 +33,7 @@ from shardwise.formats.optimizers import (
     ParamGroup,
     merge_param_groups,
 )
-from shardwise.formats.pieces import pieces_of_boxes, pieces_of_ranges
+from shardwise.formats.pieces import Block, pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.manifest.dtypes import DTYPES
@@ -80,6 +80,8 @@ class Builder:
         # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
+        self._ranges: dict[bool, list[tuple[IntArray, ...]]] = {False: [], True: []}
+        self._blocks: list[Block] = []  # what the ranges are ranges of
         self._content = bytearray()
         self._content_starts: dict[bytes, int] = {}
 
@@ -208,17 +210,17 @@ class Builder:
             self._require_flat(tensors[0][0], array)
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
-        blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
+        first_block = len(self._blocks)
+        self._blocks += [(self._index[name], shape, parts) for name, shape, parts in tensors]
         is_replica = np.array(replicas, bool)[ranges[0]]
         for replica in (False, True):
             own = (is_replica == replica) & (files[ranges[1]] >= 0)
             if own.any():
                 tensor, holder, start, stop, first = (column[own] for column in ranges)
-                size = known[0].itemsize
+                size = np.full(len(tensor), known[0].itemsize)
                 position = starts[holder] + first * size
-                self._tables[replica].append(
-                    pieces_of_ranges(blocks, tensor, start, stop, files[holder], position, size)
-                )
+                block = first_block + tensor
+                self._ranges[replica].append((block, start, stop, files[holder], position, size))
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""
@@ -463,4 +465,10 @@ class Builder:
 
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
-        return Pieces.join([*self._tables[replica], boxes])
+        tables = [*self._tables[replica], boxes]
+        if ranges := self._ranges[replica]:
+            block, start, stop, file, position, size = map(
+                np.concatenate, zip(*ranges, strict=True)
+            )
+            tables.append(pieces_of_ranges(self._blocks, block, start, stop, file, position, size))
+        return Pieces.join(tables)

@@ -101,7 +101,7 @@ def pieces_of_ranges(
     stop: IntArray,
     file: IntArray,
     position: IntArray,
-    size: int,
+    size: IntArray,
 ) -> Pieces:
     """Return the pieces of elements `start:stop` of blocks.
 
@@ -109,7 +109,7 @@ def pieces_of_ranges(
         blocks: the blocks; `block` is an index into them.
         file: the index of the file of each range.
         position: the first byte of each range in the file.
-        size: the size of an element in bytes.
+        size: the size of an element of each range in bytes.
     """
     dims = max(len(shape) for _, shape, _ in blocks)
     shapes = padded_rows([shape for _, shape, _ in blocks], dims, 1)
@@ -133,7 +133,7 @@ def pieces_of_ranges(
     return Pieces(
         np.array([tensor for tensor, _, _ in blocks], np.int64)[block[row]],
         file[row],
-        position[row] + (first - start[row]) * size,
+        position[row] + (first - start[row]) * size[row],
         cut.offset + shift[cut.right],
         cut.shape,
         np.where(cut.shape > 1, stride, 0),

@@ -301,7 +301,6 @@ def _make_operation_table() -> list[Operation]:
         pickle.POP: _pop_top,
         pickle.POP_MARK: lambda machine: machine.pop_to_mark(),
         pickle.DUP: _push(lambda machine: machine.stack[-1]),
-        pickle.LONG_BINGET: _push(lambda machine: machine.memo[machine.take_count(4)]),
         pickle.MEMOIZE: _memoize,
         pickle.NONE: _push(lambda _: None),
         pickle.NEWTRUE: _push(lambda _: True),
@@ -313,7 +312,6 @@ def _make_operation_table() -> list[Operation]:
         pickle.BININT: _push(
             lambda machine: int.from_bytes(machine.take(4), "little", signed=True)
         ),
-        pickle.BININT2: _push(lambda machine: machine.take_count(2)),
         pickle.BINFLOAT: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
         pickle.LONG1: _push_integer(1),
         pickle.LONG4: _push_integer(4),
@@ -326,7 +324,6 @@ def _make_operation_table() -> list[Operation]:
         pickle.SHORT_BINSTRING: _push_python2_text(1),
         pickle.BINSTRING: _push_python2_text(4),
         pickle.TUPLE1: _build_tuple(1),
-        pickle.TUPLE2: _build_tuple(2),
         pickle.TUPLE3: _build_tuple(3),
         pickle.APPEND: _append_item,
         pickle.APPENDS: _append_items,

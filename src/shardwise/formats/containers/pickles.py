@@ -128,6 +128,15 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
             elif opcode == 0x4B:  # BININT1
                 stack.append(data[position])
                 position += 1
+            elif opcode == 0x4D:  # BININT2
+                stack.append(int.from_bytes(data[position : position + 2], "little"))
+                position += 2
+            elif opcode == 0x6A:  # LONG_BINGET
+                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                position += 4
+            elif opcode == 0x86:  # TUPLE2
+                second, first = stack.pop(), stack.pop()
+                stack.append((first, second))
             elif opcode == 0x71:  # BINPUT
                 memo[data[position]] = stack[-1]
                 position += 1
