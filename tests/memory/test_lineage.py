@@ -189,3 +189,11 @@ def test_a_damaged_pending_manifest_is_made_up_for_by_anothers() -> None:
     damaged = {name: data if "manifest" in name else b"\xff" for name, data in damaged.items()}
     assert chosen([{7: damaged}], lineage)[0] is None
     assert chosen([{7: damaged}, {7: whole}], lineage)[0] == 7
+
+
+def test_a_request_for_an_older_save_of_a_step_does_not_hide_the_newer_save() -> None:
+    """An agent that has started again may still send a request for a snapshot that was replaced."""
+    idle, busy = saved(7, 0), saved(7, 1)
+    old_id = next(records.save_id_in_name(name) for name in idle if "pending" in name)
+    busy[records.save_record("protect", old_id)] = b""
+    assert chosen([{7: idle}, {7: busy}], Lineage(RUN_FILE).after_resuming(5))[0] == 7

@@ -227,7 +227,9 @@ class Search:
         tried_saves: set[str] = set()
         for each in self.nodes:
             files = each.steps.get(step, {})
-            if MANIFEST not in files or any(save in name for save in tried_saves for name in files):
+            # A node can have files of several saves of a step. Its manifest is of one of them.
+            saves = {save for name in files if (save := records.save_id_in_name(name))}
+            if MANIFEST not in files or (saves and saves <= tried_saves):
                 continue
             try:
                 manifest = decode_manifest(self.read(each.node, step, MANIFEST))
