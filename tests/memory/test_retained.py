@@ -359,6 +359,8 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     ended = place.run.path / OUTCOMES_DIRECTORY
     ended.mkdir()
     (place.path / commit).rename(ended / commit)
+    late_request = records.save_record("protect", save_id)
+    write_record(place.path / late_request, StageOutcome(save_id=save_id, stage="protect"))
     assert stages.wait_for("protect", 10.0).failure == ""
     assert stages.wait_for("retain", 10.0).failure == ""
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):

@@ -20,7 +20,8 @@ try:
     from accelerate.data_loader import SeedableRandomSampler
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
+    from accelerate.utils import DistributedType
+    from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # also without DeepSpeed
 except ImportError as error:
     raise ImportError(
         f"shardwise.integrations.accelerate needs accelerate ({error}): pip install accelerate"

@@ -148,9 +148,13 @@ class PendingSave:
 
     def _is_replaced(self) -> bool:
         """Return whether the snapshot was committed and is no longer in memory."""
-        commit = self._outcomes.get("commit") or self._read_outcome("commit")
-        names = self.place.list_names("") if commit is not None else []
-        return commit is not None and not any(self.save_id in name for name in names)
+        if (self._outcomes.get("commit") or self._read_outcome("commit")) is None:
+            return False
+        # The first leaves the directory with the snapshot, and the second once it is done. Any
+        # other record with the id may be a request that came too late.
+        commit = records.save_record("commit", self.save_id, "all")
+        request = records.save_record(records.REMOVE_OLD, self.save_id)
+        return not {commit, request}.intersection(self.place.list_names(".json"))
 
     def wait_for(self, stage: str, timeout: float | None) -> StageOutcome:
         """Wait until a stage has ended, and return its outcome.
