@@ -77,7 +77,7 @@ def test_ranks_of_parts_are_checked(save: sw.PartialSave, tmp_path: Path) -> Non
     with pytest.raises(sw.StateError, match="two parts have rank 0"):
         save.commit([part, part])
     late = sw.PartialSave(tmp_path / "b")
-    with pytest.raises(sw.StateError, match=r"call begin\(\) before"):
+    with pytest.raises(sw.StateError, match=r"call begin\(\) on this object before"):
         late.commit([write(tmp_path / "b", 0)])
     late.begin(world_size=1)
     with pytest.raises(sw.StateError, match="rank 1, but begin"):

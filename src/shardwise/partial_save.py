@@ -184,7 +184,7 @@ class PartialSave:
         Args:
             parts: the parts of all processes.
             values: further plain values.
-            rename: other names for tensors of the parts, by the names that were written.
+            rename: the name in the checkpoint for each written name that changes.
 
         Raises:
             StateError: `begin` was not called; a value cannot be saved; a name is not allowed; or
@@ -211,8 +211,14 @@ class PartialSave:
     def _manifest(
         self, parts: list[SavedPart], values: Mapping[str, Any], rename: Mapping[str, str]
     ) -> Manifest:
-        _refuse_other_places(parts, str(self._request.store))
-        world = _check_ranks(parts, self._world_size)
+        path, world = str(self._request.store), self._world_size
+        _refuse_other_places(parts, path)
+        if world is None:
+            raise StateError(
+                f"commit of {path}: begin() was not called: call begin() on this object before the "
+                "processes write"
+            )
+        _check_ranks(parts, world)
         objects = _unite_values(parts)
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
@@ -284,10 +290,8 @@ def _unite_tensors(parts: Iterable[SavedPart]) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _check_ranks(parts: Iterable[SavedPart], world_size: int | None) -> int:
-    """Check that each part has a rank of its own, and return the number of processes."""
-    if world_size is None:
-        raise StateError("commit: the save has not begun: call begin() before the processes write")
+def _check_ranks(parts: Iterable[SavedPart], world_size: int) -> None:
+    """Check that each part has a rank of its own, below the number of processes."""
     seen: set[int] = set()
     for part in parts:
         if not 0 <= part.rank < world_size:
@@ -301,7 +305,6 @@ def _check_ranks(parts: Iterable[SavedPart], world_size: int | None) -> int:
                 "process, and each part once to commit()"
             )
         seen.add(part.rank)
-    return world_size
 
 
 def _unite_values(parts: Iterable[SavedPart]) -> dict[str, JsonValue]:
@@ -329,7 +332,7 @@ def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:
     path_of_rank = {part.rank: part.path for part in parts if part.path != path}
     if path_of_rank:
         raise MismatchError(
-            f"ranks do not save to the same place; rank 0 saves to {path}. Pass the same "
-            "path on all ranks; if it contains a time, broadcast it from rank 0:",
+            f"parts were not written to {path}, where this process commits. Pass the same path in "
+            "all processes; if it contains a time, send it from the process that commits:",
             [f"rank {rank}: {path_of_rank[rank]}" for rank in sorted(path_of_rank)],
         )

@@ -307,7 +307,7 @@ def remove_checkpoints(
     committed: Sequence[int],
     should_continue: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Remove checkpoints of a root, and the files of those that were removed long enough ago.
+    """Remove checkpoints, and delete the files of earlier removed ones after their grace period.
 
     Args:
         root: the root.
@@ -368,7 +368,7 @@ def choose_step(root: Store, choice: Choice) -> int:
     steps = committed_steps(root)
     if choice == "newest":
         candidates = steps[::-1]
-        missing = "checkpoint: no save below it has completed"
+        missing = "checkpoint: no save below it has completed: check the path, or save first"
     elif isinstance(choice, Best):
         metrics = {step: info.metrics for step, info in _read_infos(root, steps).items()}
         candidates = choice.rank_steps(metrics)
@@ -380,7 +380,8 @@ def choose_step(root: Store, choice: Choice) -> int:
         number = check_step(choice)
         candidates = [number] if number in steps else []
         newest = ", ".join(map(str, steps[-5:])) or "none"
-        missing = f"checkpoint of step {number} (newest steps: {newest})"
+        advice = "select one of these steps, or 'newest'" if steps else "check the path"
+        missing = f"checkpoint of step {number} (newest steps: {newest}): {advice}"
     if not candidates:
         raise CheckpointNotFoundError(f"{root} has no {missing}")
     return candidates[0]

@@ -75,7 +75,8 @@ def test_a_step_that_is_not_there_leads_to_the_steps_that_are(tmp_path: Path) ->
     with sw.Checkpointer(tmp_path, memory=None) as cp:
         handles = [cp.save(step, state) for step in (3, 4)]
         assert str(handles) == "[<SaveHandle of step 3>, <SaveHandle of step 4>]"
-        with pytest.raises(sw.CheckpointNotFoundError, match=r"step 9 \(newest steps: 3, 4\)$"):
+        advice = r"step 9 \(newest steps: 3, 4\): pass one of these steps, or step='newest'$"
+        with pytest.raises(sw.CheckpointNotFoundError, match=advice):
             cp.restore(state, step=9)
 
 

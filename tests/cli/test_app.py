@@ -69,7 +69,8 @@ def test_of_a_root_the_newest_is_read_or_a_step(run: Run, root: Path) -> None:
     ran = run("inspect", root, "--step", "7")
     assert (ran.out, ran.status) == ("", 2)
     assert ran.err == (
-        f"shardwise: {root} has no checkpoint of step 7 (newest steps: 100, 200, 300)\n"
+        f"shardwise: {root} has no checkpoint of step 7 (newest steps: 100, 200, 300): "
+        "select one of these steps, or 'newest'\n"
     )
     ran = run("inspect", root / "step-00000100", "--step", "100")
     assert (ran.status, "leave out step=" in ran.err) == (2, True)

@@ -64,7 +64,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {**training(1), **rest, "kind": {"none": Kind.LARGE}}
     sw.save(root / "source", state, step=2)
     report = sw.export(root / "source", root / "new", to="torch")
-    assert report.left_out == ("kind.none: torch.load reads a Kind only with weights_only=False",)
+    assert report.left_out == (
+        "kind.none: torch.load reads a Kind only with weights_only=False: save it as plain values, "
+        "or leave it out with skip=",
+    )
     return root / "new" / FILE_NAME
 
 

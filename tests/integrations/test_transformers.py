@@ -412,7 +412,7 @@ def test_only_the_model(gang: Gang, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({"resume": True}, "there is no checkpoint to resume from"),
+        ({"resume": True}, "run/shardwise> has no checkpoint to resume from"),
         ({"resume": "best"}, "needs TrainingArguments\\(metric_for_best_model"),
         ({"resume": "checkpoint-4"}, "no checkpoint"),
         ({"hub": True}, 'pass hub_strategy="end"'),

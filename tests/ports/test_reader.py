@@ -9,13 +9,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.ports.reader import Builder, FileTree, Reader
+from shardwise.ports.reader import Builder, FileTree, Reader, StoredArray
 from shardwise.testing.reader_suite import (
     ReaderSuite,
     Tensors,
@@ -172,6 +173,23 @@ def test_a_value_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert FileTree(tmp_path).load("a.pt", kind=list) == [1]
     with pytest.raises(sw.FormatError, match=r"a\.pt: expected a dict, found list: copy the file"):
         FileTree(tmp_path).load("a.pt", kind=dict)
+
+
+def test_an_array_that_is_not_flat_is_named_by_the_tensor_that_it_belongs_to(
+    tmp_path: Path,
+) -> None:
+    builder = Builder(FileTree(tmp_path))
+    for name in ("first", "second"):
+        builder.add_tensor(name, "float32", (4,))
+    arrays = [
+        StoredArray.contiguous("a", 0, "float32", (4,)),
+        StoredArray.contiguous("b", 0, "float32", (2, 2)),
+    ]
+    ranges = np.array([[0, 1], [0, 1], [0, 0], [4, 4], [0, 0]])
+    with pytest.raises(sw.FormatError, match=r"^second: an array of shape \[2, 2\] in 'b'"):
+        builder.add_flat_ranges(
+            [("first", (4,), ()), ("second", (4,), ())], [False, False], arrays, tuple(ranges)
+        )
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ class Restoring:
             with Round(self._group, "choosing a step") as all_ranks:
                 choice = resolve_choice(step, best)
                 choices = all_ranks.all_gather(f"step={choice!r}", str)
-            require_equal(choices, "ranks asked to restore different steps:")
+            summary = "ranks asked to restore different steps; pass the same step= on all ranks:"
+            require_equal(choices, summary)
             with Round(self._group, "listing steps", rank0_only=True) as all_ranks:
                 stored_steps = list[int]()
                 if self._group.rank == 0 and isinstance(choice, Best):
@@ -198,8 +199,11 @@ class Restoring:
         if report is None and not matching_steps:
             reasons = "".join(f"; {reason}" for _, reason in found.skipped)
             newest = ", ".join(map(str, stored_steps[-5:])) or "none"
+            steps = f"step {step} (newest steps: {newest}){reasons}"
+            advice = "pass one of these steps, or step='newest'"
             raise CheckpointNotFoundError(
-                f"{self._tiers} has no checkpoint of step {step} (newest steps: {newest}){reasons}"
+                f"{self._tiers} has no checkpoint of {steps}: "
+                f"{advice if stored_steps else 'check the path'}"
             )
         if report is None:
             raise self._none_is_intact(found.skipped, f"of step {step} ")

@@ -101,7 +101,10 @@ class ReplicaSample:
     def source(self) -> FileSource:
         """The bytes to copy."""
         if self._source is None:
-            raise RuntimeError(f"step {self.step}: replicas were compared, and not kept")
+            raise RuntimeError(
+                f"step {self.step}: the boxes to compare were already freed: please report this "
+                "error of shardwise"
+            )
         return self._source
 
     def take_from_state(self) -> None:

@@ -48,7 +48,10 @@ CONTENT_FILE = "(content)"
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
 FlatTensor: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
-"""The name of a tensor, the shape of a part of it, and boxes of that part with their offsets."""
+"""A tensor's name, the shape of its flattened part, and boxes with their offsets in the tensor.
+
+The boxes are boxes of the flattened part. Without boxes, the part is the whole tensor.
+"""
 
 
 class Builder:
@@ -58,8 +61,8 @@ class Builder:
         tree: the files of the checkpoint.
 
     Attributes:
-        step: the training step; None if unknown. A value that is not a number of steps counts as
-            unknown, so that readers can pass what a file says.
+        step: the training step. Readers may assign any value from a file: if it is not an integer
+            of at least 0, the step counts as unknown.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
         missing_files: files that this format usually has but this checkpoint lacks. The key is the
             name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
@@ -81,7 +84,7 @@ class Builder:
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
         self._ranges: dict[bool, list[tuple[IntArray, ...]]] = {False: [], True: []}
-        self._blocks: list[Block] = []  # what the ranges are ranges of
+        self._blocks: list[Block] = []  # the flattened parts that `_ranges` refers to
         self._content = bytearray()
         self._content_starts: dict[bytes, int] = {}
 
@@ -173,16 +176,10 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        self._require_flat(name, array)
+        if not _is_flat(array):
+            raise _not_flat(name, array)
         for offset, part in array.boxes_in(shape, start):
             self.add_box(name, offset, part)
-
-    def _require_flat(self, name: str, array: StoredArray) -> None:
-        if len(array.shape) != 1 or array.stride != (1,):
-            raise FormatError(
-                f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
-                "flat: copy all files of one save from an intact source"
-            )
 
     def add_flat_ranges(
         self,
@@ -194,27 +191,29 @@ class Builder:
         """Add ranges of flattened tensors, or of flattened parts of tensors.
 
         Args:
-            tensors: for each tensor, its name; the shape of the part that was flattened; and boxes
-                of that part, with their offsets in the tensor. Without boxes, the part is the whole
-                tensor.
+            tensors: the flattened tensors, or parts of tensors.
             replicas: for each tensor, whether it already has these elements.
             arrays: the flat arrays with the elements, of one dtype. Ranges in None are left out.
-            ranges: columns of integers: the index of the tensor, the index of the array, the first
-                element and the end of the range in the tensor, and the first element in the array.
+            ranges: five columns: the index in `tensors`, the index in `arrays`, the start and the
+                stop of the range in the flattened tensor, and its start in the array. Starts and
+                stops count elements.
 
         Raises:
             FormatError: an array is not contiguous.
         """
+        tensor_of_range, array_of_range = ranges[:2]
         known = [array for array in arrays if array is not None]
-        for array in known:
-            self._require_flat(tensors[0][0], array)
+        for index, array in enumerate(arrays):
+            if array is not None and not _is_flat(array):
+                holders = tensor_of_range[array_of_range == index]
+                raise _not_flat(tensors[holders[0] if len(holders) else 0][0], array)
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
         first_block = len(self._blocks)
         self._blocks += [(self._index[name], shape, parts) for name, shape, parts in tensors]
-        is_replica = np.array(replicas, bool)[ranges[0]]
+        is_replica = np.array(replicas, bool)[tensor_of_range]
         for replica in (False, True):
-            own = (is_replica == replica) & (files[ranges[1]] >= 0)
+            own = (is_replica == replica) & (files[array_of_range] >= 0)
             if own.any():
                 tensor, holder, start, stop, first = (column[own] for column in ranges)
                 size = np.full(len(tensor), known[0].itemsize)
@@ -228,7 +227,9 @@ class Builder:
         self.add_tensor(name, entry.dtype, entry.shape, same_as=entry.same_as or other)
 
     def add_mean(self, name: str, dtype: str, shape: tuple[int, ...], terms: Sequence[str]) -> None:
-        """Add a tensor that is the mean of terms, whose boxes follow. Users do not see the terms.
+        """Add a tensor that is the mean of other tensors, its terms. Users do not see the terms.
+
+        Add the boxes of the terms next. The mean itself has no boxes.
 
         Args:
             terms: the names of the terms, which no other tensor has.
@@ -472,3 +473,14 @@ class Builder:
             )
             tables.append(pieces_of_ranges(self._blocks, block, start, stop, file, position, size))
         return Pieces.join(tables)
+
+
+def _is_flat(array: StoredArray) -> bool:
+    return len(array.shape) == 1 and array.stride == (1,)
+
+
+def _not_flat(name: str, array: StoredArray) -> FormatError:
+    return FormatError(
+        f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not flat: copy "
+        "all files of one save from an intact source"
+    )

@@ -187,10 +187,9 @@ def _translate_errors(place: str) -> Iterator[None]:
         if number is not None:
             raise type(error)(number, text, place) from None
         is_outage = type(error) is OSError or isinstance(error, (ConnectionError, TimeoutError))
-        error_class = StoreUnavailableError if is_outage else StoreError
-        raise error_class(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
+        raise _failure(place, text, is_outage=is_outage) from None
     except ValueError as error:  # no DataNode has a block
-        raise StoreUnavailableError(f"{place}: HDFS failed: {error}; {_ADVICE}") from None
+        raise _failure(place, str(error), is_outage=True) from None
     except RuntimeError as error:
         text = _JAVA_TRACE.sub("", str(error))
         if "PathIsNotEmptyDirectoryException" in text:
@@ -198,5 +197,12 @@ def _translate_errors(place: str) -> Iterator[None]:
         if "AccessControlException" in text:
             raise PermissionError(errno.EACCES, text, place) from None
         is_outage = any(name in text for name in _TEMPORARY)
-        error_class = StoreUnavailableError if is_outage else StoreError
-        raise error_class(f"{place}: HDFS failed: {text}; {_ADVICE}") from None
+        raise _failure(place, text, is_outage=is_outage) from None
+
+
+def _failure(place: str, text: str, *, is_outage: bool) -> StoreError:
+    """Return the error of a request, with advice: the servers, or the request is at fault."""
+    if is_outage:
+        return StoreUnavailableError(f"{place}: HDFS failed: {text}; {_ADVICE}")
+    advice = "correct the cause, for example a quota or an invalid path"
+    return StoreError(f"{place}: HDFS failed: {text}; {advice}")

@@ -286,7 +286,8 @@ def read_regular(
         if size > limit:
             raise StoreError(
                 f"{path} has {size} bytes, but at most {limit} are expected: it is damaged, or "
-                "another program wrote it"
+                "another program wrote it: copy it from an intact source, or load another "
+                "checkpoint"
             )
         return file.read(size)
 

@@ -37,7 +37,8 @@ def read_object(client: Client, key: str, *, limit: int) -> bytes:
         if size > limit:
             raise StoreError(
                 f"{client.place(key)} has {size} bytes, but at most {limit} are expected: it is "
-                "damaged, or another program wrote it"
+                "damaged, or another program wrote it: copy it from an intact source, or load "
+                "another checkpoint"
             )
         content = bytes(result.bytes())
         if len(content) != size:

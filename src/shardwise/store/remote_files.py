@@ -237,7 +237,8 @@ class RemoteFileStore(ABC):
         if size > limit:
             raise StoreError(
                 f"{self}: {key} has {size} bytes, but at most {limit} are expected: it is "
-                "damaged, or another program wrote it"
+                "damaged, or another program wrote it: copy it from an intact source, or load "
+                "another checkpoint"
             )
         return read(0, size)
 

@@ -170,7 +170,10 @@ class _Pickler(pickle.Pickler):
             isinstance(obj, _TYPES_PICKLED_BY_NAME) and obj in _ALLOWED_NAMES
         ):
             return NotImplemented
-        raise StateError(f"torch.load reads a {type(obj).__name__} only with weights_only=False")
+        raise StateError(
+            f"torch.load reads a {type(obj).__name__} only with weights_only=False: save it as "
+            "plain values, or leave it out with skip="
+        )
 
     def _add_storage(self, data: TensorPart | bytes) -> int:
         self.storages.append(data)
@@ -206,4 +209,7 @@ def _tensor_of_array(array: NumpyArray) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array).copy()).reshape(array.shape)
     except TypeError as error:
-        raise StateError(f"torch has no dtype for NumPy's {array.dtype}") from error
+        raise StateError(
+            f"torch has no dtype for NumPy's {array.dtype}: convert the array before the save, or "
+            "leave it out with skip="
+        ) from error

@@ -79,8 +79,8 @@ class RestoreStep:
         except CheckpointNotFoundError:
             if isinstance(self.choice, Best):
                 raise CheckpointNotFoundError(
-                    "no checkpoint of this training was the best by metric_for_best_model when it "
-                    "was saved: pass resume_from_checkpoint=True for the newest checkpoint"
+                    f"{self.checkpointer}: no checkpoint was the best by metric_for_best_model "
+                    "when it was saved: pass resume_from_checkpoint=True for the newest one"
                 ) from None
             if not isinstance(self.choice, int) or not self.may_be_earlier:
                 raise
@@ -93,7 +93,8 @@ class RestoreStep:
             step = self.checkpointer.restore(state, step=earlier[-1])
         if step is None:
             raise CheckpointNotFoundError(
-                "there is no checkpoint to resume from: call train without resume_from_checkpoint"
+                f"{self.checkpointer} has no checkpoint to resume from: call train without "
+                "resume_from_checkpoint"
             )
         self.choice = step
 

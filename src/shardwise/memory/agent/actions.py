@@ -206,7 +206,10 @@ class Follower:
 def _read_existing(path: Path, record_type: type[Record]) -> Record:
     record = read_record(path, record_type)
     if record is None:
-        raise StoreError(f"the record {path} was removed, because the snapshot is being freed")
+        raise StoreError(
+            f"the record {path} was removed, because the snapshot was freed before this stage "
+            "ended: if you need this step in storage, save it again"
+        )
     return record
 
 

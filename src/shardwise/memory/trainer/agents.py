@@ -141,7 +141,9 @@ class AgentSupervisor:
         if len(self._starts) == MOST_STARTS and now - self._starts[0] < START_PERIOD:
             self._failure = (
                 f"the agent of {self._home} ended {MOST_STARTS} times within {START_PERIOD:.0f} s, "
-                f"and is no longer restarted; the end of its log {self._home.log_path}:\n"
+                "and is no longer restarted. Correct the cause that its log shows. Then restart "
+                "the training, or start an agent with `shardwise agent run`. The end of the log "
+                f"{self._home.log_path}:\n"
                 f"{log_tail(self._home.log_path)}"
             )
             log.error("%s", self._failure)
