@@ -33,8 +33,8 @@ class ModelTensor:
     Attributes:
         ranges: ranges of the flattened tensor that hold global tensors, end to end.
         module_name: name that the tensor would have in a module with the whole model.
-        stacked_dims: number of leading dimensions in which the global tensors stack tensors of the
-            module, for example experts.
+        stacked_dims: number of leading dimensions that only the global tensors have, because each
+            stacks several tensors of modules, for example one for each expert.
         is_copy: whether another pipeline stage holds the same tensor, for example a tied embedding.
     """
 
@@ -47,8 +47,8 @@ class ModelTensor:
     def match_name(self, has_tensor: Callable[[str], bool]) -> ModelTensor:
         """Return the tensor under the name that a checkpoint has.
 
-        This is the module's own name, as in older checkpoints of Megatron-LM, if the checkpoint has
-        only this name.
+        Older checkpoints of Megatron-LM have the module's own names. If the checkpoint has only
+        this name, use it.
 
         Args:
             has_tensor: returns whether the checkpoint has a tensor of a name.
@@ -177,7 +177,13 @@ def _replica_numbers(described: Any) -> Sequence[int]:
 
 
 def _module_name(path: str, key: str, stacked_offset: tuple[int, ...]) -> str:
-    """Return a path with the layer and expert numbers of the whole model, given the global key."""
+    """Replace the local layer and expert numbers in a path by the global ones.
+
+    Args:
+        path: the path of the tensor in the local module.
+        key: the key of the global tensor, which has the global layer number.
+        stacked_offset: the offset in the stacked dimensions: the global expert number.
+    """
     path_layer, key_layer = _LAYER_NUMBER.match(path), _LAYER_NUMBER.match(key)
     if path_layer and key_layer:
         path = f"{path_layer[1]}{key_layer[2]}{path[path_layer.end(2) :]}"

@@ -105,9 +105,9 @@ def bind(name: str, value: object, context: Context) -> TrainableBinding | None:
 class TrainableBinding(Binding):
     """A module whose frozen tensors are not saved, but described by a fingerprint.
 
-    The fingerprint has the dtype, the shape, and a few elements of each frozen tensor. The shape of
-    a tensor alone determines which elements these are. A rank describes those that it holds, so
-    that the whole fingerprint does not depend on the sharding.
+    The fingerprint has the dtype, the shape, and a few elements of each frozen tensor. Which
+    elements these are depends only on the tensor's shape. Each rank describes those that it holds;
+    all ranks together describe the same elements under every sharding.
 
     Args:
         module: the binding of the whole module.

@@ -73,7 +73,7 @@ def splits_of(
     Mostly, this is the order of mesh dimensions. FSDP over tensor parallelism is an exception. For
     example, the mesh is `(fsdp=2, tp=4)`, and the placements are `_StridedShard(0, split_factor=4)`
     and `Shard(0)`: tensor parallelism has split dimension 0 into 4 parts, and FSDP has split each
-    part into 2. So the splits are applied in the order tp, fsdp, as plain splits.
+    part into 2. So the result is two ordinary splits (split factor 1): first tp, then fsdp.
 
     Args:
         mesh: the size of each mesh dimension.

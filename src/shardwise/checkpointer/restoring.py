@@ -49,9 +49,9 @@ class _Candidate:
         step: the step.
         source: "memory" or "storage".
         store: the files.
-        origins: returns how many bytes were read from the store, by origin; None if a load read
-            all of them from `only_origin`.
-        only_origin: the only origin.
+        origins: returns the number of bytes that were read, by origin. None: all bytes come from
+            `only_origin`.
+        only_origin: the origin of all bytes; "" if `origins` says it.
     """
 
     step: int
@@ -212,7 +212,7 @@ class Restoring:
     def _load_first_intact(
         self, stored_steps: Sequence[int], step: int | None, load: Load
     ) -> tuple[RestoreReport | None, _Findings]:
-        """Load the newest step that is intact, from memory or storage; of equal steps, from memory.
+        """Load the newest intact step. If memory and storage both have it, load it from memory.
 
         Args:
             stored_steps: the steps in storage that may be loaded, ascending.
@@ -227,7 +227,7 @@ class Restoring:
             sources = self._in_memory(step, found), self._in_storage(stored_steps)
             for source in sources:
                 cleanup.enter_context(closing(source))
-            # To ask a source for its next candidate means that the last one was damaged.
+            # A source continues after `yield` only if its last candidate was damaged on some rank.
             for each in heapq.merge(*sources, key=lambda candidate: -candidate.step):
                 with self._recorder.stage("reading"):
                     report, damage = self._load_on_all(load, each.store)
@@ -266,7 +266,11 @@ class Restoring:
                 start = time.perf_counter()
 
     def _in_storage(self, steps: Sequence[int]) -> Generator[_Candidate, None, None]:
-        """Yield the checkpoints in storage, newest first; and after the root's, the mirror's."""
+        """Yield the checkpoints in storage, newest first.
+
+        If root and mirror have different saves of a step, yield the save of the root first. If the
+        caller asks for the next checkpoint, the last one is marked as damaged.
+        """
         for step in reversed(steps):
             directory = step_directory(step)
             root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)

@@ -14,7 +14,7 @@ from shardwise.errors import StateError
 
 
 class Source(Protocol):
-    """Samples in *segments*, for example files. A segment is read from its first sample on.
+    """Samples in *segments*, for example files. Segments are shuffled; each is read in order.
 
     A source is sent to the workers, so it must be picklable if workers are spawned.
 
@@ -122,9 +122,9 @@ class SourceReader:
         return int(permute(np.array([position]), self._source.segments, key)[0])
 
     def read(self) -> Any:
-        """Return the sample at the place. The place moves only to the next segment, if necessary.
+        """Return the sample at the place. If the segment has no more samples, skip to the next one.
 
-        Call `skip_sample` before the next `read`.
+        The place stays at the returned sample. Call `skip_sample` before the next `read`.
 
         Raises:
             StateError: none of the stream's segments has a sample.

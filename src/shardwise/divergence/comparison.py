@@ -135,7 +135,7 @@ class ReplicaSample:
         return self._checksums is not None
 
     def key_of(self, replicas: ReplicaSet) -> tuple[int, int]:
-        """Return the number of a set, and the position of this sample in the set's round."""
+        """Return the number of a set, and which part of the set's bytes this sample has."""
         return replicas.number, self.position % saves_per_round(replicas.holders)
 
     def checksums(self) -> dict[int, bytes]:
@@ -178,7 +178,8 @@ class ReplicaComparison:
         self._position: int | None = None
         self._comparisons = 0
         self._sample: ReplicaSample | None = None
-        self._equal_at: dict[tuple[int, int], int] = {}  # by set, and position in its round
+        # For the number of a set and of a part of it: the step at which the part was last equal.
+        self._equal_at: dict[tuple[int, int], int] = {}
         self._logged_at: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 
     def begin(
@@ -196,7 +197,8 @@ class ReplicaComparison:
             fragments: the fragments in the plan's description, with their memory.
         """
         self._use_plan(plan)
-        # A run that restarts often begins at another part each time, so that none is left out.
+        # The first part is random. A run that restarts often would otherwise compare only the
+        # first parts.
         self._position = int(save_id[:8], 16) if self._position is None else self._position + 1
         self._comparisons += 1
         if not self._sets:

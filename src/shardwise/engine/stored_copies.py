@@ -35,15 +35,17 @@ def find_differences(
     batch_bytes: int = LARGEST_BATCH,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[int, list[str]]:
-    """Compare all further copies of tensors, byte by byte, with the copies that loads read.
+    """Compare each further copy of a tensor, byte by byte, with the copy that a load reads.
+
+    A *row* is an index into `layout.replicas`: one box of a further copy.
 
     Args:
         store, layout: the checkpoint.
         arena: the buffers to read through.
         recorder: gets an event for each batch.
         tensors: the indices of the tensors to compare. Default: all.
-        batch_bytes: the bytes of further copies to hold in memory at a time. The copies that loads
-            read take as much again.
+        batch_bytes: the bytes of further copies in a batch. The comparison needs twice as much
+            memory.
         share: `(i, n)`: compare only batches i, i + n, i + 2n …
 
     Returns:
@@ -53,7 +55,8 @@ def find_differences(
     rows = np.arange(len(layout.replicas))
     if tensors is not None:
         rows = rows[np.isin(layout.tensor_of[layout.replicas.tensor], [*tensors])]
-    # The tensors that loads read, each named by its index; the copies, each named by its row.
+    # Two layouts: the tensors that a load reads, each named by its stored index; and the further
+    # copies, each named by its row, because several copies of a tensor have the same boxes.
     first_view = _view(layout, layout.tensor_of, layout.pieces)
     copies = replace(layout.replicas, tensor=np.arange(len(layout.replicas)))
     copies_view = _view(layout, layout.tensor_of[layout.replicas.tensor], copies)

@@ -17,9 +17,9 @@ from shardwise.store import Files
 
 
 def checksums_of(store: Files, layout: Layout) -> Iterator[FileChecksums]:
-    """Yield the checksums in the files of a foreign checkpoint; nothing for another checkpoint.
+    """Yield the checksums in the files of a foreign checkpoint: the CRC-32s of zip archives.
 
-    A file without checksums has no ranges.
+    Yield nothing if the checkpoint is not foreign, and an empty table for a file that is no zip.
 
     Args:
         store, layout: the checkpoint, as `open_any` returns it.

@@ -71,8 +71,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's data file is in memory, complete except for its checksums.
 
-    The rank writes the record before it moves the file next to the record. Until then, the record
-    has no effect.
+    The rank writes the record first. It is valid only once the file is in the same directory.
 
     Attributes:
         file: the file's entry in the manifest, without checksums.
@@ -98,7 +97,7 @@ class RingFile(
     """A copy or parity that a rank has made for other nodes from its replicas.
 
     The file may be incomplete: the agent adds the data that the rank did not have. The rank writes
-    the record before it moves the file next to the record.
+    the record first. It is valid only once the file is in the same directory.
 
     Attributes:
         file: the name of the copy or parity, in the same directory.

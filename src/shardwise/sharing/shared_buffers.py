@@ -35,7 +35,8 @@ class _Ring:
         slots: the memory of the slots.
         checksums: the checksum of each read.
         states: `READY` or `FAILED` for each read, and else 0.
-        used: whether each user has finished with each read, `(reads, users)`.
+        used: whether each user has finished with each read, `(reads, users)`. The users are
+            the ranks of the node and, last, the thread that sends to another node.
     """
 
     __slots__ = ("checksums", "slots", "states", "used")
@@ -65,8 +66,7 @@ class SharedBuffers:
 
     Attributes:
         local_rank: the index of this rank among the ranks of the node.
-        failed_rank: the rank in the group that failed first, as far as known; None as long as this
-            rank has not failed.
+        failed_rank: None until `mark_failed`; then the rank in the group whose failure caused it.
 
     Raises:
         RankError: another rank has computed other reads.
@@ -163,7 +163,7 @@ class SharedBuffers:
         self._rings[self._ring[read]].used[self._position[read], -1] = 1
 
     def is_free(self, read: int) -> bool:
-        """Return whether all users have finished with the previous read in the slot of a read."""
+        """Return whether all users have finished with the read that used the slot before."""
         return not len(self._unfinished_users(read))
 
     def is_filled(self, read: int) -> bool:
@@ -194,12 +194,12 @@ class SharedBuffers:
             ring.used[:, self.local_rank] = 1
 
     def _previous(self, read: int) -> int:
-        """Return the previous read in the slot of a read; `NO_MORE_READS` if there is none."""
+        """Return the read that used the slot of `read` before; `NO_MORE_READS` if there is none."""
         position = self._position[read] - self._slots
         return int(self._in_ring[self._ring[read]][position]) if position >= 0 else NO_MORE_READS
 
     def _unfinished_users(self, read: int) -> npt.NDArray[np.int64]:
-        """Return the users that have not finished with the previous read in the slot of a read."""
+        """Return the users that have not finished with the read that used the slot before."""
         before = self._previous(read)
         if before == NO_MORE_READS:
             return np.zeros(0, np.int64)

@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PerRankValue(Protocol):
-    """The methods of a value like `PerRank`, which the state may have in its place."""
+    """What objects implement to be saved for each rank, without being wrapped in `PerRank`."""
 
     def capture(self) -> Any:
         """Return this rank's value as a plain value."""

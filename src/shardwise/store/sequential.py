@@ -41,10 +41,9 @@ class SequentialWriter:
         place: name of the file, for messages.
         finish: is called after the stream was closed by `commit`.
         discard: ends the stream, and removes what was written. `close` calls it without `commit`.
-        window: how many bytes may wait, and how many may be missing before them; None for
+        window: the most bytes that wait, and the largest gap before them, in bytes; None for
             `LARGEST_BACKLOG`.
-        keeps_chunks: whether the stream uses the bytes after `write` returns, so that they are
-            copied.
+        keeps_chunks: whether the stream uses a chunk after `write` returns, so each is copied.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class SequentialWriter:
             self._check()
             self._refuse_twice_or_too_early(offset, len(data))
             self._wait_for_room(offset, len(data))
+            # Other threads may have written while this one waited.
             self._refuse_twice_or_too_early(offset, len(data))
             is_next = offset == self._position and not self._is_writing
             is_used_now = is_next and not self._keeps_chunks
@@ -117,8 +117,8 @@ class SequentialWriter:
     def _refuse_twice_or_too_early(self, offset: int, count: int) -> None:
         """Refuse a chunk that was written before, or that comes far too early.
 
-        Threads that begin chunks in ascending order, and that hold fewer bytes than the window
-        together, are never refused.
+        If threads begin chunks in ascending order, and together hold less than one window, no chunk
+        is refused.
 
         Raises:
             StoreError: the chunk is refused.

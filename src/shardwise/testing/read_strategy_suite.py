@@ -84,7 +84,7 @@ class ReadStrategySuite:
 
     @pytest.mark.parametrize("part", ["rows", "columns", "whole", "of two ranks", "nothing"])
     def test_each_rank_gets_its_bytes(self, place: Path, part: str) -> None:
-        """Whatever the ranks need: what others need too, or not; or nothing at all."""
+        """Requests of ranks may be equal, disjoint or empty."""
         parts: dict[str, Callable[[int], sw.Box | None]] = {
             "rows": rows_of,
             "columns": columns_of,
@@ -110,7 +110,7 @@ class ReadStrategySuite:
 
     @pytest.mark.parametrize("fault", ["flipped bit", "missing file", "truncated file"])
     def test_a_damaged_file_fails_on_all_ranks(self, place: Path, fault: str) -> None:
-        """No rank returns, and none waits for another: the damage is in the file of one rank."""
+        """All ranks raise, and none hangs, although only one file is damaged."""
         file = sorted(place.glob("r*.safetensors"))[1]
         if fault == "flipped bit":
             data = bytearray(file.read_bytes())

@@ -123,8 +123,8 @@ class Mirroring:
     def _make_plan(self, saved_steps: SavedSteps) -> tuple[TierPlan, str]:
         """Return what to do; and why the mirror cannot be listed, or "".
 
-        If the mirror cannot be listed, the last list counts: only checkpoints in this list are
-        removed from the root.
+        If the mirror cannot be listed, use the last list that could be read: remove only
+        checkpoints in it from the root.
         """
         failure = ""
         root = self._root_tier.read()

@@ -44,12 +44,16 @@ _ENTRIES_AT_ONCE = 4096
 
 
 _Entry = tuple[zipfile.ZipInfo, int | None]
-"""An entry of an archive, and the index of its checksum in the checksums of the file; None if the
-checksum is known."""
+"""An entry of an archive, and the index of its checksum in `RangeChecksums`; None if the entry has
+its checksum already, as `ZipInfo.CRC`."""
 
 
 class ArchiveBuilder:
-    """Builds the plan of an archive at the end of a file. Offsets count from its start."""
+    """Plans a zip archive at the end of a file. Offsets count from the start of the archive.
+
+    The checksums of tensors are known only once their bytes are written. So they follow the bytes,
+    in a data descriptor.
+    """
 
     def __init__(self, file: OutputFile) -> None:
         self._file = file
@@ -91,6 +95,7 @@ class ArchiveBuilder:
         end = file.size - self._start
         if count >= MAX_UINT16 or end >= MAX_UINT32:
             fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, end - start, start)
+            # The size in the record does not count the signature and itself: 12 bytes.
             file.add(END64_RECORD.pack(END64_SIGNATURE, END64_RECORD.size - 12, *fields))
             file.add(LOCATOR_RECORD.pack(LOCATOR_SIGNATURE, 0, end, 1))
         stated_count, size, stated_start = (

@@ -20,7 +20,7 @@ LARGEST_HEADER = 100_000_000
 """The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
 PACKED = "float4_e2m1fn_x2"
-"""Two numbers of 4 bits in each element. Shapes in safetensors count the numbers."""
+"""An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers."""
 CODES: Mapping[str, str] = {
     **{name: kind.code for name, kind in DTYPES.items() if kind.code is not None},
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -28,7 +28,7 @@ CODES: Mapping[str, str] = {
     "float8_e8m0fnu": "F8_E8M0",
     PACKED: "F4",
 }
-"""The code of each dtype of torch that safetensors 0.8 has.
+"""The codes of dtypes in safetensors 0.8, by the name of the dtype in torch.
 
 Data files of shardwise store the last four as bytes, because older safetensors lack their codes."""
 _DTYPES = {code: name for name, code in CODES.items()}

@@ -29,9 +29,9 @@ NO_SOURCE = SourceText("", "specification")
 class Pattern:
     """A pattern of names: literal text and expressions, in order.
 
-    The pattern of arrays captures texts: `{name}` a word without dots, or a number if a rule uses
-    it as one, and `{name*}` any text. The pattern of a tensor is filled with captured texts and
-    computed numbers.
+    In the pattern of arrays, `{name}` matches text without dots (only digits, if a rule uses it as
+    a number), and `{name*}` matches any text. The pattern of a tensor is filled with matched texts
+    and computed numbers.
     """
 
     parts: tuple[str | Expression, ...]
@@ -106,9 +106,10 @@ class Rule:
         coordinates: from `on`: for each axis, the coordinate of the ranks to which the rule
             applies.
         position: the index of the rule's first character in the text.
-        like: for a statement `pattern like star, results -> target`, which copies other rules: the
-            star of `pattern` that captures the name of an array, whose rule is copied; and the
-            pattern of the tensors' names that the statement renames: a text and a star.
+        like: for a statement `pattern like star, results -> target`, which copies rules: `star` and
+            `results`. In `pattern`, `star` captures the name of another array, whose rule is
+            copied. `results` is the pattern of the copied rule's tensor names, which are renamed:
+            a text and a star.
     """
 
     pattern: Pattern
@@ -204,8 +205,8 @@ class DimensionMap:
         tensor_dims: the dimensions of the tensor.
         ragged_axes: the axes that ranks divide into shares of different sizes.
         indexed_axes: the axes along which each array has one position.
-        split_axes: the axes of the array whose names are in the tensor's name. The array is split
-            into one tensor for each position along them.
+        split_axes: the axes of the array that occur in the tensor's name, such as `{e}`. The array
+            becomes one tensor for each position along them.
     """
 
     array_dims: tuple[AxisExpression, ...]
@@ -217,7 +218,8 @@ class DimensionMap:
     def is_local(self, axis: str) -> bool:
         """Return whether an axis of the tensor is also an axis of each array.
 
-        All other axes are indexed axes, and the starts of ragged shares (`~f`).
+        An axis that is not local is an indexed axis, along which an array has one position, or the
+        start of a ragged share (`~f`).
         """
         return axis not in self.indexed_axes and not axis.startswith("~")
 
@@ -230,7 +232,7 @@ def map_dimensions(
     Args:
         indexed_axes: the axes along which each array has one position: the axes of the ranks, and
             captured numbers.
-        ndim: the number of dimensions of the arrays; None if `...` stands for none.
+        ndim: the number of dimensions of the arrays; None if `...` matches no dimensions.
 
     Raises:
         LayoutError: the rule does not allow `ndim` dimensions, or no axis of ranks comes before a

@@ -16,7 +16,7 @@ class CheckpointError(CheckpointException, ShardwiseError):
     """A save or load failed on some ranks. All ranks raise it.
 
     DCP's own `CheckpointException` is no `Exception`, so `except Exception` does not catch it. This
-    class is both.
+    class is a `CheckpointException` and an `Exception`.
 
     Attributes:
         failures: the error of each failed rank, and its stack, as in `CheckpointException`.

@@ -15,9 +15,13 @@ _MESSAGE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 @contextmanager
 def without_warning_of_lost_position(trainer: Trainer, data: object) -> Iterator[None]:
-    """Keep Lightning from warning that the data begin anew, if `data` has restored their position.
+    """Suppress Lightning's warning of a resume within an epoch, if the loaders restored a position.
 
     Lightning looks for `state_dict` in loaders only, not in their samplers.
+
+    Args:
+        trainer: the trainer with the loaders.
+        data: the loader or sampler whose position was restored.
     """
     with warnings.catch_warnings():
         if all(

@@ -126,7 +126,10 @@ def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_
 
 
 def shared_steps(checkpointer: Checkpointer) -> list[int]:
-    """Return the committed steps as rank 0 sees them, because others may just be written."""
+    """Return the committed steps as rank 0 sees them.
+
+    While a save commits, ranks may see different steps.
+    """
     return from_rank_0(checkpointer.steps())
 
 
@@ -148,7 +151,8 @@ class LoadPath:
 
     Attributes:
         path: a checkpoint, or the root of a run.
-        step: which step of the root; after the first load, its number. The other run may continue.
+        step: which step of the root. The first load replaces "newest" by the number of the step, so
+            that the second load reads the same step even if the other run saves meanwhile.
     """
 
     path: str

@@ -117,14 +117,14 @@ class Follower:
                 action.place.run.wake_agent()
                 return 0
             with self.stores.open(task.root) as root:
-                removed = apply_retention(
+                apply_retention(
                     root,
                     task.rules,
                     newest=task.newest or 0,
                     damaged=frozenset(task.damaged),
                     should_continue=lambda: action.place.has(name),
                 )
-            return len(removed)
+            return 0
 
         self._answer_request(
             action,

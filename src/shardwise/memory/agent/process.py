@@ -174,7 +174,10 @@ async def _serve(
 
 
 def _register(registration: Registration, ended: asyncio.Event) -> None:
-    """Keep the entries of this node up to date. A root may hang, and nobody waits for it."""
+    """Refresh this node's address in the registries of all roots, in a thread of its own.
+
+    A root that hangs blocks only this thread.
+    """
     while not ended.is_set():
         try:
             registration.update()

@@ -80,8 +80,8 @@ class _Mapping:
 
     Attributes:
         buffer: the memory.
-        mapped_bytes: how many of the first bytes of `buffer` still map pages of the file. After the
-            file has shrunk, the later pages are no longer part of the file.
+        mapped_bytes: the length of the start of `buffer` that the file still backs. If the file has
+            shrunk, the later pages must not be used.
         is_locked: whether the memory is page-locked; None if that was not tried.
     """
 
@@ -110,8 +110,8 @@ class Slots:
     Args:
         run: the directories of the run on this node.
         prefix: the start of the slots' names, which identifies their owner.
-        record_stage: the stage in the names of the records that each name a slot in use: "staged"
-            or "kept".
+        record_kind: the kind of the records (`records.file_record`) that each name a slot in use:
+            "staged" or "kept".
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
@@ -120,14 +120,14 @@ class Slots:
         self,
         run: Run,
         prefix: str,
-        record_stage: str,
+        record_kind: str,
         count: int,
         page_locker: CopyStreams | None = None,
     ) -> None:
         self._run = run
         self._directory = run.free_directory
         self._prefix = prefix
-        self._record_pattern = f"r{prefix[1:]}*.{record_stage}*.json"
+        self._record_pattern = f"r{prefix[1:]}*.{record_kind}*.json"
         self._count = count
         self._page_locker = page_locker
         self._mappings: dict[int, _Mapping] = {}
