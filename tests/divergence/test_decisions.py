@@ -338,7 +338,7 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
             save_id = f"{0xFFFFFFFE:x}{step:08x}"
             sample = comparison.begin(save_id, step, plan, fragments)
             if sample is not None:
-                sample.take_from_state()
+                sample.checksum_state()
             comparison.compare_last(group, Recorder())
             if comparison.found:
                 return comparison.found, step

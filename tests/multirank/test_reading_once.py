@@ -295,7 +295,7 @@ def change_what_is_received() -> AbstractContextManager[object]:
     """Bytes change on the way from another node."""
 
     def publish(self: Any, read: int, checksum: int) -> None:
-        if not self.is_made_here(read):
+        if not self.is_read_here(read):
             self.slot(read)[100] ^= 1
         patched.temp_original(self, read, checksum)
 

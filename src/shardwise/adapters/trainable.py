@@ -182,7 +182,9 @@ class TrainableBinding(Binding):
                 return not is_trained[name]
             if leaf.tie_key is not None and leaf.tie_key in shared:  # FSDP1 hides second names
                 return not shared[leaf.tie_key]
-            if name in made:  # the scales of a quantized parameter, for example
+            # `state_dict` added it, for example the scale of a quantized parameter. It is frozen
+            # if it is below a frozen parameter, or in a module that has only frozen parameters.
+            if name in made:
                 return is_below(name, frozen_names) or name.rpartition(".")[0] in frozen_owners
             return not self._spec.buffers
 

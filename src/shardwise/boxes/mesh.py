@@ -112,15 +112,15 @@ def shard_boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[tupl
     Raises:
         LayoutError: the tensor lacks the dimension of a split.
     """
-    runs: list[list[Interval]] = [[(0, n)] for n in shape]
+    intervals_by_dim: list[list[Interval]] = [[(0, n)] for n in shape]
     for split in splits:
         if not 0 <= split.dim < len(shape):
             raise LayoutError(
                 f"cannot split dimension {split.dim} of a tensor of shape {list(shape)}, which has "
                 f"{len(shape)} dimensions"
             )
-        runs[split.dim] = _apply_split(runs[split.dim], split)
-    located = [_add_local_starts(intervals) for intervals in runs]
+        intervals_by_dim[split.dim] = _apply_split(intervals_by_dim[split.dim], split)
+    located = [_add_local_starts(intervals) for intervals in intervals_by_dim]
     pairs = []
     for combination in itertools.product(*located):
         extent = tuple(stop - start for start, stop, _ in combination)
@@ -133,8 +133,8 @@ def shard_boxes(shape: tuple[int, ...], splits: tuple[Split, ...]) -> tuple[tupl
 def _apply_split(intervals: list[Interval], split: Split) -> list[Interval]:
     total = sum(stop - start for start, stop in intervals)
     kept: list[Interval] = []
-    for run in range(split.split_factor):
-        start, stop = _chunk(*_chunk(0, total, split.split_factor, run), split.parts, split.index)
+    for index in range(split.split_factor):
+        start, stop = _chunk(*_chunk(0, total, split.split_factor, index), split.parts, split.index)
         kept += _cut_intervals(intervals, start, stop)
     return _join_adjacent(kept)
 

@@ -34,7 +34,8 @@ from shardwise.tiers.store import MIRROR, ROOT, TieredStore
 
 MOST_NODES_SHOWN = 3
 START = "start"
-Load = Callable[[Store], LoadReport]
+"""The source and the origin of what `start_from` names, in a `RestoreReport`."""
+LoadFromStore = Callable[[Store], LoadReport]
 """Loads the state from a store."""
 
 log = logging.getLogger("shardwise")
@@ -49,22 +50,22 @@ class _Candidate:
         step: the step.
         source: "memory" or "storage".
         store: the files.
-        origins: returns the number of bytes that were read, by origin. None: all bytes come from
-            `only_origin`.
-        only_origin: the origin of all bytes; "" if `origins` says it.
+        bytes_by_origin: returns the number of bytes that were read, by origin. None: all bytes come
+            from `only_origin`.
+        only_origin: the origin of all bytes; "" if `bytes_by_origin` says it.
     """
 
     step: int
     source: str
     store: Store
-    origins: Callable[[], Mapping[str, int]] | None = None
+    bytes_by_origin: Callable[[], Mapping[str, int]] | None = None
     only_origin: str = ""
 
     def origins_of(self, report: LoadReport) -> dict[str, int]:
         """Return how many bytes a load has read, by origin."""
-        if self.origins is None:
-            return all_origins({self.only_origin: report.bytes_read})
-        return all_origins(self.origins())
+        if self.bytes_by_origin is None:
+            return with_all_origins({self.only_origin: report.bytes_read})
+        return with_all_origins(self.bytes_by_origin())
 
 
 @dataclass(slots=True)
@@ -73,12 +74,12 @@ class _Findings:
 
     Attributes:
         skipped: steps that were not restored, each with the reason.
-        was_tried: whether a load was tried and failed.
+        has_failed_load: whether a load was tried and found damage.
         unanswered: as in `RestoreReport`.
     """
 
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    was_tried: bool = False
+    has_failed_load: bool = False
     unanswered: dict[str, str] = field(default_factory=dict)
 
 
@@ -100,8 +101,8 @@ def resolve_choice(step: object, best: Best | None) -> Choice:
     return parse_choice(best if step == "best" else step)
 
 
-def all_origins(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by origin, with all origins."""
+def with_all_origins(nbytes: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by origin, with 0 bytes for each origin that `nbytes` lacks."""
     return {**dict.fromkeys((*MEMORY_ORIGINS, ROOT, MIRROR, START), 0), **nbytes}
 
 
@@ -112,7 +113,7 @@ class Restoring:
         settings: the options of the Checkpointer.
         group: the ranks.
         saver: finds the snapshots of the run in memory.
-        damaged: set to which the steps of damaged checkpoints are added.
+        damaged_steps: set to which the steps of damaged checkpoints are added.
         recorder: records the time of each phase.
     """
 
@@ -121,18 +122,18 @@ class Restoring:
         settings: Settings,
         group: Group,
         saver: Saver,
-        damaged: set[int],
+        damaged_steps: set[int],
         recorder: Recorder,
     ) -> None:
         self._root, self._mirror = settings.root, settings.mirror_store
         self._tiers = settings.store_to_read()
         self._group = group
         self._saver = saver
-        self._damaged = damaged
+        self._damaged_steps = damaged_steps
         self._recorder = recorder
         self._listed_steps = list[int]()
 
-    def restore(self, step: object, best: Best | None, load: Load) -> RestoreReport | None:
+    def restore(self, step: object, best: Best | None, load: LoadFromStore) -> RestoreReport | None:
         """Load the newest intact checkpoint, or the selected one.
 
         Args:
@@ -184,16 +185,18 @@ class Restoring:
                 found = max(later, default=-1) > (-1 if step is None else step)
             return all_ranks.broadcast(found, bool)
 
-    def _restore_newest(self, stored_steps: list[int], load: Load) -> RestoreReport | None:
+    def _restore_newest(self, stored_steps: list[int], load: LoadFromStore) -> RestoreReport | None:
         report, found = self._load_first_intact(stored_steps, None, load)
-        if report is None and found.was_tried:
+        if report is None and found.has_failed_load:
             raise self._none_is_intact(found.skipped)
         if report is None and found.skipped:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in found.skipped)
             warnings.warn(f"nothing can be restored: {reasons}", RuntimeWarning, stacklevel=4)
         return report
 
-    def _restore_step(self, step: int, stored_steps: list[int], load: Load) -> RestoreReport:
+    def _restore_step(
+        self, step: int, stored_steps: list[int], load: LoadFromStore
+    ) -> RestoreReport:
         matching_steps = [each for each in stored_steps if each == step]
         report, found = self._load_first_intact(matching_steps, step, load)
         if report is None and not matching_steps:
@@ -210,7 +213,7 @@ class Restoring:
         return report
 
     def _load_first_intact(
-        self, stored_steps: Sequence[int], step: int | None, load: Load
+        self, stored_steps: Sequence[int], step: int | None, load: LoadFromStore
     ) -> tuple[RestoreReport | None, _Findings]:
         """Load the newest intact step. If memory and storage both have it, load it from memory.
 
@@ -239,7 +242,7 @@ class Restoring:
                     )
                     return restored, found
                 found.skipped.append((each.step, f"{each.source}: {damage}"))
-                found.was_tried = True
+                found.has_failed_load = True
         return None, found
 
     def _in_memory(
@@ -276,11 +279,11 @@ class Restoring:
             root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)
             if mirror is None:
                 yield _Candidate(step, "storage", root, only_origin=ROOT)
-                self._damaged.add(step)
+                self._damaged_steps.add(step)
                 continue
             tiered = TieredStore(root, mirror)
             yield _Candidate(step, "storage", tiered, tiered.origins)
-            self._damaged.add(step)
+            self._damaged_steps.add(step)
             if self._has_two_saves(tiered):
                 if self._group.rank == 0:
                     log.warning(
@@ -293,7 +296,7 @@ class Restoring:
         with Round(self._group, "looking for an earlier save", rank0_only=True) as all_ranks:
             return all_ranks.broadcast(self._group.rank == 0 and tiered.has_two_saves(), bool)
 
-    def _load_on_all(self, load: Load, store: Store) -> tuple[LoadReport | None, str]:
+    def _load_on_all(self, load: LoadFromStore, store: Store) -> tuple[LoadReport | None, str]:
         """Load a checkpoint on all ranks.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
-from shardwise.checkpointer.restoring import START, all_origins
+from shardwise.checkpointer.restoring import START, with_all_origins
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.rounds import Round
@@ -54,7 +54,7 @@ def start(
         any_keeps_step = any(
             all_ranks.all_gather(bool(loaded.optimizers) or not has_optimizers, bool)
         )
-    origins = all_origins({START: loaded.bytes_read})
+    origins = with_all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_keeps_step else None
 

@@ -59,16 +59,16 @@ log = logging.getLogger("shardwise")
 class ReplicaSample:
     """The boxes that this rank compares at one save.
 
-    `take_from_state` takes their checksums at once. To take them in another thread, call
-    `expect_copy`, copy the bytes of `source`, and pass the copy to `take_checksums`, or call
+    `checksum_state` takes their checksums at once. To take them in another thread, call
+    `expect_copy`, copy the bytes of `source`, and pass the copy to `checksum_copy`, or call
     `cancel`. If no checksums are taken, the other ranks compare without this rank.
 
     Args:
         save_id, step: the save.
-        position: the number of the comparison.
+        comparison_number: chooses the part of each set that is compared; see `choose_ranges`.
         source: the bytes of the boxes, one after the other.
         sets: the sets of replicas that the boxes belong to.
-        limits: the index of the first box of each set, and the number of boxes.
+        set_starts: the index of the first box of each set, and the number of boxes.
         description: the fragments of this rank.
 
     Attributes:
@@ -80,16 +80,16 @@ class ReplicaSample:
         self,
         save_id: str,
         step: int,
-        position: int,
+        comparison_number: int,
         source: FileSource,
         sets: Sequence[ReplicaSet],
-        limits: Sequence[int],
+        set_starts: Sequence[int],
         description: Description,
     ) -> None:
-        self.save_id, self.step, self.position = save_id, step, position
+        self.save_id, self.step, self.comparison_number = save_id, step, comparison_number
         self.nbytes, self.devices = source.entry.size, source.devices
         self.sets = sets
-        self._boxes = {s.number: slice(*b) for s, b in zip(sets, pairwise(limits), strict=True)}
+        self._boxes = {s.number: slice(*b) for s, b in zip(sets, pairwise(set_starts), strict=True)}
         self._source: FileSource | None = source
         self._pieces = source.pieces
         self._description = description
@@ -107,17 +107,17 @@ class ReplicaSample:
             )
         return self._source
 
-    def take_from_state(self) -> None:
+    def checksum_state(self) -> None:
         """Take the checksums of the present state."""
         copy = aligned_buffer(self.nbytes)
         self.source.fill(0, self.nbytes, copy)
-        self.take_checksums(copy)
+        self.checksum_copy(copy)
 
     def expect_copy(self) -> None:
-        """Let `checksums` wait until another thread has called `take_checksums` or `cancel`."""
+        """Let `checksums` wait until another thread has called `checksum_copy` or `cancel`."""
         self._ended.clear()
 
-    def take_checksums(self, data: Buffer) -> None:
+    def checksum_copy(self, data: Buffer) -> None:
         """Take a checksum of each box, from a copy of the sample's bytes."""
         view = data.data
         bounds = pairwise(self._pieces.start.tolist())
@@ -136,7 +136,7 @@ class ReplicaSample:
 
     def key_of(self, replicas: ReplicaSet) -> tuple[int, int]:
         """Return the number of a set, and which part of the set's bytes this sample has."""
-        return replicas.number, self.position % saves_per_round(replicas.holders)
+        return replicas.number, self.comparison_number % saves_per_round(replicas.holders)
 
     def checksums(self) -> dict[int, bytes]:
         """Wait for the checksums, and return the checksums of each set, by the set's number."""
@@ -175,7 +175,7 @@ class ReplicaComparison:
         self._policy = policy
         self._plan: SavePlan | None = None
         self._sets: tuple[ReplicaSet, ...] = ()
-        self._position: int | None = None
+        self._comparison_number: int | None = None
         self._comparisons = 0
         self._sample: ReplicaSample | None = None
         # For the number of a set and of a part of it: the step at which the part was last equal.
@@ -197,16 +197,17 @@ class ReplicaComparison:
             fragments: the fragments in the plan's description, with their memory.
         """
         self._use_plan(plan)
-        # The first part is random. A run that restarts often would otherwise compare only the
-        # first parts.
-        self._position = int(save_id[:8], 16) if self._position is None else self._position + 1
+        # The first number, and so the first part, is random. A run that restarts often would
+        # otherwise compare only the first parts.
+        number = self._comparison_number
+        self._comparison_number = int(save_id[:8], 16) if number is None else number + 1
         self._comparisons += 1
         if not self._sets:
             return None
-        pieces, limits = choose_pieces(self._sets, plan.description, self._position)
+        pieces, set_starts = choose_pieces(self._sets, plan.description, self._comparison_number)
         source = FileSource.of(pieces, fragments)
         self._sample = ReplicaSample(
-            save_id, step, self._position, source, self._sets, limits, plan.description
+            save_id, step, self._comparison_number, source, self._sets, set_starts, plan.description
         )
         return self._sample
 
@@ -225,7 +226,7 @@ class ReplicaComparison:
         ]
         sets = [leave_out_tensors(each, ignored, description) for each in replica_sets_of(plan)]
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
-        self._position, self._equal_at = None, {}
+        self._comparison_number, self._equal_at = None, {}
 
     def encode_message(self) -> bytes:
         """Return this rank's message about its last sample, for `conclude`."""
@@ -236,7 +237,9 @@ class ReplicaComparison:
             number: hashlib.blake2b(checksums, digest_size=16).digest()
             for number, checksums in sample.checksums().items()
         }
-        return msgspec.msgpack.encode(SampleDigests(sample.save_id, sample.position, digests))
+        return msgspec.msgpack.encode(
+            SampleDigests(sample.save_id, sample.comparison_number, digests)
+        )
 
     def conclude(
         self,
@@ -260,6 +263,7 @@ class ReplicaComparison:
         if differing:
             with recorder.stage("divergence"):
                 self.found = self._locate(sample, differing, group)
+        # Remember when each part was last equal, for `Divergence.equal_at`.
         if sample is not None and sample.has_checksums:
             for each in sample.sets:
                 if each.number in differing:

@@ -112,11 +112,11 @@ class DivergencePolicy:
 class SampleDigests(msgspec.Struct, array_like=True):
     """A rank's message about its last sample: a digest of the checksums of each set, by number.
 
-    Samples of the same save and position are of the same boxes.
+    Samples of the same save and comparison are of the same boxes.
     """
 
     save_id: str
-    position: int
+    comparison_number: int
     of_set: dict[int, bytes]
 
 
@@ -153,7 +153,7 @@ def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
             continue
         message = msgspec.msgpack.decode(data, type=SampleDigests)
         for number, digest in message.of_set.items():
-            key = message.save_id, message.position, number
+            key = message.save_id, message.comparison_number, number
             first_rank, expected = first.setdefault(key, (rank, digest))
             if digest != expected:
                 differing[number] = first_rank

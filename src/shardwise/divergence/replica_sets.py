@@ -90,22 +90,22 @@ def saves_per_round(holders: int) -> int:
     return SHARE * holders
 
 
-def choose_ranges(nbytes: int, holders: int, position: int) -> list[tuple[int, int]]:
+def choose_ranges(nbytes: int, holders: int, comparison_number: int) -> list[tuple[int, int]]:
     """Return the ranges of a sequence of bytes that its holders compare at a save.
 
     The ranges of one save are spread evenly over the sequence, so that large differences are found
-    soon. The ranges of a round, which has `saves_per_round` positions, cover each byte once.
+    soon. The ranges of a round, which has `saves_per_round` comparisons, cover each byte once.
 
     Args:
         nbytes: the number of bytes in the sequence.
         holders: the number of ranks that hold the sequence.
-        position: the number of the save. After a round, the ranges repeat.
+        comparison_number: the number of the comparison. After a round, the ranges repeat.
     """
     if not nbytes:
         return []
     saves = saves_per_round(holders)
     count, size = _count_and_size(nbytes, saves)
-    lows = (low * size for low in range(position % saves, saves * count, saves))
+    lows = (low * size for low in range(comparison_number % saves, saves * count, saves))
     return [(low, min(low + size, nbytes)) for low in lows if low < nbytes]
 
 
@@ -124,43 +124,43 @@ def _count_and_size(nbytes: int, saves: int) -> tuple[int, int]:
 
 
 def choose_pieces(
-    sets: Sequence[ReplicaSet], description: Description, position: int
+    sets: Sequence[ReplicaSet], description: Description, comparison_number: int
 ) -> tuple[PieceTable, tuple[int, ...]]:
     """Return the pieces that this rank compares at a save. Each piece is a box.
 
     Args:
         sets: the sets of replicas of this rank.
         description: the fragments of this rank.
-        position: the number of the save, as for `choose_ranges`.
+        comparison_number: as for `choose_ranges`.
 
     Returns:
         The pieces of all sets, one set after the other; and the index of the first piece of each
         set, followed by the number of pieces.
     """
-    limits: list[int] = [0]
+    set_starts: list[int] = [0]
     fragments: list[int] = []
     boxes: list[Box] = []
     whole: list[bool] = []
     ndims = [len(shape) for shape in description.structure.shapes]
     for each in sets:
-        for fragment, box, is_whole in _pieces_of_set(each, description, ndims, position):
+        for fragment, box, is_whole in _pieces_of_set(each, description, ndims, comparison_number):
             fragments.append(fragment)
             boxes.append(box)
             whole.append(is_whole)
-        limits.append(len(fragments))
+        set_starts.append(len(fragments))
     itemsize = [DTYPES[dtype].itemsize for dtype in description.structure.dtypes]
     tensors = description.tensor[fragments].tolist()
     sizes = [box.size * itemsize[tensor] for box, tensor in zip(boxes, tensors, strict=True)]
     start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     offsets, shapes = [box.offset for box in boxes], [box.shape for box in boxes]
-    return PieceTable(start, fragments, offsets, shapes, whole), tuple(limits)
+    return PieceTable(start, fragments, offsets, shapes, whole), tuple(set_starts)
 
 
 def _pieces_of_set(
-    replicas: ReplicaSet, description: Description, ndims: Sequence[int], position: int
+    replicas: ReplicaSet, description: Description, ndims: Sequence[int], comparison_number: int
 ) -> Iterator[tuple[int, Box, bool]]:
     """Yield the fragment of each piece of a set, its box in the fragment, and if it is whole."""
-    for low, high in choose_ranges(replicas.nbytes, replicas.holders, position):
+    for low, high in choose_ranges(replicas.nbytes, replicas.holders, comparison_number):
         first = int(np.searchsorted(replicas.start, low, side="right")) - 1
         last = int(np.searchsorted(replicas.start, high, side="left"))
         bounds = replicas.start[first : last + 1].tolist()

@@ -33,15 +33,15 @@ class ReplicaSample(Protocol):
         """The bytes to copy."""
         ...
 
-    def take_from_state(self) -> None:
+    def checksum_state(self) -> None:
         """Take the checksums of the present state."""
         ...
 
     def expect_copy(self) -> None:
-        """Wait with the comparison until `take_checksums` or `cancel` is called."""
+        """Wait with the comparison until `checksum_copy` or `cancel` is called."""
         ...
 
-    def take_checksums(self, data: Buffer) -> None:
+    def checksum_copy(self, data: Buffer) -> None:
         """Take the checksums of a copy of the bytes."""
         ...
 

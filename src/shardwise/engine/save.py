@@ -211,7 +211,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
         with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
-                    planned.sample.take_from_state()
+                    planned.sample.checksum_state()
             with recorder.stage("write"):
                 source = planned.source()
                 own = []

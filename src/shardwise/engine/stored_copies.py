@@ -57,21 +57,21 @@ def find_differences(
         rows = rows[np.isin(layout.tensor_of[layout.replicas.tensor], [*tensors])]
     # Two layouts: the tensors that a load reads, each named by its stored index; and the further
     # copies, each named by its row, because several copies of a tensor have the same boxes.
-    first_view = _view(layout, layout.tensor_of, layout.pieces)
+    loaded_layout = _layout_by_index(layout, layout.tensor_of, layout.pieces)
     copies = replace(layout.replicas, tensor=np.arange(len(layout.replicas)))
-    copies_view = _view(layout, layout.tensor_of[layout.replicas.tensor], copies)
+    copies_layout = _layout_by_index(layout, layout.tensor_of[layout.replicas.tensor], copies)
     tensor_of = layout.replicas.tensor.tolist()
     total = 0
     differences: dict[int, str] = {}
-    for number, batch in enumerate(batch_boxes(_copies(layout, rows.tolist()), batch_bytes)):
+    for number, batch in enumerate(batch_boxes(_boxes_of_rows(layout, rows.tolist()), batch_bytes)):
         if number % share[1] != share[0]:
             continue
         nbytes = sum(box.size * int(layout.itemsizes[tensor_of[row]]) for row, box in batch)
         with recorder.stage("replicas", nbytes):
-            boxes = [(first_view.tensors[tensor_of[row]], box) for row, box in batch]
-            copy_boxes = [(copies_view.tensors[row], box) for row, box in batch]
-            firsts = read_boxes(boxes, store, first_view, arena, verify=True)
-            others = read_boxes(copy_boxes, store, copies_view, arena, verify=True)
+            boxes = [(loaded_layout.tensors[tensor_of[row]], box) for row, box in batch]
+            copy_boxes = [(copies_layout.tensors[row], box) for row, box in batch]
+            firsts = read_boxes(boxes, store, loaded_layout, arena, verify=True)
+            others = read_boxes(copy_boxes, store, copies_layout, arena, verify=True)
             for (row, box), first, other in zip(batch, firsts, others, strict=True):
                 tensor = tensor_of[row]
                 if tensor not in differences and not same_bytes(first, other):
@@ -131,7 +131,7 @@ def refuse_differences(path: str, differences: list[str]) -> None:
         )
 
 
-def _copies(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
+def _boxes_of_rows(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
     """Yield some rows of `Layout.replicas`, with the box and the itemsize of each."""
     replicas = layout.replicas
     for row in rows:
@@ -141,7 +141,7 @@ def _copies(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
         yield row, Box(offset, shape), int(layout.itemsizes[tensor])
 
 
-def _view(layout: Layout, tensors: IntArray, pieces: Pieces) -> Layout:
+def _layout_by_index(layout: Layout, tensors: IntArray, pieces: Pieces) -> Layout:
     """Return a layout of the same files with these tensors, each named by its index."""
     entries = tuple(
         msgspec.structs.replace(layout.tensors[tensor], name=str(index), same_as=None)

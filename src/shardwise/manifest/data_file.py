@@ -103,6 +103,6 @@ def _storage_of(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     nbytes = element.itemsize
     for n in shape:
         nbytes *= n
-    if element.code is not None:
-        return element.code, shape, nbytes
+    if element.safetensors_code is not None:
+        return element.safetensors_code, shape, nbytes
     return "U8", (*shape, element.itemsize), nbytes

@@ -11,11 +11,11 @@ class DType:
 
     Attributes:
         itemsize: the size of an element, in bytes.
-        code: the code of the type in safetensors; None if safetensors lacks the type.
+        safetensors_code: the code of the type in safetensors; None if safetensors lacks the type.
     """
 
     itemsize: int
-    code: str | None = None
+    safetensors_code: str | None = None
 
 
 _PACKED = [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 8)]

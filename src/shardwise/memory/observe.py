@@ -289,8 +289,8 @@ class _SnapshotReader:
             },
         )
 
-    def _has(self, stage: str, save_id: str, part: records.Part = "") -> bool:
-        return records.save_record(stage, save_id, part) in self.names
+    def _has(self, stage: str, save_id: str, kind: records.RecordKind = "") -> bool:
+        return records.save_record(stage, save_id, kind) in self.names
 
     def _is_unsealed(self, data_file: str) -> bool:
         """Return whether a data file exists, and still has to be sealed."""

@@ -22,8 +22,10 @@ from shardwise.retention import Keep, PlainKeep
 from shardwise.tiers.options import MirrorRequest
 
 # The types of the fields of records. A record with another value is damaged.
-PlainName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
-MadeName = Annotated[str, msgspec.Meta(pattern=r"\A[.]?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+GeneratedFileName = Annotated[
+    str, msgspec.Meta(pattern=r"\A[.]?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
+]
 """The name of a file that an agent makes; it begins with a dot until the file is complete."""
 SaveId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -37,8 +39,8 @@ REMOVE_OLD = "retain"
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying"
-Part = Literal["", "done", "all", "retry", "copy"]
-PENDING_PARTS: tuple[Part, ...] = ("", "copy")
+RecordKind = Literal["", "done", "all", "retry", "copy"]
+PENDING_KINDS: tuple[RecordKind, ...] = ("", "copy")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
 
 
@@ -82,7 +84,7 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
     """
 
     file: FileEntry
-    slot: PlainName
+    slot: FileName
     snapshots_to_keep: Count
     stages: tuple[RequestedStage, ...]
     epoch: Count | None = None
@@ -107,8 +109,8 @@ class RingFile(
         checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
     """
 
-    file: MadeName
-    slot: PlainName
+    file: GeneratedFileName
+    slot: FileName
     ranges: dict[str, tuple[Count, Count]]
     checksums: dict[str, bytes] = {}
 
@@ -172,7 +174,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     save_id: SaveId
     step: Count
     manifest: str
-    files: list[tuple[PlainName, str]]
+    files: list[tuple[FileName, str]]
     nodes: list[AgentInfo]
     leader: str
     storage: StorageTask
@@ -203,7 +205,7 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     save_id: SaveId
     root: str
-    files: list[PlainName]
+    files: list[FileName]
     wait: Seconds
     budget: Count | None = None
 
@@ -286,17 +288,17 @@ def schema() -> str:
     return hashlib.blake2b(encode_record(encoded.decode()), digest_size=8).hexdigest()
 
 
-def save_record(stage: str, save_id: str, part: Part = "") -> str:
+def save_record(stage: str, save_id: str, kind: RecordKind = "") -> str:
     """Return the name of a record of a save.
 
     `save_record("persist", id)` is the request by which a leader requests the stage `persist` from
     a node. `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
 
     Args:
-        part: "done" for the `StageOutcome` on this node, "all" for that of the cluster; "retry" for
+        kind: "done" for the `StageOutcome` on this node, "all" for that of the cluster; "retry" for
             the `Retry`; "copy" for the copy of the `PendingManifest` on all other nodes.
     """
-    return f"{stage}-{part}-{save_id}.json" if part else f"{stage}-{save_id}.json"
+    return f"{stage}-{kind}-{save_id}.json" if kind else f"{stage}-{save_id}.json"
 
 
 def file_record(data_file: str, kind: str) -> str:
@@ -325,18 +327,18 @@ def ring_file_name(record: str) -> str:
     return f"{record.removesuffix('.json')}.bin"
 
 
-def saves_with(names: Iterable[str], stage: str, part: Part = "") -> list[str]:
+def saves_with(names: Iterable[str], stage: str, kind: RecordKind = "") -> list[str]:
     """Return the ids of the saves for which there is a `save_record` of this kind, sorted."""
     ids = {name: save_id_in_name(name) for name in names}
-    return sorted(each for name, each in ids.items() if name == save_record(stage, each, part))
+    return sorted(each for name, each in ids.items() if name == save_record(stage, each, kind))
 
 
 def pending_records(names: Iterable[str]) -> list[str]:
     """Return the names of the pending manifests, and of the copies of others, among names."""
     return [
-        save_record("pending", save_id, part)
-        for part in PENDING_PARTS
-        for save_id in saves_with(names, "pending", part)
+        save_record("pending", save_id, kind)
+        for kind in PENDING_KINDS
+        for save_id in saves_with(names, "pending", kind)
     ]
 
 

@@ -58,6 +58,10 @@ class SharedBuffers:
     The users of a read are the ranks of the node that want it and, after them, the thread that
     sends it to another node.
 
+    For example, two ranks with one slot each share the reads 0, 1 and 2, and rank 0 makes the reads
+    0 and 2. So read 2 is at position 1 in the ring of rank 0. It uses the same slot as read 0, and
+    starts when all users have finished with read 0.
+
     Args:
         reads: the reads that the ranks share; the same on each of them.
         node: the ranks of the node.
@@ -79,7 +83,8 @@ class SharedBuffers:
         self.local_rank = node.local_rank
         self.failed_rank: int | None = None
         self._users = np.column_stack([reads.wanted, reads.target != NOBODY])
-        self._ring = reads.reader.tolist()
+        self._ring = reads.reader.tolist()  # of each read
+        # The reads of each ring, in order, and for each read its position among them.
         self._in_ring = [np.flatnonzero(reads.reader == each) for each in range(len(node))]
         position = np.zeros(len(reads), np.int64)
         for rows in self._in_ring:
@@ -96,18 +101,20 @@ class SharedBuffers:
             for each, rows in zip(memory, self._in_ring, strict=True)
         ]
         self._turn_lock = threading.Lock()
-        made_here = (reads.reader == self.local_rank) & (reads.source == NOBODY)
-        self._to_make: deque[int] = deque(np.flatnonzero(made_here).tolist())
-        used_here = reads.wanted[:, self.local_rank] & ~made_here
-        self._to_use: list[deque[int]] = [
-            deque(rows[used_here[rows]].tolist()) for rows in self._in_ring
+        read_here = (reads.reader == self.local_rank) & (reads.source == NOBODY)
+        # This rank's reads from storage; and, for each ring, the reads whose bytes it copies.
+        self._to_read: deque[int] = deque(np.flatnonzero(read_here).tolist())
+        copied_here = reads.wanted[:, self.local_rank] & ~read_here
+        self._to_copy: list[deque[int]] = [
+            deque(rows[copied_here[rows]].tolist()) for rows in self._in_ring
         ]
 
     def next_read(self) -> int | None:
-        """Return the next read that this rank can make or use; None after the last.
+        """Return the next read that this rank can read from storage or copy; None after the last.
 
-        A read of this rank can start when its slot is free. A read of another rank can be used when
-        that rank has filled its slot. The call waits while no read is ready. Threads take turns.
+        A read of this rank can start when its slot is free. A read of another rank can be copied
+        when that rank has filled its slot. The call waits while no read is ready. Threads take
+        turns.
 
         Raises:
             RankError: another rank could not read its share.
@@ -117,8 +124,8 @@ class SharedBuffers:
             found = self._node.wait(self._find_next, self._late_ranks)
             return None if found == NO_MORE_READS else found
 
-    def is_made_here(self, read: int) -> bool:
-        """Return whether this rank makes the read, from storage."""
+    def is_read_here(self, read: int) -> bool:
+        """Return whether this rank reads the bytes from storage."""
         return self._ring[read] == self.local_rank and not self.is_received(read)
 
     def is_received(self, read: int) -> bool:
@@ -207,11 +214,11 @@ class SharedBuffers:
         return np.flatnonzero(self._users[before] & (used == 0))
 
     def _find_next(self) -> int | None:
-        if self.failed_rank is not None or not (self._to_make or any(self._to_use)):
+        if self.failed_rank is not None or not (self._to_read or any(self._to_copy)):
             return NO_MORE_READS
-        if self._to_make and self.is_free(self._to_make[0]):
-            return self._to_make.popleft()
-        ready = (each for each in self._to_use if each and self.is_filled(each[0]))
+        if self._to_read and self.is_free(self._to_read[0]):
+            return self._to_read.popleft()
+        ready = (each for each in self._to_copy if each and self.is_filled(each[0]))
         found = next(ready, None)
         return None if found is None else found.popleft()
 
@@ -219,11 +226,11 @@ class SharedBuffers:
         """Return the ranks that this rank waits for, and for each the step it has not completed."""
         found: dict[int, str] = {}
         total = len(self._reads)
-        if self._to_make:
-            before = self._previous(self._to_make[0])
+        if self._to_read:
+            before = self._previous(self._to_read[0])
             ranks = [*self._node.ranks, int(self._reads.target[before])]
-            for user in self._unfinished_users(self._to_make[0]).tolist():
+            for user in self._unfinished_users(self._to_read[0]).tolist():
                 found[ranks[user]] = f"it did not copy read {before} of {total}"
-        for pending in filter(None, self._to_use):
+        for pending in filter(None, self._to_copy):
             found[self.reader_of(pending[0])] = f"it did not finish read {pending[0]} of {total}"
         return found

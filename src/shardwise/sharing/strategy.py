@@ -109,8 +109,8 @@ def _read(
     slots = min(most_reads, int(np.bincount(shared.reader).max()))
     buffers = SharedBuffers(shared, node, slots, slot_bytes)
     try:
-        is_made_here = (shared.reader == index) & (shared.source == NOBODY)
-        files = shared.file[shared.wanted[:, index] | is_made_here]
+        is_read_here = (shared.reader == index) & (shared.source == NOBODY)
+        files = shared.file[shared.wanted[:, index] | is_read_here]
         readers = reads.open_readers(files, cleanup)
     except BaseException as error:
         buffers.mark_failed(error)
@@ -152,7 +152,7 @@ def _read_together(
 
     def process(span: int) -> None:
         slot = buffers.slot(span)
-        if buffers.is_made_here(span):
+        if buffers.is_read_here(span):
             data = read_span(spans, span, readers, copier, slot)
             buffers.publish(span, readers[int(spans.file[span])].checksum(data))
         else:

@@ -22,7 +22,7 @@ METADATA = "__metadata__"
 PACKED = "float4_e2m1fn_x2"
 """An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers."""
 CODES: Mapping[str, str] = {
-    **{name: kind.code for name, kind in DTYPES.items() if kind.code is not None},
+    **{n: d.safetensors_code for n, d in DTYPES.items() if d.safetensors_code is not None},
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",

@@ -229,6 +229,10 @@ def map_dimensions(
 ) -> DimensionMap:
     """Map the dimensions of a rule's arrays to the dimensions of a target.
 
+    For example, `tp` is an axis of ranks, and the target has the shape `[(tp f) h]`. Each array has
+    one position along `tp`, so its dimensions are `f` and `h`. Those of the tensor are `(tp f)` and
+    `h`.
+
     Args:
         indexed_axes: the axes along which each array has one position: the axes of the ranks, and
             captured numbers.

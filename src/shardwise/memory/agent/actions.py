@@ -84,7 +84,7 @@ class Follower:
 
     def copy(self, action: Action) -> None:
         """Copy this node's files to storage."""
-        self._answer_request(
+        self._fulfil_request(
             action,
             "persist",
             PersistRequest,
@@ -101,7 +101,7 @@ class Follower:
                     lambda: protect_others(place, request, nodes, self.node, self.mapped_files)
                 )
 
-        self._answer_request(action, "protect", ProtectRequest, make_copies_or_parity)
+        self._fulfil_request(action, "protect", ProtectRequest, make_copies_or_parity)
 
     def remove_old(self, action: Action) -> None:
         """Remove old checkpoints from storage. Stop if the request is withdrawn.
@@ -126,12 +126,12 @@ class Follower:
                 )
             return 0
 
-        self._answer_request(
+        self._fulfil_request(
             action,
             records.REMOVE_OLD,
             StorageTask,
             remove,
-            part="all",
+            kind="all",
         )
 
     def rescue(self, action: Action) -> None:
@@ -151,6 +151,7 @@ class Follower:
                 except StoreError as error:
                     log.warning("node %s: %s", node, error)
                     continue
+                # This agent's own record: the rescue was requested, so it is not requested again.
                 write_record(place.path / records.save_record("called", pending.save_id), request)
                 return
 
@@ -180,27 +181,27 @@ class Follower:
             store = root.at(step_directory(place.step))
             return sum(pool.map(lambda name: copy(name, store), request.files))
 
-    def _answer_request(
+    def _fulfil_request(
         self,
         action: Action,
         stage: str,
         record_type: type[Record],
         work: Callable[[Record], int],
-        part: records.Part = "done",
+        kind: records.RecordKind = "done",
     ) -> None:
         """Read a leader's request, do the work, and record the result.
 
         Args:
             record_type: the type of the request.
             work: takes the request, and returns the number of bytes processed.
-            part: which record gets the result.
+            kind: the kind of the record that gets the result.
         """
         place, save_id = action.place, action.save_id
         path = place.path / records.save_record(stage, save_id)
         done = try_stage(
             place, stage, save_id, self.node, lambda: work(_read_existing(path, record_type))
         )
-        write_record(place.path / records.save_record(stage, save_id, part), done)
+        write_record(place.path / records.save_record(stage, save_id, kind), done)
 
 
 def _read_existing(path: Path, record_type: type[Record]) -> Record:

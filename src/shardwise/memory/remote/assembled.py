@@ -37,7 +37,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         step: the step; None if no snapshot was found.
-        holders: the nodes that have each file; empty for files that must be decoded. For the
+        nodes_by_file: the nodes that have each file; empty for files that must be decoded. For the
             manifest, the node that provided it.
         sizes: size of each data file in bytes.
         nodes: the agents of the nodes that hold any of the files.
@@ -49,7 +49,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     """
 
     step: int | None = None
-    holders: dict[str, list[str]] = {}
+    nodes_by_file: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     nodes: dict[str, AgentInfo] = {}
     protection: Protection | None = None
@@ -85,7 +85,7 @@ class AssembledStore(ReadOnlyStore):
         self._assembly = assembly
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
-        mapped = frozenset(name for name, nodes in assembly.holders.items() if node in nodes)
+        mapped = frozenset(name for name, nodes in assembly.nodes_by_file.items() if node in nodes)
         self.traits = replace(LOCAL_TRAITS, mapped=mapped)
         self._local = LocalStore(run.step_path(assembly.step))
         infos = list(assembly.nodes.values())
@@ -127,7 +127,7 @@ class AssembledStore(ReadOnlyStore):
 
     def open(self, path: str, size: int | None = None) -> ReadableFile:
         """Open a file: on this node if it has the file, otherwise on other nodes or by decoding."""
-        nodes = self._assembly.holders.get(path)
+        nodes = self._assembly.nodes_by_file.get(path)
         if nodes is None:
             raise FileNotFoundError(f"{self} has no {path}")
         size, name = self._assembly.sizes[path], f"{path} of {self}"
@@ -138,7 +138,7 @@ class AssembledStore(ReadOnlyStore):
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the contents of a small file."""
-        nodes = self._assembly.holders.get(key)
+        nodes = self._assembly.nodes_by_file.get(key)
         if not nodes:
             raise FileNotFoundError(f"{self} has no {key}")
         if self._node in nodes:
@@ -154,7 +154,7 @@ class AssembledStore(ReadOnlyStore):
 
     def list(self) -> list[str]:
         """Return the names of the files."""
-        return sorted(self._assembly.holders)
+        return sorted(self._assembly.nodes_by_file)
 
     def walk(self, limit: int) -> dict[str, FileStatus]:
         """Return the data files. Their content never changes."""

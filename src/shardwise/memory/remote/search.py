@@ -267,7 +267,7 @@ class Search:
 
     def _read_epoch(self, step: int, save_id: str) -> int | None:
         """Return the epoch of a save, from the first node with a readable pending manifest."""
-        names = [records.save_record("pending", save_id, part) for part in records.PENDING_PARTS]
+        names = [records.save_record("pending", save_id, kind) for kind in records.PENDING_KINDS]
         pending = self._read_record(step, names, PendingManifest)
         return None if pending is None else pending.epoch
 
@@ -290,11 +290,11 @@ class Search:
         """
         size_of = {file.name: file.size for file in manifest.files}
         files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
-        holders = {
+        nodes_by_file = {
             name: [node for node, files in files_of.items() if files.get(name) == size]
             for name, size in size_of.items()
         }
-        lost = {name for name, nodes in holders.items() if not nodes}
+        lost = {name for name, nodes in nodes_by_file.items() if not nodes}
         requests = [records.save_record("protect", manifest.save_id)]
         request = self._read_record(step, requests, ProtectRequest)
         protection = None if request is None else request.protection
@@ -304,9 +304,9 @@ class Search:
             shown = ", ".join(sorted(lost)[:MOST_FILES_SHOWN])
             more = len(lost) - MOST_FILES_SHOWN
             return f"no reachable node has {shown}" + (f" and {more} more" if more > 0 else "")
-        holders[MANIFEST] = [source]
+        nodes_by_file[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, files in files_of.items() if files}
-        return Assembly(step, holders, size_of, infos, protection)
+        return Assembly(step, nodes_by_file, size_of, infos, protection)
 
 
 def _list_files(client: AgentClient, info: AgentInfo, run: str) -> NodeFiles:

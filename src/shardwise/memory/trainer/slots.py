@@ -149,6 +149,7 @@ class Slots:
         free = self._free_slots()
         new = [self._new_name() for _ in range(self._missing_count())]
         small = [name for name, status in free.items() if _usable_size(status) < nbytes]
+        # A small slot keeps the pages that it has: only the missing ones are allocated.
         allocated = sum(min(size, free[name].st_blocks * STAT_BLOCK) for name in small)
         needed = size * (len(small) + len(new)) - allocated
         if not self._has_space(needed + leave_free):

@@ -268,7 +268,7 @@ class Staging:
             copy, self._sample_copy = self._sample_copy, None
             if part.planned.sample is not None:
                 if copy is not None and not is_incomplete:
-                    part.planned.sample.take_checksums(copy)
+                    part.planned.sample.checksum_copy(copy)
                 part.planned.sample.cancel()
 
     def _stage_own_file(self, part: SnapshotPart, copying: CopyProgress) -> None:
