@@ -72,6 +72,25 @@ def test_a_url_with_options_is_refused() -> None:
         open_store("hdfs://127.0.0.1:1/run?user=me")
 
 
+@pytest.mark.parametrize(
+    ("answer", "error", "advice"),
+    [
+        ("SafeModeException: still starting", StoreUnavailableError, "check that its NameNode"),
+        ("DSQuotaExceededException: the quota is exceeded", StoreError, "for example a quota"),
+    ],
+)
+def test_the_advice_of_an_error_fits_its_cause(
+    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], advice: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError(f"org.apache.hadoop.{answer}\\n\\tat org.apache.Line")
+
+    monkeypatch.setattr("hdfs_native.Client", refuse)
+    with pytest.raises(error, match=rf"{answer}; .*{advice}") as raised:
+        open_store("hdfs://127.0.0.1:1/run?retry=0").list()
+    assert type(raised.value) is error
+
+
 def test_another_user_may_read_but_not_write(place: str, tmp_path: Path) -> None:
     store = open_store(place)
     write_file(store, KEY, content(5000))

@@ -14,7 +14,7 @@ from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
 from shardwise.engine.group import Group
-from shardwise.engine.stored_copies import check_all_together
+from shardwise.engine.stored_replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.encoding import encode_layout

@@ -48,12 +48,12 @@ class SaveOptions:
         return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 
 
-def check_integer(argument: str, value: object, least: int = 1) -> int:
+def check_integer(call_prefix: str, value: object, least: int = 1) -> int:
     """Return a number as an `int`, after checking that it is an integer and not too small.
 
     Args:
-        argument: the start of the call and the name of the argument, for the error message, for
-            example `"Keep(last"`.
+        call_prefix: the call up to the name of the argument, for the error message. For example,
+            `"Keep(last"` gives `Keep(last=0)`.
         value: an integer of any type, for example NumPy's.
         least: the smallest allowed number.
 
@@ -62,10 +62,12 @@ def check_integer(argument: str, value: object, least: int = 1) -> int:
         ValueError: the value is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{argument}={value!r}): expected an integer, not {type(value).__name__}")
+        raise TypeError(
+            f"{call_prefix}={value!r}): expected an integer, not {type(value).__name__}"
+        )
     integer = operator.index(value)
     if integer < least:
-        raise ValueError(f"{argument}={value!r}): expected at least {least}")
+        raise ValueError(f"{call_prefix}={value!r}): expected at least {least}")
     return integer
 
 

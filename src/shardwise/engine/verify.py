@@ -13,7 +13,7 @@ from shardwise.boxes import cover_positions
 from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.stored_copies import find_differences, refuse_differences
+from shardwise.engine.stored_replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32

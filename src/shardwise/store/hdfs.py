@@ -26,6 +26,7 @@ REQUEST_SECONDS = 120.0
 # default, it tries for several minutes.
 CONFIG = {"dfs.client.failover.max.attempts": "4"}
 _ADVICE = "check that its NameNode and DataNodes run and can be reached"
+_ADVICE_IF_REFUSED = "correct the cause, for example a quota or an invalid path"
 _TEMPORARY = (
     "SafeModeException",  # the NameNode starts
     "StandbyException",
@@ -201,8 +202,6 @@ def _translate_errors(place: str) -> Iterator[None]:
 
 
 def _failure(place: str, text: str, *, is_outage: bool) -> StoreError:
-    """Return the error of a request, with advice: the servers, or the request is at fault."""
-    if is_outage:
-        return StoreUnavailableError(f"{place}: HDFS failed: {text}; {_ADVICE}")
-    advice = "correct the cause, for example a quota or an invalid path"
-    return StoreError(f"{place}: HDFS failed: {text}; {advice}")
+    error_class = StoreUnavailableError if is_outage else StoreError
+    advice = _ADVICE if is_outage else _ADVICE_IF_REFUSED
+    return error_class(f"{place}: HDFS failed: {text}; {advice}")

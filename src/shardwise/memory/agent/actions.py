@@ -115,16 +115,16 @@ class Follower:
             if task.mirror is not None:
                 set_mirror_task(action.place.run, task)
                 action.place.run.wake_agent()
-                return 0
-            with self.stores.open(task.root) as root:
-                apply_retention(
-                    root,
-                    task.rules,
-                    newest=task.newest or 0,
-                    damaged=frozenset(task.damaged),
-                    should_continue=lambda: action.place.has(name),
-                )
-            return 0
+            else:
+                with self.stores.open(task.root) as root:
+                    apply_retention(
+                        root,
+                        task.rules,
+                        newest=task.newest or 0,
+                        damaged=frozenset(task.damaged),
+                        should_continue=lambda: action.place.has(name),
+                    )
+            return 0  # bytes
 
         self._fulfil_request(
             action,

@@ -151,10 +151,7 @@ async def _serve(
     record_port(home, port)
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
-    wake_thread = threading.Thread(
-        target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True
-    )
-    wake_thread.start()
+    threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
     app = create_app(home.path, info.token, agent.wake, agent.list_failing)
     async with serve_connections(app, listener, tls=tls):
         agent.start()
