@@ -20,7 +20,6 @@ from shardwise.adapters.megatron_optimizer import (
     MASTER_KEY,
     BucketedState,
     MasterWeight,
-    inner_optimizers,
     master_weights_of,
     match_buckets,
     optimizers_in_chain,
@@ -248,7 +247,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
 
     def __init__(self, name: str, wrapper: object, context: Context) -> None:
         refuse_unknown_optimizer(name, wrapper)
-        super().__init__(name, inner_optimizers(wrapper), context)
+        super().__init__(name, [each.optimizer for each in optimizers_in_chain(wrapper)], context)
         self.wrapper = wrapper
         self._scaler_name = f"{context.prefix}{VALUES_KEY}.{SCALER_KEY}"
         self._bucketed_state: BucketedState | None = None

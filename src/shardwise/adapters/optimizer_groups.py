@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import STEP
+from shardwise.adapters.optimizer_state import NOT_HYPERPARAMETERS, STEP
 from shardwise.errors import StateError
 from shardwise.state.plain_values import JsonValue, find_differences
 
 GROUPS = "param_groups"
-# Keys of a param group that are not hyperparameters.
-NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
 _DEEPSPEED_KEYS = {"bias_correction", STEP}
 """Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
@@ -37,7 +35,9 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
             )
         value = group.get("value")
         if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in NOT_HYPERPARAMETERS}
+            value = dict(value)
+            for key in NOT_HYPERPARAMETERS:
+                value.pop(key, None)
         for member in group["members"]:
             settings[str(member)] = value
     return settings
