@@ -156,8 +156,8 @@ class ModuleBinding(Binding):
                 module, self.name, lambda name: saved.tensor(f"{self.name}.{name}") is not None
             )
         # The extra state of Megatron's modules may be None, and some formats leave it out.
-        for name in [name for name, value in local_state.objects.items() if value is None]:
-            if name.endswith(EXTRA_STATE) and saved.kind(name) is None:
+        for name, value in [*local_state.objects.items()]:
+            if value is None and name.endswith(EXTRA_STATE) and saved.kind(name) is None:
                 del local_state.objects[name]
         return local_state
 
@@ -199,7 +199,7 @@ class ModuleBinding(Binding):
         module, clean = self._modules[index], self._cleaners[index]
         made = self._made[index] = _GeneratedEntries()
         entries = dict(self._state_dict(module))
-        own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        own_tensors = set(map(id, [*module.parameters(), *module.buffers()]))
         entries.update(hidden_quantization(module, entries))
         for path, value in entries.items():
             name = f"{self.name}.{clean(path)}"
@@ -211,15 +211,14 @@ class ModuleBinding(Binding):
 
     def _allocate_generated(self, local_state: LocalState, saved: SavedNames) -> None:
         """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that."""
-        for made in filter(lambda each: each.path_by_name, self._made):
-            for index, leaf in enumerate(local_state.tensors):
-                entry = saved.tensor(leaf.name) if leaf.name in made.path_by_name else None
-                current = made.entries.get(made.path_by_name.get(leaf.name, ""))
-                if entry is None or entry.shape == leaf.shape or type(current) is not torch.Tensor:
-                    continue
-                allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
-                made.entries[made.path_by_name[leaf.name]] = allocated
-                local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
+        for made in self._made:
+            for index, leaf in enumerate(local_state.tensors if made.path_by_name else ()):
+                path = made.path_by_name.get(leaf.name, "")
+                current, entry = made.entries.get(path), saved.tensor(leaf.name)
+                if type(current) is torch.Tensor and entry and entry.shape != leaf.shape:
+                    allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
+                    made.entries[path] = allocated
+                    local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
 
 
 def _allocate_meta_tensors(

@@ -132,17 +132,14 @@ class LocalState:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors and values."""
-        yield from (leaf.name for leaf in self.tensors)
+        for leaf in self.tensors:
+            yield leaf.name
         yield from (*self.objects, *self.grouped, *self.per_rank)
 
 
 def view_for_numpy(data: torch.Tensor) -> torch.Tensor:
     """Return a view of the same memory with a dtype of the same size that NumPy supports."""
-    plain = data.detach()
-    numpy_dtype = _NUMPY_DTYPE_BY_SIZE[plain.element_size()]
-    if plain.dtype == numpy_dtype:
-        return plain
-    return plain.view(numpy_dtype)
+    return data.detach().view(_NUMPY_DTYPE_BY_SIZE[data.element_size()])
 
 
 def memory_extent(data: torch.Tensor) -> int:

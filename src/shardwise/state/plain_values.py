@@ -176,7 +176,7 @@ def _encode(value: Any, context: _Context) -> JsonValue:
         return value
     if value_type is list:
         return _encode_items(value, context)
-    if value_type is dict and TAG not in value and all(type(key) is str for key in value):
+    if value_type is dict and TAG not in value and {str}.issuperset(map(type, value)):
         return {
             _check_text(key, context): _encode(item, context.within(key))
             for key, item in value.items()
