@@ -133,14 +133,14 @@ class EngineBinding(ModuleBinding):
             leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
         }
         engine_leaves: dict[str, TensorLeaf] = {}
-        names = self._parameter_names()
-        for path, parameter in self._modules[0].named_parameters(remove_duplicate=False):
+        names, part = self._parameter_names(), self._parts[0]
+        for path, parameter in part.module.named_parameters(remove_duplicate=False):
             leaf = leaves.get(names[id(parameter)])
             if leaf is None and hasattr(parameter, "ds_tensor"):  # no optimizer steps it
-                part = _range_of_zero_3(parameter, path)
-                leaf = part.leaf(path, parameter.ds_tensor.detach())
+                own_range = _range_of_zero_3(parameter, path)
+                leaf = own_range.leaf(path, parameter.ds_tensor.detach())
             if leaf is not None:
-                full_name = f"{self.name}.{self._cleaners[0](path)}"
+                full_name = part.name(path)
                 engine_leaves[full_name] = replace(leaf, name=full_name, tie_key=id(parameter))
         local_state.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in local_state.tensors]
         local_state.objects |= {key: encode(value, key) for key, value in self._counters().items()}
@@ -181,8 +181,8 @@ class EngineBinding(ModuleBinding):
             yield from functions[0](self._engine.optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
-        clean = self._cleaners[0]
-        return {id(each): clean(path) for path, each in self._modules[0].named_parameters()}
+        parameters = [*super().parameters()]  # a tied parameter has its first name
+        return {id(each.tensor): each.name for each in reversed(parameters)}
 
     def _refuse_emptied_optimizer(self) -> None:
         """Refuse the torch optimizer without the one around it: ZeRO 3 empties its groups."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import NOT_HYPERPARAMETERS, STEP
+from shardwise.adapters.optimizer_state import NOT_HYPERPARAMETERS, STEP, Group
 from shardwise.errors import StateError
 from shardwise.state.plain_values import JsonValue, find_differences
 
@@ -44,16 +44,17 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
 
 
 def find_group_problems(
-    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield the reasons why the param groups cannot take the saved hyperparameters.
 
     Args:
         name: name of the param groups.
-        groups: the names of the parameters of each group.
+        groups: the param groups.
         settings: the saved hyperparameters of each parameter.
     """
-    for members in groups:
+    for group in groups:
+        members = group.names
         missing = [member for member in members if member not in settings]
         if missing:
             yield (
@@ -73,10 +74,10 @@ def find_group_problems(
 
 
 def find_prefix_problems(
-    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem that suggests a specification, if all saved names have one more prefix."""
-    members = [member for group in groups for member in group]
+    members = [member for group in groups for member in group.names]
     if not members or any(member in settings for member in members):
         return
     first = f".{members[0]}"

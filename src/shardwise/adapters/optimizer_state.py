@@ -36,7 +36,10 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all original parameters, each of them once."""
-        return tuple(dict.fromkeys(name for each in self.parameters for name in each.names))
+        found: dict[str, None] = {}
+        for parameter in self.parameters:
+            found.update(dict.fromkeys(parameter.names))
+        return tuple(found)
 
 
 def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:

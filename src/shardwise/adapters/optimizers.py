@@ -69,7 +69,12 @@ class OptimizerBinding(Binding):
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, parameter, key, value)
         local_state.join_parts(to_fill=False)
-        local_state.grouped[self._groups_name] = self._grouped_hyperparameters(groups)
+        grouped: list[tuple[tuple[str, ...], JsonValue]] = []
+        for group in groups:
+            settings = hyperparameters_of(group.optimizer, group.settings)
+            value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
+            grouped.append((group.names, value))
+        local_state.grouped[self._groups_name] = grouped
         return local_state
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
@@ -93,21 +98,19 @@ class OptimizerBinding(Binding):
                         self._add_saved_value(values, group, parameter, key, saved, selection)
         local_state.join_parts(to_fill=True)
         values.join_parts(to_fill=True)
-        local_state.grouped[self._groups_name] = self._grouped_hyperparameters(self._groups)
+        local_state.grouped[self._groups_name] = []  # a load needs only the name
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             self._settings = settings_by_member(self._groups_name, saved.object(self._groups_name))
-            local_state.problems += self._find_settings_problems(saved)
+            problems = [*find_group_problems(self._groups_name, self._groups, self._settings)]
+            if problems:
+                problems += find_prefix_problems(
+                    saved.saved_name(self._groups_name), self._groups, self._settings
+                )
+            problems += find_kind_problems(self._groups_name, self.optimizers, self._settings)
+            local_state.problems += problems
         selected = selection.select_from(local_state)
         selected.add(values)
         return selected
-
-    def _find_settings_problems(self, saved: SavedNames) -> list[str]:
-        name, settings = self._groups_name, self._settings
-        groups = [group.names for group in self._groups]
-        problems = [*find_group_problems(name, groups, settings)]
-        if problems:
-            problems += find_prefix_problems(saved.saved_name(name), groups, settings)
-        return [*problems, *find_kind_problems(name, self.optimizers, settings)]
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
@@ -233,16 +236,6 @@ class OptimizerBinding(Binding):
             tensor = _allocate_state(parameter, group, inner_key, entry)
             self._tensors_in_values[saved_name] = tensor
             local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
-
-    def _grouped_hyperparameters(
-        self, groups: Sequence[Group]
-    ) -> list[tuple[tuple[str, ...], JsonValue]]:
-        grouped_values = []
-        for group in groups:
-            settings = hyperparameters_of(group.optimizer, group.settings)
-            value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
-            grouped_values.append((group.names, value))
-        return grouped_values
 
     def _fit_to_checkpoint(
         self,

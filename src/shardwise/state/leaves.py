@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from shardwise.boxes import Box, Sharding
@@ -155,12 +154,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         view_for_numpy(each).contiguous().reshape(-1).view(torch.uint8) for each in (a, b)
     ]
     return torch.equal(*flat_bytes)
-
-
-def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Return the memory of a CPU tensor as a NumPy array with a dtype of the same size."""
-    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = view_for_numpy(data).numpy()
-    return array
 
 
 class Shards:
