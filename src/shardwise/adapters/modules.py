@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.adapters.bitsandbytes import (
+    Layer,
     hidden_quantization,
     problems_of_unquantized,
     quantized_layers,
@@ -72,7 +73,7 @@ class Part:
         self.entries: dict[str, object] = {}
         self.generated: dict[str, str] = {}
         self._binding_name = name
-        self._quantized = quantized_layers(module)
+        self._quantized: list[Layer] = []
         self._parents: dict[str, tuple[object, str]] = {"": (module, f"{name}.")}
 
     def name(self, path: str) -> str:
@@ -94,6 +95,7 @@ class Part:
     def set_entries(self, entries: Mapping[str, object]) -> Iterator[tuple[str, object]]:
         """Keep the entries of a state dict, and yield them by their names."""
         own_tensors = set(map(id, [*self.module.parameters(), *self.module.buffers()]))
+        self._quantized = quantized_layers(self.module)
         if self._quantized:
             entries = {**entries, **dict(hidden_quantization(self._quantized, entries))}
         self.entries, self.generated = {}, {}

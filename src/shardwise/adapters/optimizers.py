@@ -286,8 +286,9 @@ class OptimizerBinding(Binding):
         values: Mapping[str, JsonValue],
     ) -> None:
         plain_state: dict[str, object] = {}
+        prefix = f"{self.name}.{parameter.representative_name}"
         for key, value in state.items():
-            name = f"{self.name}.{parameter.representative_name}.{key}"
+            name = f"{prefix}.{key}"
             if not isinstance(value, torch.Tensor) and name in values:
                 plain_state[key] = decode(
                     values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
