@@ -264,17 +264,17 @@ class MegatronOptimizerBinding(OptimizerBinding):
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. The loss scale stays if the checkpoint lacks it."""
         parts, problems = match_buckets([self.wrapper], saved)
-        self._bucketed_state = BucketedState(parts, problems, saved) if parts else None
-        if self._bucketed_state is not None:
-            local_state = self._bucketed_state.targets()
+        if parts:
+            bucketed_state = BucketedState(parts, saved)
+            local_state = LocalState(problems=problems) if problems else bucketed_state.targets()
             if self._dynamic_scalers():
                 local_state.problems.append(
                     f"{self._scaler_name}: the loss scale cannot be restored from a checkpoint "
                     "that was saved as dp_reshardable: save it as fully_reshardable"
                 )
             selected = selection.select_from(local_state)
-            if not selected.tensors:
-                self._bucketed_state.discard_state()
+            if selected.tensors:
+                self._bucketed_state = bucketed_state
             return selected
         local_state = super().targets(saved, selection)
         if self._dynamic_scalers() and saved.has_object(self._scaler_name):

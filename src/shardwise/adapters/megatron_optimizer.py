@@ -242,11 +242,8 @@ def _parameters_in_buckets_of(chained_optimizer: Any, group: str) -> Iterator[Pa
 class BucketedState:
     """Loads optimizer state and hyperparameters from buckets."""
 
-    def __init__(
-        self, parts: Mapping[int, ParameterInBucket], problems: Sequence[str], saved: SavedNames
-    ) -> None:
+    def __init__(self, parts: Mapping[int, ParameterInBucket], saved: SavedNames) -> None:
         self._parts = parts
-        self._problems = problems
         self._saved = saved
         self._created_states: list[
             tuple[Group, torch.Tensor, Mapping[str, Any], dict[str, object]]
@@ -254,9 +251,7 @@ class BucketedState:
 
     def targets(self) -> LocalState:
         """Return the parts of buckets to load. Missing state is created."""
-        local_state = LocalState(problems=list(self._problems))
-        if local_state.problems:
-            return local_state
+        local_state = LocalState()
         for part in self._parts.values():
             group = _group_of(part)
             settings = self._saved_settings(part, group, local_state)
@@ -279,10 +274,6 @@ class BucketedState:
         names = map(_BUCKET_NAME.fullmatch, self._saved.all_names())
         local_state.unselected = [match[0] for match in names if match is not None]
         return local_state
-
-    def discard_state(self) -> None:
-        """Drop the created state, so that `restore` does nothing."""
-        self._created_states = []
 
     def restore(self) -> None:
         """Set the created state and hyperparameters, after the tensors are filled."""
