@@ -124,6 +124,19 @@ def test_hyperparameters_follow_names_not_positions(tmp_path: Path) -> None:
         sw.load(tmp_path, {"model": module, "optimizer": mixed})
 
 
+def test_a_load_needs_no_hyperparameters_of_the_target(tmp_path: Path) -> None:
+    saved, target = model(), model()
+    optimizer = optim.SGD(saved.parameters(), lr=0.5)
+    sw.save(tmp_path / "c", {"model": saved, "optimizer": optimizer})
+    optimizer = optim.SGD(target.parameters(), lr=0.1)
+    schedule = optimizer.param_groups[0]["schedule"] = lambda: 0.1
+    with pytest.raises(sw.StateError, match="schedule"):
+        sw.save(tmp_path / "other", {"model": target, "optimizer": optimizer})
+    sw.load(tmp_path / "c", {"model": target, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["schedule"] is schedule
+
+
 def test_several_optimizers_as_a_dict_and_as_a_list(tmp_path: Path) -> None:
     module = model()
     parts = [[module[0].weight, module[2].weight], [module[0].bias, module[2].bias]]

@@ -5,22 +5,39 @@ bitsandbytes is not imported: its layers are recognised by their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import StateError
+from shardwise.plan.name_lookup import SavedNames
 
 _PACKED_STATE = "weight.quant_state.bitsandbytes__"
 
 
-def restore_quantized(module: nn.Module, entries: Mapping[str, object]) -> set[str]:
-    """Set the quantization of all layers of bitsandbytes in a module.
+Layer = tuple[str, Any, Callable[[str, Any, Mapping[str, Any]], Iterator[str]]]
+"""The prefix of a layer's names, the layer, and the function that restores its quantization."""
+
+
+def quantized_layers(module: nn.Module) -> list[Layer]:
+    """Return the layers of bitsandbytes in a module."""
+    layers: list[Layer] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        for ancestor in type(part).__mro__:
+            restore = _RESTORE_BY_CLASS.get(ancestor.__name__)
+            if restore is not None and ancestor.__module__.startswith("bitsandbytes."):
+                layers.append((f"{path}." if path else "", part, restore))
+                break
+    return layers
+
+
+def restore_quantized(layers: Sequence[Layer], entries: Mapping[str, object]) -> set[str]:
+    """Set the quantization of layers of bitsandbytes.
 
     Args:
-        module: the module. Its own tensors have the loaded values.
+        layers: the layers. Their own tensors have the loaded values.
         entries: the loaded values by the keys of the module's state dict.
 
     Returns:
@@ -30,7 +47,7 @@ def restore_quantized(module: nn.Module, entries: Mapping[str, object]) -> set[s
         StateError: an 8-bit layer was saved in another layout than rows.
     """
     restored: set[str] = set()
-    for prefix, layer, restore in _quantized_layers(module):
+    for prefix, layer, restore in layers:
         own = {
             key.removeprefix(prefix): value
             for key, value in entries.items()
@@ -41,18 +58,18 @@ def restore_quantized(module: nn.Module, entries: Mapping[str, object]) -> set[s
 
 
 def hidden_quantization(
-    module: nn.Module, keys: Collection[str]
+    layers: Sequence[Layer], keys: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the quantization that a module's state dict lacks.
+    """Yield the quantization that the state dict of a module lacks.
 
     FSDP replaces the weights of 4-bit layers, and the layers then leave out the quantization. All
     ranks have it for the whole weight.
 
     Args:
-        module: the module.
+        layers: the layers of the module.
         keys: the keys of the state dict.
     """
-    for prefix, layer, restore in _quantized_layers(module):
+    for prefix, layer, restore in layers:
         state = _state_of(layer) if restore is _restore_4_bit else None
         for key, value in {} if state is None else state.as_dict(packed=True).items():
             if f"{prefix}weight.{key}" not in keys:
@@ -60,29 +77,18 @@ def hidden_quantization(
 
 
 def problems_of_unquantized(
-    module: nn.Module, module_name: str, is_saved: Callable[[str], bool]
+    layers: Sequence[Layer], module_name: str, saved: SavedNames
 ) -> Iterator[str]:
     """Yield a problem for each 4-bit layer that is not quantized yet, but was when it was saved."""
-    for prefix, layer, restore in _quantized_layers(module):
+    for prefix, layer, restore in layers:
         if restore is _restore_4_bit and _state_of(layer) is None:
-            name = f"{prefix}weight"
-            if any(is_saved(f"{prefix}{_PACKED_STATE}{kind}") for kind in ("nf4", "fp4")):
+            name = f"{module_name}.{prefix}"
+            packed = [f"{name}{_PACKED_STATE}{kind}" for kind in ("nf4", "fp4")]
+            if any(saved.tensor(each) is not None for each in packed):
                 yield (
-                    f"{module_name}.{name}: quantized in the checkpoint, but not in the target: "
+                    f"{name}weight: quantized in the checkpoint, but not in the target: "
                     "move the module to its device before loading, which quantizes it"
                 )
-
-
-_Restore = Callable[[str, Any, Mapping[str, Any]], Iterator[str]]
-
-
-def _quantized_layers(module: nn.Module) -> Iterator[tuple[str, Any, _Restore]]:
-    for path, part in module.named_modules(remove_duplicate=False):
-        for ancestor in type(part).__mro__:
-            restore = _RESTORE_BY_CLASS.get(ancestor.__name__)
-            if restore is not None and ancestor.__module__.startswith("bitsandbytes."):
-                yield f"{path}." if path else "", part, restore
-                break
 
 
 def _restore_4_bit(prefix: str, layer: Any, entries: Mapping[str, Any]) -> Iterator[str]:
@@ -114,7 +120,7 @@ def _restore_8_bit(prefix: str, layer: Any, entries: Mapping[str, Any]) -> Itera
     yield from keys
 
 
-_RESTORE_BY_CLASS: Mapping[str, _Restore] = {
+_RESTORE_BY_CLASS = {
     "Linear4bit": _restore_4_bit,
     "Linear8bitLt": _restore_8_bit,
 }

@@ -8,7 +8,6 @@ recognised by their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
+from shardwise.adapters.optimizer_state import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
@@ -81,22 +81,16 @@ class DeepSpeedOptimizerBinding(OptimizerBinding):
     def parameter_order(self) -> None:
         """Return None: checkpoints of DeepSpeed do not identify parameters by position."""
 
-    def filled_groups(self) -> AbstractContextManager[None]:
-        """Return a context in which the param groups, which ZeRO 3 empties, are filled."""
-        return _fill_groups(self._optimizer)
-
-
-@contextmanager
-def _fill_groups(optimizer: Any) -> Iterator[None]:
-    fill_groups = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
-    if fill_groups is None:
-        yield
-        return
-    fill_groups()
-    try:
-        yield
-    finally:
-        optimizer._clear_fp32_optimizer_param_groups()
+    def find_groups(self) -> list[Group]:
+        """Return the param groups. ZeRO 3 empties them, so they are filled meanwhile."""
+        fill_groups = getattr(self._optimizer, "_set_fp32_optimizer_param_groups", None)
+        if fill_groups is None:
+            return super().find_groups()
+        fill_groups()
+        try:
+            return super().find_groups()
+        finally:
+            self._optimizer._clear_fp32_optimizer_param_groups()
 
 
 class EngineBinding(ModuleBinding):
@@ -139,14 +133,14 @@ class EngineBinding(ModuleBinding):
             leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
         }
         engine_leaves: dict[str, TensorLeaf] = {}
-        names = self._parameter_names()
-        for path, parameter in self._modules[0].named_parameters(remove_duplicate=False):
+        names, part = self._parameter_names(), self._parts[0]
+        for path, parameter in part.module.named_parameters(remove_duplicate=False):
             leaf = leaves.get(names[id(parameter)])
             if leaf is None and hasattr(parameter, "ds_tensor"):  # no optimizer steps it
-                part = _range_of_zero_3(parameter, path)
-                leaf = part.leaf(path, parameter.ds_tensor.detach())
+                own_range = _range_of_zero_3(parameter, path)
+                leaf = own_range.leaf(path, parameter.ds_tensor.detach())
             if leaf is not None:
-                full_name = f"{self.name}.{self._cleaners[0](path)}"
+                full_name = part.name(path)
                 engine_leaves[full_name] = replace(leaf, name=full_name, tie_key=id(parameter))
         local_state.tensors = [engine_leaves.get(leaf.name, leaf) for leaf in local_state.tensors]
         local_state.objects |= {key: encode(value, key) for key, value in self._counters().items()}
@@ -187,8 +181,8 @@ class EngineBinding(ModuleBinding):
             yield from functions[0](self._engine.optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[int, str]:
-        clean = self._cleaners[0]
-        return {id(each): clean(path) for path, each in self._modules[0].named_parameters()}
+        parameters = [*super().parameters()]  # a tied parameter has its first name
+        return {id(each.tensor): each.name for each in reversed(parameters)}
 
     def _refuse_emptied_optimizer(self) -> None:
         """Refuse the torch optimizer without the one around it: ZeRO 3 empties its groups."""
@@ -313,44 +307,23 @@ def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
 
 
 def _masters_of_zero_1_and_2(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    columns = zip(
+    return _partitions(
         optimizer.single_partition_of_fp32_groups,
         optimizer.round_robin_bit16_groups,
-        optimizer.real_dp_process_group,
-        _offsets_by_group(optimizer),
-        strict=True,
+        [dist.get_rank(each) for each in optimizer.real_dp_process_group],
+        names,
+        getattr(optimizer, "round_robin_bit16_offsets", None),  # since DeepSpeed 0.19.8
     )
-    for flat, parameters, process_group, offsets in columns:
-        yield _partition_as_parameter(
-            flat, parameters, offsets, dist.get_rank(process_group), names
-        )
-
-
-def _offsets_by_group(optimizer: Any) -> Sequence[Sequence[int]]:
-    """Return, for each group, the offsets in elements of the parameters in its flat weights."""
-    stored_offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # since DeepSpeed 0.19.8
-    if stored_offsets is not None:
-        return list(stored_offsets)
-    return [_offsets_end_to_end(parameters) for parameters in optimizer.round_robin_bit16_groups]
 
 
 def _masters_of_bf16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    columns = zip(
-        optimizer.fp32_groups_flat_partition,
-        optimizer.bf16_groups,
-        optimizer.real_dp_process_group,
-        strict=True,
-    )
-    for flat, parameters, process_group in columns:
-        rank = dist.get_rank(process_group)
-        yield _partition_as_parameter(
-            flat, parameters, _offsets_end_to_end(parameters), rank, names
-        )
+    ranks = [dist.get_rank(each) for each in optimizer.real_dp_process_group]
+    return _partitions(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, ranks, names)
 
 
 def _masters_of_fp16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-        yield _partition_as_parameter(flat, parameters, _offsets_end_to_end(parameters), 0, names)
+    flats, groups = optimizer.fp32_groups_flat, optimizer.fp16_groups
+    return _partitions(flats, groups, [0] * len(groups), names)
 
 
 def _masters_of_fp16_unfused(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
@@ -370,39 +343,40 @@ def _masters_of_zero_3(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
         yield Parameter(flat, "", tuple(ranges))
 
 
-def _partition_as_parameter(
-    flat: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    rank: int,
+def _partitions(
+    flats: Sequence[torch.Tensor],
+    groups: Sequence[Sequence[torch.Tensor]],
+    ranks: Sequence[int],
     names: NamesById,
-) -> Parameter:
-    """Return a rank's partition as a parameter.
+    offsets: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Parameter]:
+    """Yield a rank's partition of each group as a parameter.
 
-    The parameters of a group lie in one flat tensor, at `offsets`. Each rank holds an equal
-    partition of the flat tensor.
+    The parameters of a group lie in one flat tensor. Each rank holds an equal partition of it.
 
     Args:
-        flat: the partition of this rank.
+        flats: the partition of this rank, for each group.
+        groups: the parameters of each group.
+        ranks: this rank in the process group of each group.
+        names: the names of the parameters.
+        offsets: the offsets in elements of each group's parameters in the flat tensor. Default: the
+            parameters lie end to end.
     """
-    partition_start = rank * flat.numel()
-    ranges = [
-        FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(
-            partition_start, partition_start + flat.numel()
-        )
-        for parameter, start in zip(parameters, offsets, strict=True)
-    ]
-    return Parameter(flat, "", tuple(ranges))
+    for index, (flat, parameters, rank) in enumerate(zip(flats, groups, ranks, strict=True)):
+        ends = list(accumulate(each.numel() for each in parameters))
+        starts = [0, *ends[:-1]] if offsets is None else offsets[index]
+        low, high = rank * flat.numel(), (rank + 1) * flat.numel()
+        ranges = [
+            FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, high)
+            for parameter, start in zip(parameters, starts, strict=True)
+        ]
+        yield Parameter(flat, "", tuple(ranges))
 
 
 def _range_of_zero_3(parameter: Any, name: str) -> FlatRange:
     """Return this rank's range of a parameter. Ranges have equal sizes; the last one is padded."""
     slice_size, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
     return FlatRange.whole(name, parameter.ds_shape).cut(rank * slice_size, (rank + 1) * slice_size)
-
-
-def _offsets_end_to_end(parameters: Sequence[torch.Tensor]) -> list[int]:
-    return list(accumulate((each.numel() for each in parameters), initial=0))[:-1]
 
 
 def _rebuild_by_gather(optimizer: Any) -> None:

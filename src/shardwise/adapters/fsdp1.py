@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.adapters.modules import ModuleBinding, Part, modules_in
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import is_instance
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
@@ -31,8 +31,8 @@ class FSDP1Binding(ModuleBinding):
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield flat parameters, views of the original ones, and parameters outside of units."""
-        for index in range(len(self._modules)):
-            for flat, _, ranges in self._flat_parameters(index):
+        for module_part in self._parts:
+            for flat, _, ranges in _flat_parameters(module_part, self.name):
                 yield Parameter(flat, "", tuple(ranges))
                 for original, part in zip(flat._params or (), ranges, strict=False):
                     yield Parameter(original, "", (replace(part, start=0),))
@@ -43,24 +43,26 @@ class FSDP1Binding(ModuleBinding):
 
         Otherwise the next forward would use the old gathered values.
         """
-        for module in self._modules:
-            for _, handle in _fsdp_units(module):
+        for part in self._parts:
+            for _, handle in _fsdp_units(part.module):
                 initialized = hasattr(handle.flat_param, "_local_shard")
                 if initialized and handle.uses_sharded_strategy and not handle.needs_unshard():
                     handle.reshard(free_unsharded_flat_param=True)
         return super().all_targets(saved, selection)
 
-    def _entries(self, index: int) -> Iterator[tuple[str, object]]:
-        if _is_fsdp1(self._modules[index]):
-            yield from self._fsdp1_entries(index)
-        yield from super()._entries(index)
+    def _entries(self, part: Part) -> Iterator[tuple[str, object]]:
+        if not _is_fsdp1(part.module):
+            yield from super()._entries(part)
+            return
+        yield from self._fsdp1_entries(part)
+        yield from part.set_entries({})  # The state_dict() of FSDP1 would gather the parameters.
 
-    def _fsdp1_entries(self, index: int) -> Iterator[tuple[str, object]]:
-        module, clean = self._modules[index], self._cleaners[index]
+    def _fsdp1_entries(self, module_part: Part) -> Iterator[tuple[str, object]]:
+        module = module_part.module
         leaves: dict[str, TensorLeaf] = {}
         tied: dict[str, TensorLeaf] = {}
         flat_ids: set[int] = set()
-        for flat, prefix, ranges in self._flat_parameters(index):
+        for flat, prefix, ranges in _flat_parameters(module_part, self.name):
             flat_ids.add(id(flat))
             flat_ids.update(id(original) for original in flat._params or ())
             local = getattr(flat, "_local_shard", flat).detach()
@@ -68,53 +70,49 @@ class FSDP1Binding(ModuleBinding):
                 name = f"{self.name}.{part.name}"
                 leaves[name] = part.leaf(name, local, tie_key=name)
             for info in flat._shared_param_infos:
-                name = clean(f"{prefix}{info.module_name}.{info.param_name}")
-                first_name = clean(f"{prefix}{info.prim_module_name}.{info.prim_param_name}")
-                name = f"{self.name}.{name}"
-                tied[name] = replace(leaves[f"{self.name}.{first_name}"], name=name)
+                name = module_part.name(f"{prefix}{info.module_name}.{info.param_name}")
+                first = f"{prefix}{info.prim_module_name}.{info.prim_param_name}"
+                tied[name] = replace(leaves[module_part.name(first)], name=name)
         leaves |= tied
         yield from leaves.items()
         for path, parameter in module.named_parameters(remove_duplicate=False):
-            name = f"{self.name}.{clean(path)}"
+            name = module_part.name(path)
             if id(parameter) not in flat_ids and name not in leaves:
                 yield name, parameter
         for path, part in module.named_modules(remove_duplicate=False):
             for key, buffer in part._buffers.items():
                 if buffer is not None and key not in part._non_persistent_buffers_set:
-                    path_of_buffer = f"{path}.{key}" if path else key
-                    yield f"{self.name}.{clean(path_of_buffer)}", buffer
+                    yield module_part.name(f"{path}.{key}" if path else key), buffer
 
-    def _state_dict(self, module: nn.Module) -> Mapping[str, object]:
-        # The state_dict() of FSDP1 would gather the parameters.
-        return {} if _is_fsdp1(module) else super()._state_dict(module)
 
-    def _flat_parameters(self, index: int) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
-        """Yield each flat parameter, the path prefix of its unit, and its original parameters."""
-        clean = self._cleaners[index]
-        for path, handle in _fsdp_units(self._modules[index]):
-            flat = handle.flat_param
-            prefix = f"{path}." if path else ""
-            ranges = []
-            infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-            for fqn, shape, info in infos:
-                first, last = info.intra_param_start_idx, info.intra_param_end_idx
-                local_range = (0, 0) if first is None or last is None else (first, last + 1)
-                part = FlatRange.whole(clean(prefix + fqn), shape).cut(*local_range)
-                ranges.append(replace(part, start=info.offset_in_shard or 0))
-            yield flat, prefix, ranges
+def _flat_parameters(
+    part: Part, binding: str
+) -> Iterator[tuple[FlatParameter, str, list[FlatRange]]]:
+    """Yield each flat parameter, the path prefix of its unit, and its original parameters."""
+    for path, handle in _fsdp_units(part.module):
+        flat = handle.flat_param
+        prefix = f"{path}." if path else ""
+        ranges = []
+        infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+        for fqn, shape, info in infos:
+            first, last = info.intra_param_start_idx, info.intra_param_end_idx
+            local_range = (0, 0) if first is None or last is None else (first, last + 1)
+            name = part.name(prefix + fqn).removeprefix(f"{binding}.")
+            ranges.append(
+                replace(
+                    FlatRange.whole(name, shape).cut(*local_range),
+                    start=info.offset_in_shard or 0,
+                )
+            )
+        yield flat, prefix, ranges
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
-    return any(map(_is_fsdp_unit, module.modules()))
-
-
-def _is_fsdp_unit(module: nn.Module) -> bool:
-    return is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
     """Yield the path and the handle of each FSDP unit that has parameters."""
     for path, part in module.named_modules():
-        handle = getattr(part, "_handle", None)
-        if _is_fsdp_unit(part) and handle is not None:
-            yield path, handle
+        if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+            yield path, part._handle

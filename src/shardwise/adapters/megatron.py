@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.megatron_model import ExtraState, ModelTensor, describe_model
+from shardwise.adapters.megatron_model import ExtraState, cut_ranges, describe_model, match_name
 from shardwise.adapters.megatron_optimizer import (
     MASTER_KEY,
     BucketedState,
     MasterWeight,
-    inner_optimizers,
     master_weights_of,
     match_buckets,
     optimizers_in_chain,
@@ -147,7 +146,7 @@ class MegatronModelBinding(Binding):
             return saved.tensor(f"{self.name}.{name}") is not None
 
         for tensors, _ in self._described:
-            tensors[:] = [each.match_name(has_tensor) for each in tensors]
+            tensors[:] = [match_name(each, has_tensor) for each in tensors]
         targets = LocalState(objects=self._extra_state(with_copies=True))
         parts, problems = match_buckets(self._optimizers(), saved)
         if not all(
@@ -190,7 +189,7 @@ class MegatronModelBinding(Binding):
                     rebuild_weights(optimizer)
 
     @cached_property
-    def _described(self) -> list[tuple[list[ModelTensor], list[ExtraState]]]:
+    def _described(self) -> list[tuple[list[Parameter], list[ExtraState]]]:
         return [describe_model(self.name, module) for module in self._modules]
 
     def _optimizers(self) -> list[object]:
@@ -199,7 +198,7 @@ class MegatronModelBinding(Binding):
             each.wrapper for each in self._bindings if isinstance(each, MegatronOptimizerBinding)
         ]
 
-    def _weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
+    def _weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
         """Yield each tensor as a parameter: itself, or this rank's part of its master."""
         masters = {
             id(each.parameter): each
@@ -217,8 +216,8 @@ class MegatronModelBinding(Binding):
                     'To load without its moments, use only=["model.*"]'
                 )
             if master.tensor is not None:
-                flat = each.cut(master.low, master.high)
-                yield Parameter(master.tensor, "", flat, each.is_copy), each
+                flat = cut_ranges(each.flat, master.low, master.high)
+                yield Parameter(master.tensor, "", flat, each.is_copy), tensor
 
     def _needs_missing_optimizer(self, tensor: torch.Tensor) -> bool:
         """Return whether an optimizer that is not in the state has a tensor's current values."""
@@ -232,10 +231,10 @@ class MegatronModelBinding(Binding):
                 encoded[name] = encode(plain, name, allow_pickle=self._allow_pickle)
         return encoded
 
-    def _leaves(self, parameter: Parameter, tensor: ModelTensor) -> Iterator[TensorLeaf]:
+    def _leaves(self, parameter: Parameter, tensor: torch.Tensor) -> Iterator[TensorLeaf]:
         flat = parameter.tensor.detach().view(-1)
         for range_index, part in enumerate(parameter.flat):
-            tie_key = id(tensor.tensor), range_index  # equal for weights that are tied on this rank
+            tie_key = id(tensor), range_index  # equal for weights that are tied on this rank
             yield part.leaf(f"{self.name}.{part.name}", flat, tie_key)
 
 
@@ -248,7 +247,7 @@ class MegatronOptimizerBinding(OptimizerBinding):
 
     def __init__(self, name: str, wrapper: object, context: Context) -> None:
         refuse_unknown_optimizer(name, wrapper)
-        super().__init__(name, inner_optimizers(wrapper), context)
+        super().__init__(name, [each.optimizer for each in optimizers_in_chain(wrapper)], context)
         self.wrapper = wrapper
         self._scaler_name = f"{context.prefix}{VALUES_KEY}.{SCALER_KEY}"
         self._bucketed_state: BucketedState | None = None
@@ -265,17 +264,17 @@ class MegatronOptimizerBinding(OptimizerBinding):
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. The loss scale stays if the checkpoint lacks it."""
         parts, problems = match_buckets([self.wrapper], saved)
-        self._bucketed_state = BucketedState(parts, problems, saved) if parts else None
-        if self._bucketed_state is not None:
-            local_state = self._bucketed_state.targets()
+        if parts:
+            bucketed_state = BucketedState(parts, saved)
+            local_state = LocalState(problems=problems) if problems else bucketed_state.targets()
             if self._dynamic_scalers():
                 local_state.problems.append(
                     f"{self._scaler_name}: the loss scale cannot be restored from a checkpoint "
                     "that was saved as dp_reshardable: save it as fully_reshardable"
                 )
             selected = selection.select_from(local_state)
-            if not selected.tensors:
-                self._bucketed_state.discard_state()
+            if selected.tensors:
+                self._bucketed_state = bucketed_state
             return selected
         local_state = super().targets(saved, selection)
         if self._dynamic_scalers() and saved.has_object(self._scaler_name):

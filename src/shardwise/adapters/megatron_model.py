@@ -19,61 +19,42 @@ from torch import nn
 
 from shardwise.boxes import Box
 from shardwise.errors import StateError, user_code
-from shardwise.state.parameters import FlatRange
+from shardwise.state.parameters import FlatRange, Parameter
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")
 _EXPERT_NUMBER = re.compile(r"\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A tensor of a module, and the parts of global tensors in it.
+def match_name(parameter: Parameter, has_tensor: Callable[[str], bool]) -> Parameter:
+    """Return a tensor of a module under the name that a checkpoint has.
 
-    Attributes:
-        ranges: ranges of the flattened tensor that hold global tensors, end to end.
-        module_name: name that the tensor would have in a module with the whole model.
-        stacked_dims: number of leading dimensions that only the global tensors have, because each
-            stacks several tensors of modules, for example one for each expert.
-        is_copy: whether another pipeline stage holds the same tensor, for example a tied embedding.
+    Older checkpoints of Megatron-LM have the module's own names. If the checkpoint has only this
+    name, use it. The tensor then is not a part of a stack, for example of experts.
+
+    Args:
+        parameter: the tensor, as `describe_model` returns it.
+        has_tensor: returns whether the checkpoint has a tensor of a name.
     """
+    flat = parameter.flat
+    if not has_tensor(parameter.name) or any(has_tensor(part.name) for part in flat):
+        return parameter
+    stacked_dims = len(flat[0].shape) - parameter.tensor.dim()
+    boxes = tuple(
+        Box(box.offset[stacked_dims:], box.shape[stacked_dims:])
+        for part in flat
+        for box in part.boxes
+    )
+    own_range = replace(
+        flat[0], name=parameter.name, shape=flat[0].shape[stacked_dims:], boxes=boxes
+    )
+    return replace(parameter, flat=(own_range,))
 
-    tensor: torch.Tensor
-    ranges: tuple[FlatRange, ...]
-    module_name: str
-    stacked_dims: int
-    is_copy: bool
 
-    def match_name(self, has_tensor: Callable[[str], bool]) -> ModelTensor:
-        """Return the tensor under the name that a checkpoint has.
-
-        Older checkpoints of Megatron-LM have the module's own names. If the checkpoint has only
-        this name, use it.
-
-        Args:
-            has_tensor: returns whether the checkpoint has a tensor of a name.
-        """
-        if not has_tensor(self.module_name) or any(has_tensor(part.name) for part in self.ranges):
-            return self
-        stacked_dims, first_part = self.stacked_dims, self.ranges[0]
-        boxes = tuple(
-            Box(box.offset[stacked_dims:], box.shape[stacked_dims:])
-            for each in self.ranges
-            for box in each.boxes
-        )
-        own_range = FlatRange(
-            self.module_name,
-            first_part.shape[stacked_dims:],
-            first_part.start,
-            boxes,
-            first_part.padded,
-        )
-        return replace(self, ranges=(own_range,), stacked_dims=0)
-
-    def cut(self, low: int, high: int) -> tuple[FlatRange, ...]:
-        """Return the ranges in elements `low:high` of the flattened tensor, relative to `low`."""
-        parts = tuple(each.cut(low, high) for each in self.ranges)
-        return tuple(part for part in parts if part.boxes) or parts
+def cut_ranges(ranges: Sequence[FlatRange], low: int, high: int) -> tuple[FlatRange, ...]:
+    """Return the ranges in elements `low:high` of a flattened tensor, relative to `low`."""
+    parts = tuple(each.cut(low, high) for each in ranges)
+    return tuple(part for part in parts if part.boxes) or parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +91,11 @@ class ExtraState:
         return plain
 
 
-def describe_model(name: str, module: nn.Module) -> tuple[list[ModelTensor], list[ExtraState]]:
+def describe_model(name: str, module: nn.Module) -> tuple[list[Parameter], list[ExtraState]]:
     """Return the tensors and the extra state that a module's `sharded_state_dict()` describes.
+
+    The name of a tensor is the one that it would have in a module with the whole model. It is a
+    copy if another pipeline stage holds the same tensor, for example a tied embedding.
 
     Raises:
         StateError: the description lacks a parameter or has an unknown type of value.
@@ -119,7 +103,7 @@ def describe_model(name: str, module: nn.Module) -> tuple[list[ModelTensor], lis
     described: Any = module
     with user_code(name, "sharded_state_dict()"):
         state_dict = described.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-    tensors: list[ModelTensor] = []
+    tensors: list[Parameter] = []
     extras: list[ExtraState] = []
     for path, value in state_dict.items():
         class_names = {cls.__name__ for cls in type(value).__mro__}
@@ -144,7 +128,7 @@ def describe_model(name: str, module: nn.Module) -> tuple[list[ModelTensor], lis
     return tensors, extras
 
 
-def _model_tensor(model_name: str, path: str, described: Any) -> ModelTensor:
+def _model_tensor(model_name: str, path: str, described: Any) -> Parameter:
     name, tensor = f"{model_name}.{path}", described.data
     if not tensor.is_contiguous():
         raise StateError(
@@ -161,11 +145,10 @@ def _model_tensor(model_name: str, path: str, described: Any) -> ModelTensor:
         parts = [described]
         ranges = [_range_of_part(described, 0)]
     first_part = parts[0]
-    return ModelTensor(
+    return Parameter(
         tensor,
-        tuple(ranges),
         _module_name(path, first_part.key, first_part.global_offset[: first_part.prepend_axis_num]),
-        first_part.prepend_axis_num,
+        tuple(ranges),
         bool(_replica_numbers(described)[0]),
     )
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import STEP, read_state, write_state
+from shardwise.adapters.optimizer_state import STEP, Group, read_state, write_state
 from shardwise.boxes import Box
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
@@ -61,11 +61,6 @@ def optimizers_in_chain(optimizer: Any) -> list[Any]:
         else [x for each in chained for x in optimizers_in_chain(each)]
     )
     return [each for each in chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
-
-
-def inner_optimizers(optimizer: object) -> list[Optimizer]:
-    """Return the torch optimizers inside an optimizer of Megatron-Core."""
-    return [each.optimizer for each in optimizers_in_chain(optimizer)]
 
 
 def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
@@ -124,16 +119,16 @@ def rebuild_weights(optimizer: object) -> None:
 def _masters_of_float32(optimizer: Any) -> Iterator[MasterWeight]:
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
-            yield _whole_weight(parameter, parameter)
+            yield MasterWeight(parameter, parameter, 0, parameter.numel())
 
 
 def _masters_of_float16(optimizer: Any) -> Iterator[MasterWeight]:
     groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
     for parameters, masters in groups:
         for parameter, master in zip(parameters, masters, strict=True):
-            yield _whole_weight(parameter, master)
+            yield MasterWeight(parameter, master, 0, parameter.numel())
     for parameter in chain.from_iterable(optimizer.fp32_from_fp32_groups):
-        yield _whole_weight(parameter, parameter)
+        yield MasterWeight(parameter, parameter, 0, parameter.numel())
 
 
 def _masters_of_distributed(optimizer: Any) -> Iterator[MasterWeight]:
@@ -151,10 +146,6 @@ def _masters_of_distributed(optimizer: Any) -> Iterator[MasterWeight]:
         for parameter in buffer.param_index_map:
             if id(parameter) not in parameter_ids:
                 yield MasterWeight(parameter, None, 0, 0)
-
-
-def _whole_weight(parameter: torch.Tensor, tensor: torch.Tensor) -> MasterWeight:
-    return MasterWeight(parameter, tensor, 0, parameter.numel())
 
 
 _MASTERS_OF_TYPE: dict[str, Callable[[Any], Iterator[MasterWeight]]] = {
@@ -251,27 +242,22 @@ def _parameters_in_buckets_of(chained_optimizer: Any, group: str) -> Iterator[Pa
 class BucketedState:
     """Loads optimizer state and hyperparameters from buckets."""
 
-    def __init__(
-        self, parts: Mapping[int, ParameterInBucket], problems: Sequence[str], saved: SavedNames
-    ) -> None:
+    def __init__(self, parts: Mapping[int, ParameterInBucket], saved: SavedNames) -> None:
         self._parts = parts
-        self._problems = problems
         self._saved = saved
         self._created_states: list[
-            tuple[ParameterInBucket, Mapping[str, Any], dict[str, object]]
+            tuple[Group, torch.Tensor, Mapping[str, Any], dict[str, object]]
         ] = []
 
     def targets(self) -> LocalState:
         """Return the parts of buckets to load. Missing state is created."""
-        local_state = LocalState(problems=list(self._problems))
-        if local_state.problems:
-            return local_state
+        local_state = LocalState()
         for part in self._parts.values():
-            settings = self._saved_settings(part, local_state)
+            group = _group_of(part)
+            settings = self._saved_settings(part, group, local_state)
             if settings is None:
                 continue
-            optimizer, group = part.chained_optimizer.optimizer, _param_group_of(part)
-            state = read_state(optimizer, group, part.tensor)
+            state = read_state(group, part.tensor)
             for key in self._saved.names_below(part.bucket.name):
                 entry = self._saved.tensor(f"{part.bucket.name}.{key}")
                 if key == MASTER_KEY or entry is None:
@@ -283,30 +269,25 @@ class BucketedState:
                 state[key] = current
                 local_state.tensors.append(part.leaf(key, current))
             state[STEP] = torch.tensor(float(settings[STEP]), device="cpu")
-            self._created_states.append((part, settings, state))
+            self._created_states.append((group, part.tensor, settings, state))
         local_state.join_parts(to_fill=True)
         names = map(_BUCKET_NAME.fullmatch, self._saved.all_names())
         local_state.unselected = [match[0] for match in names if match is not None]
         return local_state
 
-    def discard_state(self) -> None:
-        """Drop the created state, so that `restore` does nothing."""
-        self._created_states = []
-
     def restore(self) -> None:
         """Set the created state and hyperparameters, after the tensors are filled."""
-        for part, settings, state in self._created_states:
-            group = _param_group_of(part)
-            write_state(part.chained_optimizer.optimizer, group, part.tensor, state)
+        for group, tensor, settings, state in self._created_states:
+            write_state(group, tensor, state)
             for key, value in settings.items():
                 if key not in _NOT_HYPERPARAMETERS:
-                    group[key] = value
+                    group.settings[key] = value
 
     def _saved_settings(
-        self, part: ParameterInBucket, local_state: LocalState
+        self, part: ParameterInBucket, group: Group, local_state: LocalState
     ) -> Mapping[str, Any] | None:
         """Return the saved settings of a parameter's group, or add a problem and return None."""
-        name, group = f"{part.group_prefix}.optimizer", _param_group_of(part)
+        name, identity = f"{part.group_prefix}.optimizer", _group_identity(group.settings)
         matching: list[dict[str, Any]] = []
         if self._saved.has_object(name):
             value = decode(self._saved.object(name), name)
@@ -314,12 +295,12 @@ class BucketedState:
             matching = [
                 each
                 for each in (saved_groups if isinstance(saved_groups, list) else ())
-                if isinstance(each, dict) and _group_identity(each) == _group_identity(group)
+                if isinstance(each, dict) and _group_identity(each) == identity
             ]
         if len(matching) != 1 or not isinstance(matching[0].get(STEP), (int, float)):
             problem = (
                 f"{name}: the checkpoint has no settings and step count for the param group with "
-                f"{dict(zip(_GROUP_IDENTITY_KEYS, _group_identity(group), strict=True))}: make the "
+                f"{dict(zip(_GROUP_IDENTITY_KEYS, identity, strict=True))}: make the "
                 "optimizer with the same param groups as in the saved training, or leave it out "
                 "with skip="
             )
@@ -333,6 +314,11 @@ def _group_identity(group: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY_KEYS)
 
 
-def _param_group_of(part: ParameterInBucket) -> dict[str, Any]:
-    groups = part.chained_optimizer.optimizer.param_groups
-    return next(group for group in groups if any(each is part.tensor for each in group["params"]))
+def _group_of(part: ParameterInBucket) -> Group:
+    optimizer = part.chained_optimizer.optimizer
+    settings = next(
+        group
+        for group in optimizer.param_groups
+        if any(each is part.tensor for each in group["params"])
+    )
+    return Group(optimizer, settings, [])

@@ -6,7 +6,6 @@ Names lack the prefixes of wrappers (DDP, torch.compile).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.adapters.bitsandbytes import (
+    Layer,
     hidden_quantization,
     problems_of_unquantized,
+    quantized_layers,
     restore_quantized,
 )
 from shardwise.errors import StateError, user_code
@@ -48,46 +49,128 @@ def modules_in(value: object) -> list[nn.Module]:
     return modules
 
 
-@dataclass(frozen=True, slots=True)
-class _GeneratedEntries:
-    """What a module's `state_dict` returns beyond the module's own tensors and its extra state.
+class Part:
+    """One of the modules of a binding. It knows the names of the module's tensors.
 
-    For example, `state_dict()` of a quantized module may return a copy of its weight. Filling the
-    copy does not change the module, so `load_state_dict()` gets the filled copy.
+    Names lack what wrappers of modules add: torch.compile, activation checkpointing, FSDP and data
+    parallelism.
+
+    A module's `state_dict` may return more than the module's own tensors and its extra state. For
+    example, `state_dict()` of a quantized module may return a copy of its weight. Filling the copy
+    does not change the module, so `load_state_dict()` gets the filled copy.
+
+    Args:
+        name: the name of the binding.
+        module: the module.
 
     Attributes:
         entries: all entries of the state dict but extra state, by their paths.
-        path_by_name: the paths of the values that `state_dict` made, by their clean names.
+        generated: the paths of the entries that `state_dict` made, by their names.
     """
 
-    entries: dict[str, object] = field(default_factory=dict)
-    path_by_name: dict[str, str] = field(default_factory=dict)
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.module = module
+        self.entries: dict[str, object] = {}
+        self.generated: dict[str, str] = {}
+        self._binding_name = name
+        self._quantized: list[Layer] = []
+        self._parents: dict[str, tuple[object, str]] = {"": (module, f"{name}.")}
 
-    def restore(self, module: nn.Module, module_name: str) -> None:
-        """Pass the values to the module.
+    def name(self, path: str) -> str:
+        """Return the full name of a path in the module."""
+        parent_path, _, last_part = path.rpartition(".")
+        module, prefix = self._parent(parent_path)
+        return prefix[:-1] if _is_wrapper_part(module, last_part) else prefix + last_part
+
+    def _parent(self, path: str) -> tuple[object, str]:
+        """Return the module at a path, and the prefix of all names below the module."""
+        if path not in self._parents:
+            parent_path, _, last_part = path.rpartition(".")
+            module, prefix = self._parent(parent_path)
+            if not _is_wrapper_part(module, last_part):
+                prefix = f"{prefix}{last_part}."
+            self._parents[path] = getattr(module, last_part, None), prefix
+        return self._parents[path]
+
+    def set_entries(self, entries: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+        """Keep the entries of a state dict, and yield them by their names."""
+        own_tensors = set(map(id, [*self.module.parameters(), *self.module.buffers()]))
+        self._quantized = quantized_layers(self.module)
+        if self._quantized:
+            entries = {**entries, **dict(hidden_quantization(self._quantized, entries))}
+        self.entries, self.generated = {}, {}
+        for path, value in entries.items():
+            name = self.name(path)
+            if path.rpartition(".")[2] != EXTRA_STATE:
+                self.entries[path] = value
+                if id(value) not in own_tensors:
+                    self.generated[name] = path
+            yield name, value
+
+    def fit_to_checkpoint(self, local_state: LocalState, saved: SavedNames) -> None:
+        """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that.
+
+        Add a problem for each layer that is not quantized yet, but was when it was saved.
+        """
+        for index, leaf in enumerate(local_state.tensors if self.generated else ()):
+            path = self.generated.get(leaf.name, "")
+            current, entry = self.entries.get(path), saved.tensor(leaf.name)
+            if type(current) is torch.Tensor and entry and entry.shape != leaf.shape:
+                allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
+                self.entries[path] = allocated
+                local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
+        if self._quantized:
+            local_state.problems += problems_of_unquantized(
+                self._quantized, self._binding_name, saved
+            )
+
+    def restore_generated(self) -> None:
+        """Pass what `state_dict` made to the module.
 
         Raises:
-            StateError: the module does not accept some of them.
+            StateError: the module does not accept some of it.
         """
-        with user_code(module_name, f"load_state_dict(). {_INCOMPLETE}"):
-            restored = restore_quantized(module, self.entries)
-            if restored.issuperset(self.path_by_name.values()):
+        with user_code(self._binding_name, f"load_state_dict(). {_INCOMPLETE}"):
+            restored = restore_quantized(self._quantized, self.entries)
+            if restored.issuperset(self.generated.values()):
                 return
             rest = {path: value for path, value in self.entries.items() if path not in restored}
-            result = module.load_state_dict(rest, strict=False)
-        unexpected = getattr(result, "unexpected_keys", [])
-        missing = [
-            key
+            result = self.module.load_state_dict(rest, strict=False)
+        problems = [f"does not accept {key}" for key in getattr(result, "unexpected_keys", [])]
+        problems += [
+            f"lacks {key}"
             for key in getattr(result, "missing_keys", [])
             if key.rpartition(".")[2] != EXTRA_STATE
         ]
-        problems = [f"does not accept {key}" for key in unexpected]
-        problems += [f"lacks {key}" for key in missing]
         if problems:
             raise StateError(
-                f"{module_name}: load_state_dict() {', '.join(problems)}, given what state_dict() "
-                f"returned: change the module so that both agree. {_INCOMPLETE}"
+                f"{self._binding_name}: load_state_dict() {', '.join(problems)}, given what "
+                f"state_dict() returned: change the module so that both agree. {_INCOMPLETE}"
             )
+
+    def allocate_meta_tensors(self, is_loaded: Callable[[str], bool]) -> None:
+        """Allocate meta tensors in place, so that tied modules and optimizers refer to them."""
+        named_tensors = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        meta_tensors = [
+            tensor
+            for path, tensor in named_tensors
+            if tensor.is_meta and is_loaded(self.name(path))
+        ]
+        if meta_tensors:
+            _refuse_meta_buffers(self.module, self._binding_name)
+        for tensor in meta_tensors:
+            if not tensor.is_meta:
+                continue  # allocated under another name
+            device = (
+                tensor.device_mesh.device_type if is_dtensor(tensor) else _device_for_meta_tensors()
+            )
+            replacement = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
 
 
 class ModuleBinding(Binding):
@@ -102,15 +185,14 @@ class ModuleBinding(Binding):
     def __init__(self, name: str, modules: Sequence[nn.Module], context: Context) -> None:
         self.name = name
         self._allow_pickle = context.allow_pickle
-        self._modules = [unwrap_data_parallel(module) for module in modules]
-        self._cleaners = [NameCleaner(module) for module in self._modules]
-        self._made = [_GeneratedEntries() for _ in self._modules]
+        self._parts = [Part(name, unwrap_data_parallel(module)) for module in modules]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
-        for module, clean in zip(self._modules, self._cleaners, strict=True):
-            for path, parameter in module.named_parameters(remove_duplicate=False):
-                yield Parameter(parameter, clean(path))
+        prefix = f"{self.name}."
+        for part in self._parts:
+            for path, parameter in part.module.named_parameters(remove_duplicate=False):
+                yield Parameter(parameter, part.name(path).removeprefix(prefix))
 
     def local_state(self) -> LocalState:
         """Return the entries of the modules' state dicts by their clean names.
@@ -120,8 +202,8 @@ class ModuleBinding(Binding):
         """
         local_state = LocalState()
         seen_names: set[str] = set()
-        for index in range(len(self._modules)):
-            for name, value in self._entries(index):
+        for part in self._parts:
+            for name, value in self._entries(part):
                 if name in seen_names:
                     raise StateError(
                         f"{name}: two modules in the list {self.name!r} have this name, but a "
@@ -147,17 +229,14 @@ class ModuleBinding(Binding):
         def is_loaded(name: str) -> bool:
             return saved.tensor(name) is not None and selection.selects(name)
 
-        for module, clean in zip(self._modules, self._cleaners, strict=True):
-            _allocate_meta_tensors(module, clean, self.name, is_loaded)
+        for part in self._parts:
+            part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
-        self._allocate_generated(local_state, saved)
-        for module in self._modules:
-            local_state.problems += problems_of_unquantized(
-                module, self.name, lambda name: saved.tensor(f"{self.name}.{name}") is not None
-            )
+        for part in self._parts:
+            part.fit_to_checkpoint(local_state, saved)
         # The extra state of Megatron's modules may be None, and some formats leave it out.
-        for name in [name for name, value in local_state.objects.items() if value is None]:
-            if name.endswith(EXTRA_STATE) and saved.kind(name) is None:
+        for name, value in [*local_state.objects.items()]:
+            if value is None and name.endswith(EXTRA_STATE) and saved.kind(name) is None:
                 del local_state.objects[name]
         return local_state
 
@@ -167,86 +246,34 @@ class ModuleBinding(Binding):
         Raises:
             StateError: `load_state_dict` does not accept what `state_dict` made.
         """
-        for module, clean, made in zip(self._modules, self._cleaners, self._made, strict=True):
-            for name, path in made.path_by_name.items():
+        for part in self._parts:
+            for name, path in part.generated.items():
                 if name in values:
-                    made.entries[path] = self._decode(name, values)
-            if made.path_by_name:
-                made.restore(module, self.name)
-            for path, part in module.named_modules():
-                name = f"{self.name}.{clean(f'{path}.{EXTRA_STATE}'.lstrip('.'))}"
+                    part.entries[path] = self._decode(name, values)
+            if part.generated:
+                part.restore_generated()
+            for path, module in part.module.named_modules():
+                name = part.name(f"{path}.{EXTRA_STATE}".lstrip("."))
                 if name in values:
                     extra_state = self._decode(name, values)
                     with user_code(name, "set_extra_state()"):
-                        part.set_extra_state(extra_state)
+                        module.set_extra_state(extra_state)
 
     def generated_names(self) -> set[str]:
         """Return the names of what `state_dict` returned beyond the module's own tensors.
 
         Call `local_state` or `targets` first.
         """
-        return {name for made in self._made for name in made.path_by_name}
+        return {name for part in self._parts for name in part.generated}
 
     def _decode(self, name: str, values: Mapping[str, JsonValue]) -> object:
         return decode(values[name], name, allow_pickle=self._allow_pickle)
 
-    def _state_dict(self, module: nn.Module) -> Mapping[str, object]:
-        with user_code(self.name, "state_dict()"):
-            return module.state_dict(keep_vars=True)
-
-    def _entries(self, index: int) -> Iterator[tuple[str, object]]:
+    def _entries(self, part: Part) -> Iterator[tuple[str, object]]:
         """Yield the entries of a module by their names: tensors, leaves, and extra state."""
-        module, clean = self._modules[index], self._cleaners[index]
-        made = self._made[index] = _GeneratedEntries()
-        entries = dict(self._state_dict(module))
-        own_tensors = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        entries.update(hidden_quantization(module, entries))
-        for path, value in entries.items():
-            name = f"{self.name}.{clean(path)}"
-            if path.rpartition(".")[2] != EXTRA_STATE:
-                made.entries[path] = value
-                if id(value) not in own_tensors:
-                    made.path_by_name[name] = path
-            yield name, value
-
-    def _allocate_generated(self, local_state: LocalState, saved: SavedNames) -> None:
-        """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that."""
-        for made in filter(lambda each: each.path_by_name, self._made):
-            for index, leaf in enumerate(local_state.tensors):
-                entry = saved.tensor(leaf.name) if leaf.name in made.path_by_name else None
-                current = made.entries.get(made.path_by_name.get(leaf.name, ""))
-                if entry is None or entry.shape == leaf.shape or type(current) is not torch.Tensor:
-                    continue
-                allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
-                made.entries[made.path_by_name[leaf.name]] = allocated
-                local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
-
-
-def _allocate_meta_tensors(
-    module: nn.Module, clean: NameCleaner, module_name: str, is_loaded: Callable[[str], bool]
-) -> None:
-    """Allocate meta tensors in place, so that tied modules and optimizers refer to the new ones."""
-    named_tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    meta_tensors = [
-        tensor
-        for path, tensor in named_tensors
-        if tensor.is_meta and is_loaded(f"{module_name}.{clean(path)}")
-    ]
-    if meta_tensors:
-        _refuse_meta_buffers(module, module_name)
-    for tensor in meta_tensors:
-        if not tensor.is_meta:
-            continue  # allocated under another name
-        device = (
-            tensor.device_mesh.device_type if is_dtensor(tensor) else _device_for_meta_tensors()
-        )
-        replacement = torch.empty_like(tensor, device=device)
-        if isinstance(tensor, nn.Parameter):
-            replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
+        with user_code(self.name, "state_dict()"):
+            entries = part.module.state_dict(keep_vars=True)
+        yield from part.set_entries(entries)
 
 
 def _refuse_meta_buffers(module: nn.Module, module_name: str) -> None:
@@ -282,34 +309,6 @@ def unwrap_data_parallel(module: nn.Module) -> nn.Module:
     while isinstance(module, (DataParallel, DistributedDataParallel)):
         module = module.module
     return module
-
-
-class NameCleaner:
-    """Removes the parts of names that wrappers of modules add.
-
-    Wrappers are torch.compile, activation checkpointing, FSDP and data parallelism.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._cache: dict[str, tuple[object, str]] = {"": (root, "")}
-
-    def __call__(self, path: str) -> str:
-        """Return the clean name of a path below the root."""
-        parent_path, _, last_part = path.rpartition(".")
-        module, prefix = self._module_at(parent_path)
-        return prefix[:-1] if _is_wrapper_part(module, last_part) else prefix + last_part
-
-    def _module_at(self, path: str) -> tuple[object, str]:
-        """Return the module at a path, and the clean prefix of all names below the module."""
-        cached = self._cache.get(path)
-        if cached is None:
-            parent_path, _, last_part = path.rpartition(".")
-            module, prefix = self._module_at(parent_path)
-            clean_prefix = (
-                prefix if _is_wrapper_part(module, last_part) else f"{prefix}{last_part}."
-            )
-            cached = self._cache[path] = getattr(module, last_part, None), clean_prefix
-        return cached
 
 
 def _is_wrapper_part(module: object, part: str) -> bool:

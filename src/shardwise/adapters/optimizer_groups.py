@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import STEP
+from shardwise.adapters.optimizer_state import NOT_HYPERPARAMETERS, STEP, Group
 from shardwise.errors import StateError
 from shardwise.state.plain_values import JsonValue, find_differences
 
 GROUPS = "param_groups"
-# Keys of a param group that are not hyperparameters.
-NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
 _DEEPSPEED_KEYS = {"bias_correction", STEP}
 """Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
@@ -37,23 +35,26 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
             )
         value = group.get("value")
         if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in NOT_HYPERPARAMETERS}
+            value = dict(value)
+            for key in NOT_HYPERPARAMETERS:
+                value.pop(key, None)
         for member in group["members"]:
             settings[str(member)] = value
     return settings
 
 
 def find_group_problems(
-    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield the reasons why the param groups cannot take the saved hyperparameters.
 
     Args:
         name: name of the param groups.
-        groups: the names of the parameters of each group.
+        groups: the param groups.
         settings: the saved hyperparameters of each parameter.
     """
-    for members in groups:
+    for group in groups:
+        members = group.names
         missing = [member for member in members if member not in settings]
         if missing:
             yield (
@@ -73,10 +74,10 @@ def find_group_problems(
 
 
 def find_prefix_problems(
-    name: str, groups: Sequence[Sequence[str]], settings: Mapping[str, JsonValue]
+    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
     """Yield a problem that suggests a specification, if all saved names have one more prefix."""
-    members = [member for group in groups for member in group]
+    members = [member for group in groups for member in group.names]
     if not members or any(member in settings for member in members):
         return
     first = f".{members[0]}"

@@ -6,70 +6,95 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
+from shardwise.state.parameters import Parameter
+
 STEP = "step"
-ParamGroup = MutableMapping[str, object]
+# Keys of a param group that are not hyperparameters.
+NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 
 
-def counts_steps_like_torch(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer counts steps in a tensor for each parameter."""
-    return not (_counts_steps_in_integers(optimizer) or _counts_steps_in_groups(optimizer))
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group of an optimizer.
+
+    Attributes:
+        optimizer: the optimizer.
+        settings: the group itself, an item of `optimizer.param_groups`.
+        parameters: its parameters.
+    """
+
+    optimizer: Optimizer
+    settings: MutableMapping[str, Any]
+    parameters: list[Parameter]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all original parameters, each of them once."""
+        found: dict[str, None] = {}
+        for parameter in self.parameters:
+            found.update(dict.fromkeys(parameter.names))
+        return tuple(found)
 
 
-def _counts_steps_in_integers(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer counts steps in a number for each parameter, like DeepSpeed's."""
-    return type(optimizer).__module__.startswith("deepspeed.ops.")
+def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
+    """Return where an optimizer counts its steps.
+
+    torch's optimizers have a tensor for each parameter, DeepSpeed's an integer for each parameter,
+    and those of Apex a number for each param group.
+    """
+    module = type(optimizer).__module__
+    if module.startswith("deepspeed.ops."):
+        return "integers"
+    return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
 
-def _counts_steps_in_groups(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer counts steps once per group, like those of Apex."""
-    return type(optimizer).__module__.startswith(("transformer_engine.", "apex."))
+def hyperparameters_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return the hyperparameters in the settings of a group, without the step count."""
+    found = dict(settings)
+    for key in NOT_HYPERPARAMETERS:
+        found.pop(key, None)
+    if steps_are_in(optimizer) == "groups":
+        found.pop(STEP, None)
+    return found
 
 
-def hyperparameters_of(optimizer: Optimizer, group: Mapping[str, object]) -> dict[str, object]:
-    """Return the hyperparameters of a group, without the step count."""
-    counts_in_group = _counts_steps_in_groups(optimizer)
-    return {key: value for key, value in group.items() if not (counts_in_group and key == STEP)}
-
-
-def read_state(
-    optimizer: Optimizer, group: ParamGroup, parameter: torch.Tensor
-) -> dict[str, object]:
+def read_state(group: Group, parameter: torch.Tensor) -> dict[str, object]:
     """Return the state of a parameter by dotted keys, with the step count as a tensor."""
-    state = dict(flatten_keys(optimizer.state.get(parameter, {})))
-    count = state.get(STEP)
-    if _counts_steps_in_groups(optimizer) and state:
-        count = group.get(STEP)
-    if not counts_steps_like_torch(optimizer) and isinstance(count, (int, torch.Tensor)):
-        state[STEP] = torch.tensor(float(count), device="cpu")
+    state = dict(flatten_keys(group.optimizer.state.get(parameter, {})))
+    place = steps_are_in(group.optimizer)
+    if state and place != "tensors":
+        count = state.get(STEP) if place == "integers" else group.settings.get(STEP)
+        if isinstance(count, (int, torch.Tensor)):
+            state[STEP] = torch.tensor(float(count), device="cpu")
     return state
 
 
-def write_state(
-    optimizer: Optimizer, group: ParamGroup, parameter: torch.Tensor, state: Mapping[str, object]
-) -> None:
+def write_state(group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
     """Set the state of a parameter, with the step count in the form that the optimizer uses."""
-    count = state.get(STEP)
-    if _counts_steps_in_integers(optimizer) and isinstance(count, torch.Tensor):
+    count, place = state.get(STEP), steps_are_in(group.optimizer)
+    if isinstance(count, torch.Tensor) and place == "integers":
         state = {**state, STEP: int(count)}
-    elif _counts_steps_in_groups(optimizer) and isinstance(count, torch.Tensor):
+    elif isinstance(count, torch.Tensor) and place == "groups":
         state = {key: value for key, value in state.items() if key != STEP}
-        current_count = group.get(STEP)
-        group[STEP] = (
-            current_count.copy_(count) if isinstance(current_count, torch.Tensor) else int(count)
+        current = group.settings.get(STEP)
+        group.settings[STEP] = (
+            current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
         )
-    optimizer.state[parameter] = nest_keys(state)
+    group.optimizer.state[parameter] = nest_keys(state)
 
 
-def remove_step_count(optimizer: Optimizer, group: ParamGroup) -> None:
+def remove_step_count(group: Group) -> None:
     """Remove the step count of a group if none of its parameters has state."""
-    parameters = group["params"]
-    has_state = isinstance(parameters, list) and any(map(optimizer.state.get, parameters))
-    if _counts_steps_in_groups(optimizer) and not has_state:
-        group.pop(STEP, None)
+    if steps_are_in(group.optimizer) != "groups":
+        return
+    if not any(group.optimizer.state.get(each.tensor) for each in group.parameters):
+        group.settings.pop(STEP, None)
 
 
 def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -28,7 +28,7 @@ from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PlanCache
-from shardwise.state.leaves import host_array
+from shardwise.state.leaves import view_for_numpy
 from shardwise.store import Store, abort_uploads
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
@@ -156,7 +156,7 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
 
 
 def _checksum(data: torch.Tensor) -> int:
-    array = host_array(data.cpu())
+    array = view_for_numpy(data.cpu()).numpy()
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 

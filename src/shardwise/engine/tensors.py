@@ -17,7 +17,7 @@ from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Spans, Transfers
 from shardwise.plan.structure import Description, Structure, find_rules
-from shardwise.state.leaves import Fragment, TensorLeaf, host_array, memory_extent, view_for_numpy
+from shardwise.state.leaves import Fragment, TensorLeaf, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
 Array = npt.NDArray[np.generic]
@@ -64,7 +64,7 @@ class HostMemory:
     device: torch.device | None = None
 
     def __init__(self, data: torch.Tensor) -> None:
-        self._array = host_array(data)
+        self._array: Array = view_for_numpy(data).numpy()
         self.dtype = self._array.dtype
         self.itemsize = self.dtype.itemsize
 

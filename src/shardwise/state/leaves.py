@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from shardwise.boxes import Box, Sharding
@@ -132,17 +131,14 @@ class LocalState:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors and values."""
-        yield from (leaf.name for leaf in self.tensors)
+        for leaf in self.tensors:
+            yield leaf.name
         yield from (*self.objects, *self.grouped, *self.per_rank)
 
 
 def view_for_numpy(data: torch.Tensor) -> torch.Tensor:
     """Return a view of the same memory with a dtype of the same size that NumPy supports."""
-    plain = data.detach()
-    numpy_dtype = _NUMPY_DTYPE_BY_SIZE[plain.element_size()]
-    if plain.dtype == numpy_dtype:
-        return plain
-    return plain.view(numpy_dtype)
+    return data.detach().view(_NUMPY_DTYPE_BY_SIZE[data.element_size()])
 
 
 def memory_extent(data: torch.Tensor) -> int:
@@ -158,12 +154,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         view_for_numpy(each).contiguous().reshape(-1).view(torch.uint8) for each in (a, b)
     ]
     return torch.equal(*flat_bytes)
-
-
-def host_array(data: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Return the memory of a CPU tensor as a NumPy array with a dtype of the same size."""
-    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = view_for_numpy(data).numpy()
-    return array
 
 
 class Shards:

@@ -18,12 +18,11 @@ def copy_overlapping(leaves: Sequence[TensorLeaf]) -> list[TensorLeaf]:
     elements, as an expanded tensor does. `after_load` of the copy moves the values to the original
     memory.
     """
-    overlapping = _find_overlapping(leaves)
     filled: list[tuple[TensorLeaf, TensorLeaf]] = []
-    return [
-        _copy_leaf(leaf, filled) if index in overlapping else leaf
-        for index, leaf in enumerate(leaves)
-    ]
+    replaced = list(leaves)
+    for index in sorted(_find_overlapping(leaves)):
+        replaced[index] = _copy_leaf(leaves[index], filled)
+    return replaced
 
 
 def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
@@ -32,17 +31,16 @@ def _find_overlapping(leaves: Sequence[TensorLeaf]) -> set[int]:
     seen_tie_keys: set[object] = set()
     overlapping: set[int] = set()
     for index, leaf in enumerate(leaves):
-        if any(_overlaps_itself(fragment.data) for fragment in leaf.fragments):
-            overlapping.add(index)
-        if leaf.tie_key is not None and leaf.tie_key in seen_tie_keys:
-            continue
+        is_tied = leaf.tie_key is not None and leaf.tie_key in seen_tie_keys
         seen_tie_keys.add(leaf.tie_key)
-        for data in (fragment.data for fragment in leaf.fragments):
-            start = 0 if data.is_meta else data.data_ptr()
+        for fragment in leaf.fragments:
+            data, is_contiguous = fragment.data, fragment.data.is_contiguous()
+            if not is_contiguous and _overlaps_itself(data):
+                overlapping.add(index)
+            start = 0 if data.is_meta or is_tied else data.data_ptr()
             if start and data.numel():
                 stop = start + memory_extent(data) * data.element_size()
-                found = ranges.setdefault(data.device, [])
-                found.append((start, stop, index, data.is_contiguous()))
+                ranges.setdefault(data.device, []).append((start, stop, index, is_contiguous))
     for intervals in ranges.values():
         max_stop, owner, owner_is_contiguous = 0, -1, False
         for start, stop, index, is_contiguous in sorted(intervals):
@@ -74,8 +72,6 @@ def _copy_leaf(leaf: TensorLeaf, filled: list[tuple[TensorLeaf, TensorLeaf]]) ->
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
     """Return whether several indices share an element of memory, as in expanded tensors."""
-    if data.is_contiguous():
-        return False
     covered = 0
     for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
         if n > 1 and stride <= covered:

@@ -83,7 +83,7 @@ class Parameter:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all original parameters in the tensor."""
-        return tuple(part.name for part in self.flat) or (self.name,)
+        return tuple(part.name for part in self.flat) if self.flat else (self.name,)
 
     @property
     def name_and_shape(self) -> tuple[str, tuple[int, ...]]:
@@ -109,7 +109,10 @@ class Parameter:
         The optimizer's state of a flattened tensor, for example `exp_avg`, exists once for all
         parameters in the tensor. So one name is enough to look up its keys.
         """
-        return next((part.name for part in self.flat if part.shape), self.names[0])
+        for part in self.flat:
+            if part.shape:
+                return part.name
+        return self.names[0]
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
         """Return a tensor of the optimizer's state as leaves, one for each original parameter.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TensorLike = torch.Tensor | Shards | np.ndarray
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = frozenset(getattr(torch, name, None) for name in DTYPES)
 
 
 def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
@@ -32,12 +33,12 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
     """
     if isinstance(tensor, np.ndarray):
         tensor = tensor_of_array(name, tensor)
+    if tensor.dtype not in _DTYPES:
+        raise _unknown_dtype_error(name, tensor.dtype)
     if isinstance(tensor, Shards):
-        check_dtype(name, tensor.dtype)
         fragments = tuple(Fragment(f.box, detach_checked(name, f.data)) for f in tensor.fragments)
         return TensorLeaf(name, tensor.dtype, tensor.shape, fragments, id(tensor))
-    check_dtype(name, tensor.dtype)
-    if is_lazy(tensor):
+    if type(tensor) not in _PLAIN and is_lazy(tensor):
         raise StateError(
             f"{name}: a lazy parameter has no shape before the module's first forward: run the "
             "module once before saving or loading"
@@ -58,34 +59,20 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         # The memory holds conjugated or negated values: fill a copy, and assign the copy.
         lazy_view, data = data, data.resolve_conj().resolve_neg()
         after_load = partial(lazy_view.copy_, data)
-    fragments = (Fragment(_whole_box(shape), data),) if data.numel() else ()
+    fragments = (Fragment(_whole_box(shape), data),) if 0 not in shape else ()
     return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments), after_load)
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> str:
-    """Return the name of a dtype, for example `bfloat16`.
-
-    Raises:
-        StateError: checkpoints cannot hold this dtype.
-    """
-    dtype_name = _dtype_name(dtype)
-    if dtype_name is None:
-        if str(dtype).startswith("torch.q"):
-            raise StateError(
-                f"{name}: {dtype} tensors cannot be saved, because their values depend on a "
-                f"quantizer: save {name}.int_repr(), .q_scale() and .q_zero_point() instead"
-            )
-        raise StateError(
-            f"{name}: this version of shardwise does not know the dtype {dtype}: update shardwise, "
-            f"or save {name}.view(torch.uint8)"
+def _unknown_dtype_error(name: str, dtype: torch.dtype) -> StateError:
+    if str(dtype).startswith("torch.q"):
+        return StateError(
+            f"{name}: {dtype} tensors cannot be saved, because their values depend on a "
+            f"quantizer: save {name}.int_repr(), .q_scale() and .q_zero_point() instead"
         )
-    return dtype_name
-
-
-@lru_cache
-def _dtype_name(dtype: torch.dtype) -> str | None:
-    dtype_name = str(dtype).removeprefix("torch.")
-    return dtype_name if dtype_name in DTYPES else None
+    return StateError(
+        f"{name}: this version of shardwise does not know the dtype {dtype}: update shardwise, "
+        f"or save {name}.view(torch.uint8)"
+    )
 
 
 @lru_cache(maxsize=4096)

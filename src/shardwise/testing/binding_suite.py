@@ -14,7 +14,7 @@ import torch
 import shardwise as sw
 from shardwise.adapters import bind_state
 from shardwise.errors import MismatchError
-from shardwise.state.leaves import host_array
+from shardwise.state.leaves import view_for_numpy
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 State = dict[str, Any]
@@ -132,7 +132,7 @@ def content(states: Sequence[State]) -> dict[str, object]:
         for local_state in [binding.local_state() for binding in bind_state(state)]:
             for leaf in local_state.tensors:
                 for fragment in leaf.fragments:
-                    part = host_array(fragment.data)
+                    part = view_for_numpy(fragment.data).numpy()
                     whole = found.setdefault(leaf.name, np.zeros(leaf.shape, part.dtype))
                     whole[fragment.box.slices()] = part
             found |= local_state.objects
