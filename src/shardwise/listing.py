@@ -88,7 +88,10 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
             message says what is there.
     """
     store = open_store(root)
-    names = _names_at(store)
+    try:
+        names = store.list()
+    except NotADirectoryError:
+        names = []
     if MANIFEST in names:
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
@@ -120,9 +123,10 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
     Raises:
         StoreError: the checkpoint is being read or saved, or the directory has only files of other
             programs. Nothing was removed.
+        NotADirectoryError: the place is a file.
     """
     store = open_store(place)
-    names = _names_at(store)
+    names = store.list()
     if MANIFEST in names:
         if not remove_checkpoint(store):
             raise StoreError(f"{store} was not removed: another process reads it. Try again later")
@@ -132,16 +136,8 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
             "shardwise. Wait for the save, or remove the directory by hand"
         )
     elif not names:
-        with suppress(FileNotFoundError):
-            store.delete("")
-    return _names_at(store)
-
-
-def _names_at(store: Store) -> list[str]:
-    try:
-        return store.list()
-    except NotADirectoryError:
-        return []
+        store.delete("")
+    return store.list()
 
 
 def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheckpoint | None:

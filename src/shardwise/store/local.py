@@ -28,7 +28,7 @@ from shardwise.store.local_files import (
     write_atomically,
 )
 from shardwise.store.names import check_name, check_name_to_write, check_path
-from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits
+from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits, not_a_directory
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
@@ -157,6 +157,8 @@ class LocalStore:
             return sorted(n for n in os.listdir(self.path) if not _DELETED_IN_NFS.fullmatch(n))
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise not_a_directory(str(self.path)) from error
 
     def delete(self, key: str) -> None:
         """Remove a file, if it exists; with "", the directory, if it is empty.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -211,6 +212,9 @@ class Store(Protocol):
         """Return the names of all files and directories at this place, sorted.
 
         The result is empty if there is nothing. Locks of the store itself are left out.
+
+        Raises:
+            NotADirectoryError: a file is at this place; see `not_a_directory`.
         """
         ...
 
@@ -324,3 +328,9 @@ class ReadOnlyStore:
     def refusal(self) -> StoreError:
         """Return the error for a verb that the store does not support."""
         return StoreError(f"{self} is read-only: {self.why_read_only}")
+
+
+def not_a_directory(place: str) -> NotADirectoryError:
+    """Return the error for a file at the path or URL where the files of a store should be."""
+    message = "this is a file, but a directory is needed here: move or remove it, or use another"
+    return NotADirectoryError(errno.ENOTDIR, message, place)
