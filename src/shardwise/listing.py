@@ -17,7 +17,7 @@ from shardwise.manifest.names import MANIFEST, REMOVED, is_file_of_save, step_of
 from shardwise.manifest.pieces import count_tensors
 from shardwise.retention import remove_checkpoint
 from shardwise.store import Store, open_store
-from shardwise.tiers.record import MirrorRecord, read_mirror_record
+from shardwise.tiers.record import MirrorRecord
 
 MAX_FILES = 2**20
 MAX_LISTED_PROBLEMS = 3
@@ -99,7 +99,7 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
         )
     mirror = None
     with suppress(OSError):  # list the checkpoints even if the record is unreadable
-        mirror = read_mirror_record(store)
+        mirror = MirrorRecord.read(store)
     found = map_in_threads(partial(_examine, store, mirror), names)
     checkpoints = [each for each in found if each is not None]
     if not checkpoints:

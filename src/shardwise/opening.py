@@ -378,7 +378,7 @@ def refuse_as_destination(store: Store) -> None:
             "replaces: save into another directory"
         )
     if names is None:
-        refuse_file(store)
+        raise _file_error(store)
     steps = [step for step in map(step_of_directory, names or ()) if step is not None]
     if steps:
         raise CheckpointExistsError(
@@ -388,26 +388,19 @@ def refuse_as_destination(store: Store) -> None:
         )
 
 
-def refuse_file(store: Store) -> None:
-    """Refuse to save to the path of a file.
-
-    Raises:
-        StateError: the path is a file.
-    """
-    if is_file(store):
-        raise StateError(f"{store} is a file: expected a directory, which need not exist")
-
-
-def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) -> None:
-    """Refuse to use a checkpoint as the root of a run.
+def names_in_root(store: Store, *, may_be_foreign: bool) -> list[str]:
+    """Return the names below the root of a run. Refuse a checkpoint or a file as a root.
 
     Args:
-        names: the names below the place.
         may_be_foreign: do not refuse a foreign checkpoint.
 
     Raises:
         CheckpointExistsError: the place is a checkpoint.
+        StateError: the place is a file.
     """
+    if is_file(store):
+        raise _file_error(store)
+    names = store.list()
     if MANIFEST in names and any(step_of_directory(name) is not None for name in names):
         raise CheckpointExistsError(
             f"{store} is the root of a run, but a save went directly into the root: it has "
@@ -423,3 +416,8 @@ def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) 
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
             f"as the root, and start_from={str(store)!r} to start from this checkpoint"
         )
+    return names
+
+
+def _file_error(store: Store) -> StateError:
+    return StateError(f"{store} is a file: expected a directory, which need not exist")

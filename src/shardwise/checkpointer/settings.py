@@ -23,7 +23,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.home import find_newest_snapshot
 from shardwise.memory.options import Memory
 from shardwise.memory.records import StorageTask
-from shardwise.opening import refuse_as_root, refuse_file
+from shardwise.opening import names_in_root
 from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
 from shardwise.tiers.options import Mirror, MirrorRequest
@@ -267,9 +267,7 @@ def prepare_root_and_check_memory(
 
 def _check_and_clean(root: Store, *, has_start: bool) -> None:
     """Refuse a root that is a file or a checkpoint, and remove leftovers of interrupted saves."""
-    refuse_file(root)
-    names = root.list()
-    refuse_as_root(root, names, may_be_foreign=has_start)
+    names = names_in_root(root, may_be_foreign=has_start)
     remove_leftovers_below(root, [name for name in names if step_of_directory(name) is not None])
 
 

@@ -28,14 +28,14 @@ from shardwise.store.local_files import (
     write_atomically,
 )
 from shardwise.store.names import check_name, check_name_to_write, check_path
-from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits, not_a_directory
+from shardwise.store.store import FileStatus, StoreTraits, TransferOptions, not_a_directory
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
 
 LOCAL_TRAITS = StoreTraits(
-    alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=LOCAL_TRANSFER
+    alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=TransferOptions()
 )
 
 

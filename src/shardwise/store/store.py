@@ -17,7 +17,7 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How a store is read fastest.
+    """How a store is read fastest. The defaults are those of file systems.
 
     Attributes:
         read_bytes: the longest read, in bytes.
@@ -29,20 +29,13 @@ class TransferOptions:
         staging_bytes: the memory for reads, in bytes, unless the user sets a bound.
     """
 
-    read_bytes: int
-    read_threads: int
-    node_requests: int | None
-    largest_gap: int
-    staging_bytes: int
+    read_bytes: int = 2 << 20  # stays in the CPU cache until it is verified and copied
+    read_threads: int = 4
+    node_requests: int | None = None
+    largest_gap: int = 0
+    staging_bytes: int = 64 << 20
 
 
-LOCAL_TRANSFER = TransferOptions(
-    read_bytes=2 << 20,  # small enough to stay in the CPU cache until it is verified and copied
-    read_threads=4,
-    node_requests=None,
-    largest_gap=0,
-    staging_bytes=64 << 20,
-)
 REMOTE_TRANSFER = TransferOptions(
     read_bytes=8 << 20,
     read_threads=32,
