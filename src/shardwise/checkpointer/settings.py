@@ -94,7 +94,8 @@ class Settings:
 
     def store_to_read(self) -> Store:
         """Return the store to list: the root, or the root and its mirror."""
-        return TieredStore.over(self.root, self.mirror_store)
+        mirror = self.mirror_store
+        return self.root if mirror is None else TieredStore(self.root, mirror)
 
     def is_durable_step(self, step: object) -> bool:
         """Return whether this step must be saved to the root."""
