@@ -153,16 +153,7 @@ def open_any(
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
-    return files, layout if options.spec is None else _remap(files, layout, options.spec)
-
-
-def _remap(files: Files, layout: Layout, spec: Specification) -> Layout:
-    """Apply a specification of global tensors."""
-    from shardwise.formats.remap import remap
-
-    if spec.files is not None:
-        return layout  # the specification was applied when the files were read
-    return remap(str(files), layout, spec.rules, spec.sizes)
+    return files, layout if options.spec is None else options.spec.apply(str(files), layout)
 
 
 def _find_manifest(store: Store) -> bytes | None:
@@ -198,10 +189,9 @@ def _encode_foreign(layout: Layout) -> bytes:
 
 def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
     """Check the layout of a foreign checkpoint, and return it with the files that it describes."""
-    from shardwise.formats.encoding import decode_layout
     from shardwise.formats.opening import check_layout
 
-    return check_layout(store, decode_layout(layout) if isinstance(layout, bytes) else layout)
+    return check_layout(store, layout)
 
 
 def read_manifest(store: Store) -> bytes:
