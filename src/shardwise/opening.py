@@ -55,8 +55,6 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
 
-_SPECIFICATION = ("shardwise.formats.specification", "Specification")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
@@ -75,7 +73,8 @@ class OpenOptions:
     step: Choice = "newest"
 
     def __post_init__(self) -> None:
-        if self.spec is not None and not is_instance(self.spec, *_SPECIFICATION):
+        module = "shardwise.formats.specification"
+        if self.spec is not None and not is_instance(self.spec, module, "Specification"):
             raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
 
 
@@ -139,7 +138,10 @@ def open_any(
                 )
             if manifest is None:
                 own = _read_foreign(place, options)
-                encoded = _encode_foreign(own) if group.size > 1 else b""
+                if group.size > 1:
+                    from shardwise.formats.encoding import encode_layout
+
+                    encoded = encode_layout(own)
         directory, manifest, encoded = all_ranks.broadcast(
             (directory, manifest, encoded), tuple[str, bytes | None, bytes]
         )
@@ -179,12 +181,6 @@ def _read_foreign(store: Store, options: OpenOptions) -> Layout:
         skip_unknown=options.skip_unknown,
         format=options.format,
     )
-
-
-def _encode_foreign(layout: Layout) -> bytes:
-    from shardwise.formats.encoding import encode_layout
-
-    return encode_layout(layout)
 
 
 def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
@@ -276,18 +272,13 @@ def _choose_step_directory(store: Store, choice: Choice) -> str:
     return ""
 
 
-def foreign_formats(store: Store) -> str:
-    """Return the names of the foreign formats at a place; "" if there is none."""
-    return _formats_at(store, _names_at(store))
-
-
 def raise_for_missing_root(store: Store) -> NoReturn:
     """Say what is at a place that holds no checkpoints of shardwise.
 
     Raises:
         CheckpointNotFoundError: always.
     """
-    if formats := foreign_formats(store):
+    if formats := _formats_at(store, _names_at(store)):
         raise CheckpointNotFoundError(
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
             "open it with sw.open or `shardwise inspect`"
@@ -305,8 +296,9 @@ def newest_foreign_step(root: Store) -> tuple[Store, str] | None:
     """
     numbered = [name for name in root.list() if _is_named_as_step(name)]
     for name in sorted(numbered, key=_order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
-        if formats := foreign_formats(root.at(name)):
-            return root.at(name), formats
+        place = root.at(name)
+        if formats := _formats_at(place, _names_at(place)):
+            return place, formats
     return None
 
 
@@ -321,7 +313,7 @@ def _order_of_step(name: str) -> tuple[int, str]:
 
 
 def _formats_at(store: Store, names: Sequence[str] | None) -> str:
-    """Return the names of the foreign formats at a place with these names below.
+    """Return the names of the foreign formats at a place; "" if there is none.
 
     Args:
         names: the result of `_names_at`.

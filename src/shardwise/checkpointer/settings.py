@@ -76,13 +76,10 @@ class Settings:
 
     def storage_task(self, newest: int | None, damaged: Collection[int]) -> StorageTask:
         """Return what to do in storage after the save of the step `newest`."""
-        mirror = None
-        if self.mirror is not None:
-            mirror = MirrorRequest.of(self.mirror, open_store(self.mirror.place))
         return StorageTask(
             root=str(self.root),
             keep=asdict(self.keep),
-            mirror=mirror,
+            mirror=None if self.mirror is None else MirrorRequest.of(self.mirror),
             newest=newest,
             damaged=sorted(damaged),
         )
