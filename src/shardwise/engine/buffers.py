@@ -49,7 +49,10 @@ class Arena:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         transfer: TransferOptions | None = None,
     ) -> None:
-        check_staging_bytes(staging_bytes)
+        if staging_bytes < SMALLEST_BUFFER:
+            raise ValueError(
+                f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
+            )
         transfer = transfer or TransferOptions()
         self.transfer = transfer
         self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
@@ -94,18 +97,6 @@ class Arena:
             yield buffer
         finally:
             self._free.put(buffer)
-
-
-def check_staging_bytes(staging_bytes: int) -> None:
-    """Check the bound on the host memory of an arena.
-
-    Raises:
-        ValueError: `staging_bytes` is less than 1 MiB.
-    """
-    if staging_bytes < SMALLEST_BUFFER:
-        raise ValueError(
-            f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
-        )
 
 
 def aligned_buffer(size: int) -> Buffer:
