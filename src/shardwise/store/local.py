@@ -8,7 +8,6 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,11 +31,6 @@ from shardwise.store.store import FileStatus, StoreTraits, TransferOptions, not_
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
-
-
-LOCAL_TRAITS = StoreTraits(
-    alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=TransferOptions()
-)
 
 
 class LocalStore:
@@ -75,7 +69,13 @@ class LocalStore:
     @cached_property
     def traits(self) -> StoreTraits:
         """The properties of the store. Whether it is local to this node depends on its mount."""
-        return replace(LOCAL_TRAITS, is_node_local=is_node_local(self.path))
+        return StoreTraits(
+            alignment=ALIGNMENT,
+            lock_expiry=0.0,
+            reading_grace=0.0,
+            transfer=TransferOptions(),
+            is_node_local=is_node_local(self.path),
+        )
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""

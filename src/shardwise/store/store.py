@@ -207,7 +207,7 @@ class Store(Protocol):
         The result is empty if there is nothing. Locks of the store itself are left out.
 
         Raises:
-            NotADirectoryError: a file is at this place; see `not_a_directory`.
+            NotADirectoryError: a file is at this place.
         """
         ...
 
