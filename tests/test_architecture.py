@@ -55,7 +55,8 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("specification", "remap"),
+    ("specification",),
+    ("remap",),
     ("foreign_builder", "checksums"),
     ("specs",),
     ("language", "merge_ranks"),

@@ -36,14 +36,6 @@ Sink = Callable[[Event], None]
 """The type of `on_event`: called with each event."""
 
 
-def _emit(sink: Sink, event: Event) -> None:
-    """Call a sink. An error becomes a warning, because the operation may be committed already."""
-    try:
-        sink(event)
-    except Exception as error:
-        warnings.warn(f"on_event raised {error!r}", RuntimeWarning, stacklevel=3)
-
-
 @dataclass(slots=True)
 class Recorder:
     """Collects the events of one operation, and passes them to a sink.
@@ -65,17 +57,19 @@ class Recorder:
         try:
             yield
         finally:
-            event = Event(name, start, time.perf_counter() - start, nbytes)
-            self.events.append(event)
-            if self.sink is not None:
-                _emit(self.sink, event)
+            self._record(Event(name, start, time.perf_counter() - start, nbytes))
 
     def add(self, name: str, seconds: float) -> None:
         """Record a stage that ends now, with a duration in seconds that the caller measured."""
-        event = Event(name, time.perf_counter() - seconds, seconds)
+        self._record(Event(name, time.perf_counter() - seconds, seconds))
+
+    def _record(self, event: Event) -> None:
         self.events.append(event)
-        if self.sink is not None:
-            _emit(self.sink, event)
+        try:
+            if self.sink is not None:
+                self.sink(event)
+        except Exception as error:  # the operation may be committed already
+            warnings.warn(f"on_event raised {error!r}", RuntimeWarning, stacklevel=3)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage, and the `total` since the start."""

@@ -17,7 +17,7 @@ from shardwise.manifest.names import MANIFEST, REMOVED, is_file_of_save, step_of
 from shardwise.manifest.pieces import count_tensors
 from shardwise.retention import remove_checkpoint
 from shardwise.store import Store, open_store
-from shardwise.tiers.record import MirrorRecord, read_mirror_record
+from shardwise.tiers.record import MirrorRecord
 
 MAX_FILES = 2**20
 MAX_LISTED_PROBLEMS = 3
@@ -88,7 +88,10 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
             message says what is there.
     """
     store = open_store(root)
-    names = _names_at(store)
+    try:
+        names = store.list()
+    except NotADirectoryError:
+        names = []
     if MANIFEST in names:
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
@@ -96,7 +99,7 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
         )
     mirror = None
     with suppress(OSError):  # list the checkpoints even if the record is unreadable
-        mirror = read_mirror_record(store)
+        mirror = MirrorRecord.read(store)
     found = map_in_threads(partial(_examine, store, mirror), names)
     checkpoints = [each for each in found if each is not None]
     if not checkpoints:
@@ -120,9 +123,10 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
     Raises:
         StoreError: the checkpoint is being read or saved, or the directory has only files of other
             programs. Nothing was removed.
+        NotADirectoryError: the place is a file.
     """
     store = open_store(place)
-    names = _names_at(store)
+    names = store.list()
     if MANIFEST in names:
         if not remove_checkpoint(store):
             raise StoreError(f"{store} was not removed: another process reads it. Try again later")
@@ -132,16 +136,8 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
             "shardwise. Wait for the save, or remove the directory by hand"
         )
     elif not names:
-        with suppress(FileNotFoundError):
-            store.delete("")
-    return _names_at(store)
-
-
-def _names_at(store: Store) -> list[str]:
-    try:
-        return store.list()
-    except NotADirectoryError:
-        return []
+        store.delete("")
+    return store.list()
 
 
 def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheckpoint | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from shardwise.adapters import bind_state
 from shardwise.adapters.optimizer_groups import GROUPS
-from shardwise.engine.buffers import Arena, check_staging_bytes
+from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
 from shardwise.engine.match import Matched, agree_on_match, match_targets
@@ -62,12 +62,9 @@ class LoadOptions:
 
         Raises:
             StateError: `only`, `skip` or `rename` has the wrong type.
-            ValueError: `staging_bytes` is too small.
         """
         Selection.from_patterns(self.only, self.skip)
         rename_function(self.rename)
-        if self.staging_bytes is not None:
-            check_staging_bytes(self.staging_bytes)
 
     @property
     def settings(self) -> str:

@@ -55,8 +55,6 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
 
-_SPECIFICATION = ("shardwise.formats.specification", "Specification")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
@@ -75,7 +73,8 @@ class OpenOptions:
     step: Choice = "newest"
 
     def __post_init__(self) -> None:
-        if self.spec is not None and not is_instance(self.spec, *_SPECIFICATION):
+        module = "shardwise.formats.specification"
+        if self.spec is not None and not is_instance(self.spec, module, "Specification"):
             raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
 
 
@@ -139,7 +138,10 @@ def open_any(
                 )
             if manifest is None:
                 own = _read_foreign(place, options)
-                encoded = _encode_foreign(own) if group.size > 1 else b""
+                if group.size > 1:
+                    from shardwise.formats.encoding import encode_layout
+
+                    encoded = encode_layout(own)
         directory, manifest, encoded = all_ranks.broadcast(
             (directory, manifest, encoded), tuple[str, bytes | None, bytes]
         )
@@ -153,16 +155,7 @@ def open_any(
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
-    return files, layout if options.spec is None else _remap(files, layout, options.spec)
-
-
-def _remap(files: Files, layout: Layout, spec: Specification) -> Layout:
-    """Apply a specification of global tensors."""
-    from shardwise.formats.remap import remap
-
-    if spec.files is not None:
-        return layout  # the specification was applied when the files were read
-    return remap(str(files), layout, spec.rules, spec.sizes)
+    return files, layout if options.spec is None else options.spec.apply(str(files), layout)
 
 
 def _find_manifest(store: Store) -> bytes | None:
@@ -190,18 +183,11 @@ def _read_foreign(store: Store, options: OpenOptions) -> Layout:
     )
 
 
-def _encode_foreign(layout: Layout) -> bytes:
-    from shardwise.formats.encoding import encode_layout
-
-    return encode_layout(layout)
-
-
 def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
     """Check the layout of a foreign checkpoint, and return it with the files that it describes."""
-    from shardwise.formats.encoding import decode_layout
     from shardwise.formats.opening import check_layout
 
-    return check_layout(store, decode_layout(layout) if isinstance(layout, bytes) else layout)
+    return check_layout(store, layout)
 
 
 def read_manifest(store: Store) -> bytes:
@@ -286,18 +272,13 @@ def _choose_step_directory(store: Store, choice: Choice) -> str:
     return ""
 
 
-def foreign_formats(store: Store) -> str:
-    """Return the names of the foreign formats at a place; "" if there is none."""
-    return _formats_at(store, _names_at(store))
-
-
 def raise_for_missing_root(store: Store) -> NoReturn:
     """Say what is at a place that holds no checkpoints of shardwise.
 
     Raises:
         CheckpointNotFoundError: always.
     """
-    if formats := foreign_formats(store):
+    if formats := _formats_at(store, _names_at(store)):
         raise CheckpointNotFoundError(
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
             "open it with sw.open or `shardwise inspect`"
@@ -315,8 +296,9 @@ def newest_foreign_step(root: Store) -> tuple[Store, str] | None:
     """
     numbered = [name for name in root.list() if _is_named_as_step(name)]
     for name in sorted(numbered, key=_order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
-        if formats := foreign_formats(root.at(name)):
-            return root.at(name), formats
+        place = root.at(name)
+        if formats := _formats_at(place, _names_at(place)):
+            return place, formats
     return None
 
 
@@ -331,7 +313,7 @@ def _order_of_step(name: str) -> tuple[int, str]:
 
 
 def _formats_at(store: Store, names: Sequence[str] | None) -> str:
-    """Return the names of the foreign formats at a place with these names below.
+    """Return the names of the foreign formats at a place; "" if there is none.
 
     Args:
         names: the result of `_names_at`.
@@ -378,7 +360,7 @@ def refuse_as_destination(store: Store) -> None:
             "replaces: save into another directory"
         )
     if names is None:
-        refuse_file(store)
+        raise _file_error(store)
     steps = [step for step in map(step_of_directory, names or ()) if step is not None]
     if steps:
         raise CheckpointExistsError(
@@ -388,26 +370,19 @@ def refuse_as_destination(store: Store) -> None:
         )
 
 
-def refuse_file(store: Store) -> None:
-    """Refuse to save to the path of a file.
-
-    Raises:
-        StateError: the path is a file.
-    """
-    if is_file(store):
-        raise StateError(f"{store} is a file: expected a directory, which need not exist")
-
-
-def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) -> None:
-    """Refuse to use a checkpoint as the root of a run.
+def names_in_root(store: Store, *, may_be_foreign: bool) -> list[str]:
+    """Return the names below the root of a run. Refuse a checkpoint or a file as a root.
 
     Args:
-        names: the names below the place.
         may_be_foreign: do not refuse a foreign checkpoint.
 
     Raises:
         CheckpointExistsError: the place is a checkpoint.
+        StateError: the place is a file.
     """
+    if is_file(store):
+        raise _file_error(store)
+    names = store.list()
     if MANIFEST in names and any(step_of_directory(name) is not None for name in names):
         raise CheckpointExistsError(
             f"{store} is the root of a run, but a save went directly into the root: it has "
@@ -423,3 +398,8 @@ def refuse_as_root(store: Store, names: Sequence[str], *, may_be_foreign: bool) 
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
             f"as the root, and start_from={str(store)!r} to start from this checkpoint"
         )
+    return names
+
+
+def _file_error(store: Store) -> StateError:
+    return StateError(f"{store} is a file: expected a directory, which need not exist")

@@ -215,12 +215,24 @@ Choice = Literal["newest"] | SupportsIndex | Best
 """Selects a checkpoint of a root: the newest one, a step number, or the best by a metric."""
 
 
-def parse_choice(step: object) -> Choice:
+def parse_choice(step: object, best: Best | None = None) -> Choice:
     """Return a user's `step=` as a choice.
 
+    Args:
+        step: the user's `step=`.
+        best: the rule that `step="best"` stands for; None if there is none.
+
     Raises:
-        StateError: `step` is not a step number, "newest" or a `Best`.
+        StateError: `step` is not a step number, "newest" or a `Best`; or it is "best" and there is
+            no rule.
     """
+    if step == "best":
+        if best is None:
+            raise StateError(
+                'step="best" needs a rule: pass keep=sw.Keep(best=sw.Best("loss")) to the '
+                'Checkpointer, or step=sw.Best("loss")'
+            )
+        return best
     if step == "newest":
         return "newest"
     if isinstance(step, Best):

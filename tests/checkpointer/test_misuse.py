@@ -80,6 +80,24 @@ def test_a_step_that_is_not_there_leads_to_the_steps_that_are(tmp_path: Path) ->
             cp.restore(state, step=9)
 
 
+@pytest.mark.parametrize(("in_memory", "overwrite"), [(False, False), (False, True), (True, False)])
+def test_a_file_in_the_place_of_a_step_is_named(
+    tmp_path: Path, in_memory: bool, overwrite: bool
+) -> None:
+    """The error says what is there, and what to do. Other steps are saved as ever."""
+    said = r"this is a file.*move or remove it.*step-00000005"
+    memory = sw.Memory(dir=tmp_path / "node") if in_memory else None
+    (tmp_path / "step-00000005").write_text("notes")
+    with sw.Checkpointer(tmp_path, memory=memory) as cp:
+        with pytest.raises(NotADirectoryError, match=said):
+            cp.save(5, {"t": 1}, overwrite=overwrite)
+        cp.save(6, {"t": 1})
+    with pytest.raises(NotADirectoryError, match=said):
+        sw.remove(tmp_path / "step-00000005")
+    assert [each.step for each in sw.list_checkpoints(tmp_path).checkpoints] == [6]
+    assert (tmp_path / "step-00000005").read_text() == "notes"
+
+
 def test_no_save_goes_directly_into_the_root_of_a_run(tmp_path: Path) -> None:
     """Such a save would hide the checkpoints of the run. Earlier versions accepted it."""
     root, state = tmp_path / "run", {"t": torch.arange(5)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shardwise.store.leases import LeasesIn, is_lease
+from shardwise.ports.store import LeasesIn, is_lease
 
 KEY = "manifest.json"
 

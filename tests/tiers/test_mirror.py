@@ -19,7 +19,7 @@ from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
-from shardwise.tiers.record import MIRROR_FILE, read_mirror_record
+from shardwise.tiers.record import MIRROR_FILE, MirrorRecord
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
@@ -74,7 +74,7 @@ def test_every_checkpoint_is_copied_and_the_record_says_so(root: Path, mirror: P
     save(root, 1, 2, mirror=mirror)
     for step in (1, 2):
         assert files_of(root, step) == files_of(mirror, step)
-    record = read_mirror_record(LocalStore(root))
+    record = MirrorRecord.read(LocalStore(root))
     assert record is not None
     assert (record.place, record.waiting, record.failing_since) == (str(mirror), (), None)
     for step in (1, 2):
@@ -287,7 +287,7 @@ def test_an_outage_of_minutes(root: Path, mirror: Path, caplog: pytest.LogCaptur
         simulation.save(step)
         assert simulation.run(150.0) < 10
     assert simulation.steps() == ([2, 3, 4, 5], [1])
-    record = read_mirror_record(LocalStore(root))
+    record = MirrorRecord.read(LocalStore(root))
     assert record is not None
     assert (record.waiting, record.pinned) == ((5, 4, 3, 2), (2, 3, 4))
     assert "503 Slow Down" in record.failure
@@ -466,9 +466,9 @@ def test_a_damaged_record_is_replaced(root: Path, mirror: Path) -> None:
     save(root, 1, mirror=mirror)
     (root / MIRROR_FILE).write_bytes(b"{")
     with pytest.raises(sw.StoreError, match="remove it"):
-        read_mirror_record(LocalStore(root))
+        MirrorRecord.read(LocalStore(root))
     save(root, 2, mirror=mirror)
-    record = read_mirror_record(LocalStore(root))
+    record = MirrorRecord.read(LocalStore(root))
     assert record is not None
     assert sorted(record.steps) == [1, 2]
 

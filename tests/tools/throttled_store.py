@@ -6,10 +6,10 @@ import fcntl
 import os
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.store import LocalStore, StoreTraits
-from shardwise.store.local import LOCAL_TRAITS
 from shardwise.store.local_files import LocalReader
 from shardwise.store.store import Buffer
 
@@ -64,7 +64,7 @@ class ThrottledStore(LocalStore):
     @property
     def traits(self) -> StoreTraits:
         """The traits of a store that several nodes share."""
-        return LOCAL_TRAITS
+        return replace(super().traits, is_node_local=False)
 
     def at(self, name: str) -> ThrottledStore:
         """Return the store one level below, with the same meter."""

@@ -17,7 +17,7 @@ from shardwise import api
 from shardwise.checkpointer import starting
 from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
-from shardwise.checkpointer.restoring import Restoring, resolve_choice
+from shardwise.checkpointer.restoring import Restoring
 from shardwise.checkpointer.saver import DirectSaver, Saver
 from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import (
@@ -46,7 +46,7 @@ from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
-from shardwise.retention import Choice, Keep, choose_step, committed_steps
+from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.tiers.options import Mirror
 from shardwise.tiers.watch import MirrorWatch
 
@@ -415,7 +415,7 @@ class Checkpointer:
         Raises:
             StateError: this Checkpointer has no `Keep(best=…)`.
         """
-        choice = resolve_choice("best", self._settings.keep.best)
+        choice = parse_choice("best", self._settings.keep.best)
         try:
             return choose_step(self._settings.store_to_read(), choice)
         except CheckpointNotFoundError:

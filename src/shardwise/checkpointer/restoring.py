@@ -21,14 +21,13 @@ from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     RankError,
-    StateError,
     describe_error,
 )
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
 from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.ports.hooks import RestoreReport
-from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
+from shardwise.retention import Best, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
 from shardwise.tiers.store import MIRROR, ROOT, TieredStore
 
@@ -83,24 +82,6 @@ class _Findings:
     unanswered: dict[str, str] = field(default_factory=dict)
 
 
-def resolve_choice(step: object, best: Best | None) -> Choice:
-    """Return the choice that `step=` of `restore` stands for.
-
-    Args:
-        step: the user's `step=`.
-        best: the rule that `step="best"` stands for; None if there is none.
-
-    Raises:
-        StateError: `step` is invalid, or it is "best" and there is no rule.
-    """
-    if step == "best" and best is None:
-        raise StateError(
-            'step="best" needs a rule: pass keep=sw.Keep(best=sw.Best("loss")) to the '
-            'Checkpointer, or step=sw.Best("loss")'
-        )
-    return parse_choice(best if step == "best" else step)
-
-
 def with_all_origins(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Return bytes by origin, with 0 bytes for each origin that `nbytes` lacks."""
     return {**dict.fromkeys((*MEMORY_ORIGINS, ROOT, MIRROR, START), 0), **nbytes}
@@ -153,7 +134,7 @@ class Restoring:
 
         with self._recorder.stage("asking"):
             with Round(self._group, "choosing a step") as all_ranks:
-                choice = resolve_choice(step, best)
+                choice = parse_choice(step, best)
                 choices = all_ranks.all_gather(f"step={choice!r}", str)
             summary = "ranks asked to restore different steps; pass the same step= on all ranks:"
             require_equal(choices, summary)

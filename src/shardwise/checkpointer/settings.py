@@ -23,7 +23,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.memory.home import find_newest_snapshot
 from shardwise.memory.options import Memory
 from shardwise.memory.records import StorageTask
-from shardwise.opening import refuse_as_root, refuse_file
+from shardwise.opening import names_in_root
 from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
 from shardwise.tiers.options import Mirror, MirrorRequest
@@ -76,13 +76,10 @@ class Settings:
 
     def storage_task(self, newest: int | None, damaged: Collection[int]) -> StorageTask:
         """Return what to do in storage after the save of the step `newest`."""
-        mirror = None
-        if self.mirror is not None:
-            mirror = MirrorRequest.of(self.mirror, open_store(self.mirror.place))
         return StorageTask(
             root=str(self.root),
             keep=asdict(self.keep),
-            mirror=mirror,
+            mirror=None if self.mirror is None else MirrorRequest.of(self.mirror),
             newest=newest,
             damaged=sorted(damaged),
         )
@@ -94,7 +91,8 @@ class Settings:
 
     def store_to_read(self) -> Store:
         """Return the store to list: the root, or the root and its mirror."""
-        return TieredStore.over(self.root, self.mirror_store)
+        mirror = self.mirror_store
+        return self.root if mirror is None else TieredStore(self.root, mirror)
 
     def is_durable_step(self, step: object) -> bool:
         """Return whether this step must be saved to the root."""
@@ -267,9 +265,7 @@ def prepare_root_and_check_memory(
 
 def _check_and_clean(root: Store, *, has_start: bool) -> None:
     """Refuse a root that is a file or a checkpoint, and remove leftovers of interrupted saves."""
-    refuse_file(root)
-    names = root.list()
-    refuse_as_root(root, names, may_be_foreign=has_start)
+    names = names_in_root(root, may_be_foreign=has_start)
     remove_leftovers_below(root, [name for name in names if step_of_directory(name) is not None])
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from shardwise.store import TransferOptions
-from shardwise.store.store import LOCAL_TRANSFER, Buffer
+from shardwise.store.store import Buffer
 
 DEFAULT_STAGING_BYTES = 64 << 20
 LARGEST_BUFFER = 8 << 20
@@ -32,7 +32,7 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
-        transfer: how the store is read.
+        transfer: how the store is read; None for a file system.
 
     Attributes:
         transfer: how the store is read.
@@ -47,9 +47,13 @@ class Arena:
     def __init__(
         self,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        transfer: TransferOptions = LOCAL_TRANSFER,
+        transfer: TransferOptions | None = None,
     ) -> None:
-        check_staging_bytes(staging_bytes)
+        if staging_bytes < SMALLEST_BUFFER:
+            raise ValueError(
+                f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
+            )
+        transfer = transfer or TransferOptions()
         self.transfer = transfer
         self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
         share = min(LARGEST_BUFFER, staging_bytes // self.threads)
@@ -93,18 +97,6 @@ class Arena:
             yield buffer
         finally:
             self._free.put(buffer)
-
-
-def check_staging_bytes(staging_bytes: int) -> None:
-    """Check the bound on the host memory of an arena.
-
-    Raises:
-        ValueError: `staging_bytes` is less than 1 MiB.
-    """
-    if staging_bytes < SMALLEST_BUFFER:
-        raise ValueError(
-            f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
-        )
 
 
 def aligned_buffer(size: int) -> Buffer:

@@ -19,6 +19,7 @@ from shardwise.errors import (
     StateError,
 )
 from shardwise.formats.containers.pickle_errors import UnknownClassError
+from shardwise.formats.encoding import decode_layout
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.specification import Specification
@@ -186,14 +187,18 @@ def read_layout(
         raise MismatchError(f"{tree}: {error.summary}", error.problems) from error
 
 
-def check_layout(store: Store, layout: Layout) -> tuple[ForeignFiles, Layout]:
+def check_layout(store: Store, layout: Layout | bytes) -> tuple[ForeignFiles, Layout]:
     """Check the layout of a foreign checkpoint, and return it with the files.
+
+    Args:
+        store: the place of the checkpoint.
+        layout: the layout, which another rank may have encoded.
 
     Raises:
         FormatError: the layout is inconsistent.
     """
     try:
-        layout = validate_layout(layout)
+        layout = validate_layout(decode_layout(layout) if isinstance(layout, bytes) else layout)
     except FormatError as error:
         raise FormatError(
             f"{store}: {error}; copy the checkpoint again from an intact source, or open another "

@@ -19,6 +19,7 @@ from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import Row, StoredArray, StoredPart
 from shardwise.formats.foreign_builder import Builder
 from shardwise.formats.language import Spec, parse
+from shardwise.formats.remap import remap
 from shardwise.formats.specs import builtin_names, load_builtin
 from shardwise.manifest.layout import Layout
 
@@ -60,6 +61,20 @@ class Specification:
         builder.add_values(values)
         builder.world_size = math.prod(axes.values())
         return builder.build(f"files of ranks, {self.files}")
+
+    def apply(self, path: str, layout: Layout) -> Layout:
+        """Return the layout of a checkpoint with the names and shapes that the rules give.
+
+        With `files`, the rules were applied when the files were read, and nothing changes.
+
+        Args:
+            path: the path of the checkpoint, for messages.
+            layout: the layout.
+
+        Raises:
+            MismatchError, StateError: as for `remap`.
+        """
+        return remap(path, layout, self.rules, self.sizes) if self.files is None else layout
 
 
 def spec(

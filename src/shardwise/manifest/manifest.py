@@ -139,15 +139,6 @@ def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
     return _add_checksum(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
 
 
-def verify_manifest(data: bytes) -> None:
-    """Check the checksum of a manifest, without decoding it.
-
-    Raises:
-        FormatError: the bytes are not a manifest, or were altered.
-    """
-    _verify_checksum(data, "the manifest")
-
-
 def decode_manifest(data: bytes) -> Manifest:
     """Decode a manifest, except its tensors. `shardwise.manifest.validate` checks the contents.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.remote_files import Entry, ReadRange, RemoteFileStore, RequestStream
-from shardwise.store.store import FileStatus
+from shardwise.store.store import FileStatus, not_a_directory
 from shardwise.store.store_url import parse_url
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class FsspecStore(RemoteFileStore):
             found = client.ls(full, detail=True)
         own = full.rstrip("/")
         if len(found) == 1 and _path(found[0]) == own and found[0]["type"] == "file":
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._place(path))
+            raise not_a_directory(self._place(path))
         # Some object stores have an object for the directory itself.
         below = [info for info in found if _path(info) != own]
         return {_path(info).rpartition("/")[2]: _entry(info) for info in below}

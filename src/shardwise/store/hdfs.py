@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.remote_files import Entry, ReadRange, RemoteFileStore, RequestStream
-from shardwise.store.store import FileStatus
+from shardwise.store.store import FileStatus, not_a_directory
 from shardwise.store.store_url import parse_url
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class HdfsStore(RemoteFileStore):
     def _list(self, path: str) -> Mapping[str, Entry]:
         found = self.request(path, lambda: list(self._client.list_status(path)))
         if len(found) == 1 and found[0].path == path and not found[0].isdir:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._place(path))
+            raise not_a_directory(self._place(path))
         return {status.path.rpartition("/")[2]: _entry(status) for status in found}
 
     def _open(self, path: str, size: int | None) -> tuple[int, ReadRange]:

@@ -8,7 +8,6 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -28,15 +27,10 @@ from shardwise.store.local_files import (
     write_atomically,
 )
 from shardwise.store.names import check_name, check_name_to_write, check_path
-from shardwise.store.store import LOCAL_TRANSFER, FileStatus, StoreTraits
+from shardwise.store.store import FileStatus, StoreTraits, TransferOptions, not_a_directory
 from shardwise.store.store_url import StoreUrl
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
-
-
-LOCAL_TRAITS = StoreTraits(
-    alignment=ALIGNMENT, lock_expiry=0.0, reading_grace=0.0, transfer=LOCAL_TRANSFER
-)
 
 
 class LocalStore:
@@ -75,7 +69,13 @@ class LocalStore:
     @cached_property
     def traits(self) -> StoreTraits:
         """The properties of the store. Whether it is local to this node depends on its mount."""
-        return replace(LOCAL_TRAITS, is_node_local=is_node_local(self.path))
+        return StoreTraits(
+            alignment=ALIGNMENT,
+            lock_expiry=0.0,
+            reading_grace=0.0,
+            transfer=TransferOptions(),
+            is_node_local=is_node_local(self.path),
+        )
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
@@ -157,6 +157,8 @@ class LocalStore:
             return sorted(n for n in os.listdir(self.path) if not _DELETED_IN_NFS.fullmatch(n))
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise not_a_directory(str(self.path)) from error
 
     def delete(self, key: str) -> None:
         """Remove a file, if it exists; with "", the directory, if it is empty.

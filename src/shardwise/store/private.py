@@ -65,8 +65,3 @@ def is_private(status: os.stat_result) -> bool:
     """Return whether a regular file belongs to this user, and no other user may access it."""
     is_own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
     return is_own and not stat.S_IMODE(status.st_mode) & 0o077
-
-
-def has_owners(store: Store) -> bool:
-    """Return whether a file of the store has an owner, so that `read_private` checks it."""
-    return isinstance(store, LocalStore)

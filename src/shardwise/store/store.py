@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -16,7 +17,7 @@ Buffer = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How a store is read fastest.
+    """How a store is read fastest. The defaults are those of file systems.
 
     Attributes:
         read_bytes: the longest read, in bytes.
@@ -28,20 +29,13 @@ class TransferOptions:
         staging_bytes: the memory for reads, in bytes, unless the user sets a bound.
     """
 
-    read_bytes: int
-    read_threads: int
-    node_requests: int | None
-    largest_gap: int
-    staging_bytes: int
+    read_bytes: int = 2 << 20  # stays in the CPU cache until it is verified and copied
+    read_threads: int = 4
+    node_requests: int | None = None
+    largest_gap: int = 0
+    staging_bytes: int = 64 << 20
 
 
-LOCAL_TRANSFER = TransferOptions(
-    read_bytes=2 << 20,  # small enough to stay in the CPU cache until it is verified and copied
-    read_threads=4,
-    node_requests=None,
-    largest_gap=0,
-    staging_bytes=64 << 20,
-)
 REMOTE_TRANSFER = TransferOptions(
     read_bytes=8 << 20,
     read_threads=32,
@@ -211,6 +205,9 @@ class Store(Protocol):
         """Return the names of all files and directories at this place, sorted.
 
         The result is empty if there is nothing. Locks of the store itself are left out.
+
+        Raises:
+            NotADirectoryError: a file is at this place.
         """
         ...
 
@@ -324,3 +321,9 @@ class ReadOnlyStore:
     def refusal(self) -> StoreError:
         """Return the error for a verb that the store does not support."""
         return StoreError(f"{self} is read-only: {self.why_read_only}")
+
+
+def not_a_directory(place: str) -> NotADirectoryError:
+    """Return the error for a file at the path or URL where the files of a store should be."""
+    message = "this is a file, but a directory is needed here: move or remove it, or use another"
+    return NotADirectoryError(errno.ENOTDIR, message, place)

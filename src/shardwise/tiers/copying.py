@@ -18,10 +18,6 @@ from shardwise.store import Store, lock_for_reading
 FILES_AT_ONCE = 4
 
 
-class CheckpointInUse(StoreError):  # noqa: N818
-    """Another process removes, replaces or copies the checkpoint; the caller can try again."""
-
-
 def copy_checkpoint(
     source: Store,
     target: Store,
@@ -46,12 +42,12 @@ def copy_checkpoint(
     Raises:
         CorruptionError: the source is damaged.
         FileNotFoundError: the source has no manifest.
-        CheckpointInUse: the source is being removed, or another process copies it.
+        StoreError: the source is being removed, or another process copies it.
         OSError: a store failed.
     """
     with lock_for_reading(source, MANIFEST) as held:
         if not held:
-            raise CheckpointInUse(f"{source} is being removed or replaced, so it was not copied")
+            raise StoreError(f"{source} is being removed or replaced, so it was not copied")
         data = source.read(MANIFEST, limit=LARGEST_MANIFEST)
         try:
             manifest = decode_manifest(data)
@@ -61,7 +57,7 @@ def copy_checkpoint(
         # The lock keeps other processes from removing the files that this one copies.
         with lock_save(target, manifest.save_id, range(1)) as is_held:
             if not is_held:
-                raise CheckpointInUse(
+                raise StoreError(
                     f"{target}: another process copies this checkpoint (it holds the lock "
                     f"{own_lock})"
                 )

@@ -24,12 +24,7 @@ from shardwise.store import Store, open_store
 from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 from shardwise.tiers.options import Mirror
-from shardwise.tiers.record import (
-    MirroredStep,
-    MirrorRecord,
-    read_mirror_record,
-    write_mirror_record,
-)
+from shardwise.tiers.record import MirroredStep, MirrorRecord
 from shardwise.tiers.tier import REREAD_PERIOD, Tier
 
 LOCK = "mirroring.lock"
@@ -90,7 +85,7 @@ class Mirroring:
         with self._root.lock(LOCK) as held:
             if not held:
                 with suppress(ShardwiseError, OSError):  # another process copies to the mirror
-                    self.record = read_mirror_record(self._root) or self.record
+                    self.record = MirrorRecord.read(self._root) or self.record
                 return False
             try:
                 return self._catch_up(saved)
@@ -219,7 +214,7 @@ class Mirroring:
         self._logged_failure = why
         if self.record != self._written_record:
             try:
-                write_mirror_record(self._root, self.record)
+                self.record.write(self._root)
                 self._written_record = self.record
             except OSError as error:
                 log.warning("cannot write the state of the mirror to %s: %s", self._root, error)

@@ -11,7 +11,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.events import repr_of_set_fields
 from shardwise.retention import Keep, PlainKeep
-from shardwise.store import Store
+from shardwise.store import Store, open_store
 
 SMALLEST_BUDGET = 1 << 20
 
@@ -69,9 +69,9 @@ class MirrorRequest(msgspec.Struct, frozen=True):
     budget: int | None = None
 
     @classmethod
-    def of(cls, mirror: Mirror, store: Store) -> MirrorRequest:
-        """Return the request for a mirror; `store` is its opened place."""
-        return cls(str(store), asdict(mirror.keep), mirror.budget)
+    def of(cls, mirror: Mirror) -> MirrorRequest:
+        """Return the request for a mirror."""
+        return cls(str(open_store(mirror.place)), asdict(mirror.keep), mirror.budget)
 
     def options(self) -> Mirror:
         """Return the options."""

@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.decoding import prepare_decoding
+from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
-from shardwise.store import Store, name_of, open_store, parent_of
-from shardwise.store.private import has_owners, publish_private, read_private
+from shardwise.store import LocalStore, Store, name_of, open_store, parent_of
+from shardwise.store.private import publish_private, read_private
 from shardwise.tiers.store import TieredStore
 
 MIRROR_FILE = "mirror.json"
@@ -60,6 +60,33 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     failing_since: float | None = None
 
+    @classmethod
+    def read(cls, root: Store) -> MirrorRecord | None:
+        """Return the record of the root's mirror; None if the root has none.
+
+        Raises:
+            StoreError: the record is damaged.
+        """
+        with suppress(FileNotFoundError, NotADirectoryError):
+            data = root.read(MIRROR_FILE, limit=LARGEST_RECORD)
+            try:
+                return msgspec.json.decode(data, type=cls)
+            except DECODE_ERRORS as error:
+                raise StoreError(
+                    f"{root}: {MIRROR_FILE} is damaged ({error}); remove it: the next training "
+                    "with mirror= writes it again"
+                ) from error
+        return None
+
+    def write(self, root: Store) -> None:
+        """Write the record to the root.
+
+        Raises:
+            OSError: the root is full, or not writable.
+        """
+        data = msgspec.json.encode(self)
+        publish_private(root, MIRROR_FILE, data, data)
+
     def has(self, step: int, save_id: str) -> bool:
         """Return whether the mirror has this save of a step."""
         return step in self.steps and self.steps[step].save_id == save_id
@@ -72,34 +99,6 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join([*reasons[:3], *more])
 
 
-def read_mirror_record(root: Store) -> MirrorRecord | None:
-    """Return the record of the root's mirror; None if the root has none.
-
-    Raises:
-        StoreError: the record is damaged.
-    """
-    with suppress(FileNotFoundError, NotADirectoryError):
-        data = root.read(MIRROR_FILE, limit=LARGEST_RECORD)
-        try:
-            return msgspec.json.decode(data, type=MirrorRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StoreError(
-                f"{root}: {MIRROR_FILE} is damaged ({error}); remove it: the next training with "
-                "mirror= writes it again"
-            ) from error
-    return None
-
-
-def write_mirror_record(root: Store, record: MirrorRecord) -> None:
-    """Write the record to the root.
-
-    Raises:
-        OSError: the root is full, or not writable.
-    """
-    data = msgspec.json.encode(record)
-    publish_private(root, MIRROR_FILE, data, data)
-
-
 def open_with_mirror(store: Store) -> Store:
     """Return a root, or the directory of a step, together with the same place in its mirror.
 
@@ -109,7 +108,7 @@ def open_with_mirror(store: Store) -> Store:
     user's credentials. So a record counts only if nobody else can have written it. A mirror that
     cannot be opened is left out with a warning.
     """
-    if not has_owners(store):
+    if not isinstance(store, LocalStore):  # in other stores, anybody may have written a file
         return store
     name = name_of(store)
     parent = parent_of(store) if step_of_directory(name) is not None else None
@@ -121,6 +120,6 @@ def open_with_mirror(store: Store) -> Store:
         return tiers if parent is None else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         log.warning("%s is read without its mirror: %s", store, error)
         return store

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.errors import CorruptionError, FormatError
-from shardwise.manifest.manifest import verify_manifest
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import (
     FileStatus,
@@ -23,7 +23,8 @@ from shardwise.store import (
 from shardwise.store.store import Buffer
 from shardwise.tiers.copying import saved_manifest
 
-T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
@@ -57,11 +58,6 @@ class TieredStore(ReadOnlyStore):
         """
         with self._count_lock:
             return dict(zip((ROOT, MIRROR), self._bytes_read, strict=True))
-
-    @classmethod
-    def over(cls, root: Store, mirror: Store | None) -> Store:
-        """Return a root with its mirror; or the root itself without one."""
-        return root if mirror is None else cls(root, mirror)
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
@@ -112,35 +108,31 @@ class TieredStore(ReadOnlyStore):
             FileNotFoundError: no tier has the file.
         """
         file = _TieredFile(path, self._tiers, self._count)
-        try:
-            file.open_first()
-        except BaseException:
-            file.close()
-            raise
+        file.open_first()
         return file
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file from the nearest tier that has it.
 
-        A manifest whose checksum is wrong is read from the next tier.
+        Raises:
+            FormatError: this is a manifest, and damaged in all tiers that have it.
         """
-        data = b""
-        failures: list[Exception] = []
-        for tier in self._tiers:
+
+        def read(tier: Store) -> bytes:
             try:
                 data = tier.read(key, limit=limit)
                 if key == MANIFEST:
-                    verify_manifest(data)
-            except (FormatError, OSError) as error:
-                failures.append(error)
-                continue
-            for failure in failures:
-                if not isinstance(failure, FileNotFoundError):
-                    log.warning("%s was read from %s, because %s", key, tier, failure)
+                    decode_manifest(data)
+            except FormatError as error:
+                log.warning("%s of %s is damaged: %s", key, tier, error)
+                raise FormatError(f"{tier}: {error}") from error
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError):
+                    log.warning("%s of %s cannot be read: %s", key, tier, error)
+                raise
             return data
-        if any(isinstance(each, FormatError) for each in failures):
-            return data  # the caller decodes it, and reports the damage
-        raise _choose_error(failures)
+
+        return _first_result(read, self._tiers)
 
     def list(self) -> list[str]:
         """Return the names that any tier has.
@@ -206,7 +198,8 @@ class _TieredFile:
         return self._copy(number).size
 
     def read_at(self, offset: int, out: Buffer) -> int:
-        return self._try_copies(lambda number: self.read_copy(number, offset, out))
+        copies = range(self.copies)
+        return _first_result(lambda number: self.read_copy(number, offset, out), copies)
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         nbytes = self._copy(number).read_at(offset, out)
@@ -222,17 +215,7 @@ class _TieredFile:
 
     def open_first(self) -> ReadableFile:
         """Return the file in the nearest tier that has it."""
-        return self._try_copies(self._copy)
-
-    def _try_copies(self, use: Callable[[int], T]) -> T:
-        """Return the result of `use` for the index of the nearest copy that does not fail."""
-        failures: list[Exception] = []
-        for number in range(len(self._tiers)):
-            try:
-                return use(number)
-            except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
-                failures.append(error)
-        raise _choose_error(failures)
+        return _first_result(self._copy, range(self.copies))
 
     def _copy(self, number: int) -> ReadableFile:
         """Return the file in a tier. A tier that could not open it is not asked again."""
@@ -246,6 +229,17 @@ class _TieredFile:
         if isinstance(file, Exception):
             raise file
         return file
+
+
+def _first_result(use: Callable[[Item], Result], items: Iterable[Item]) -> Result:
+    """Return the result of `use` for the first item for which it does not fail."""
+    failures: list[Exception] = []
+    for item in items:
+        try:
+            return use(item)
+        except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
+            failures.append(error)
+    raise _choose_error(failures)
 
 
 def _choose_error(failures: Sequence[Exception]) -> Exception:

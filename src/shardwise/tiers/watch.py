@@ -13,7 +13,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
 from shardwise.store import Store
 from shardwise.tiers.copying import saved_manifest
-from shardwise.tiers.record import MirrorRecord, read_mirror_record
+from shardwise.tiers.record import MirrorRecord
 
 FAILURE_TIMEOUT = 60.0
 LONGEST_COPY = 600.0
@@ -45,7 +45,7 @@ class MirrorWatch:
     def record(self) -> MirrorRecord | None:
         """Return the state of the mirror; None if it is unknown."""
         with suppress(OSError):
-            return read_mirror_record(self._root)
+            return MirrorRecord.read(self._root)
         return None
 
     def describe_problem(self) -> str:

@@ -59,11 +59,6 @@ class MirrorWorker:
                 self._due_at = self._clock()
             self._changed.notify_all()
 
-    def seconds_until_due(self) -> float:
-        """Return the seconds until the next attempt; 0 if it is due."""
-        with self._changed:
-            return max(0.0, self._due_at - self._clock())
-
     def attempt(self) -> bool:
         """Bring the mirror up to date; return whether that succeeded. The thread calls this."""
         with self._changed:

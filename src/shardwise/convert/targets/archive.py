@@ -22,8 +22,6 @@ from shardwise.manifest.checksums import crc32
 
 ALIGNMENT = 64
 MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
-ZIP_START = b"PK\x03\x04"
-LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 ENTRY_SIGNATURE, END_SIGNATURE = b"PK\x01\x02", b"PK\x05\x06"
 LOCATOR_SIGNATURE, END64_SIGNATURE = b"PK\x06\x07", b"PK\x06\x06"
 END_RECORD = struct.Struct("<4sHHHHIIH")

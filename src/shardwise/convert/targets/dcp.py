@@ -10,7 +10,6 @@ from shardwise.convert.plan import (
     ExportContents,
     ExportFiles,
     OutputFile,
-    RangeChecksums,
     TensorPart,
     cut_rows,
     divide_among_files,
@@ -19,9 +18,9 @@ from shardwise.convert.targets.archive import ALIGNMENT
 from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
 from shardwise.errors import StateError
-from shardwise.formats.file_tree import FilePart
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 METADATA = ".metadata"
@@ -44,7 +43,7 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     }
     parts = dict.fromkeys(part for row_parts in tensors.values() for part in row_parts)
     files = [OutputFile("__0_0.distcp")]
-    stored_items: dict[TensorPart | str, FilePart] = {}
+    stored_items: dict[TensorPart | str, _StorageInfo] = {}
     for name, (_, value) in leaves.items():
         if name in tensors:
             continue
@@ -61,11 +60,8 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     paths = {
         name: path for name, (path, _) in leaves.items() if name in tensors or name in stored_items
     }
-
-    def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
-        return {METADATA: pickle.dumps(_make_metadata(paths, tensors, stored_items))}
-
-    return ExportFiles(tuple(files), make_final_files, tuple(left_out))
+    final_files = {METADATA: pickle.dumps(_make_metadata(paths, tensors, stored_items))}
+    return ExportFiles(tuple(files), lambda sums: final_files, tuple(left_out))
 
 
 def _leaves_by_name(state: NestedState) -> dict[str, tuple[Path, Any]]:
@@ -108,20 +104,23 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, list) or all(map(_is_leaf, value))
 
 
-def _add_value(file: OutputFile, value: Any, name: str) -> FilePart:
+def _add_value(file: OutputFile, value: Any, name: str) -> _StorageInfo:
+    """Append a value to a file, and return where it is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     file.align(ALIGNMENT)
     start = file.size
     add_torch_file(file, value, name)
-    return FilePart(file.name, start, file.size - start, name)
+    return _StorageInfo(file.name, start, file.size - start)
 
 
 def _make_metadata(
     paths: Mapping[str, Path],
     tensors: Mapping[str, Sequence[TensorPart]],
-    stored_items: Mapping[TensorPart | str, FilePart],
+    stored_items: Mapping[TensorPart | str, _StorageInfo],
 ) -> Metadata:
     """Return the same metadata object as torch writes to `.metadata`."""
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         Metadata,
@@ -134,14 +133,11 @@ def _make_metadata(
     for name in paths:
         if name not in tensors:
             entries[name] = BytesStorageMetadata()
-            item = stored_items[name]
-            storage[MetadataIndex(name)] = _StorageInfo(item.file, item.offset, item.size)
+            storage[MetadataIndex(name)] = stored_items[name]
             continue
         entries[name] = _make_tensor_metadata(tensors[name])
         for index, part in enumerate(tensors[name]):
-            item = stored_items[part]
-            key = MetadataIndex(name, part.box.offset, index)
-            storage[key] = _StorageInfo(item.file, item.offset, item.size)
+            storage[MetadataIndex(name, part.box.offset, index)] = stored_items[part]
     return Metadata(
         entries,
         planner_data=dict(paths),

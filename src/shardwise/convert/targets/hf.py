@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,7 +10,6 @@ from shardwise.convert.plan import (
     ExportContents,
     ExportFiles,
     OutputFile,
-    RangeChecksums,
     TargetTensor,
     TensorPart,
     divide_among_files,
@@ -51,22 +50,23 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
         _plan_file(name, file_tensors) for name, file_tensors in zip(names, files, strict=True)
     )
 
-    def make_final_files(_: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
-        if len(files) == 1:
-            return {}
-        file_of_tensor = {
-            each.name: name
-            for name, file_tensors in zip(names, files, strict=True)
-            for each in file_tensors
-        }
-        total = sum(each.part.size for each in written)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": dict(sorted(file_of_tensor.items())),
-        }
-        return {INDEX: msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"}
+    final_files = {} if len(files) == 1 else {INDEX: _encode_index(names, files)}
+    left_out += contents.describe_left_out()
+    return ExportFiles(tensor_files, lambda sums: final_files, left_out)
 
-    return ExportFiles(tensor_files, make_final_files, (*left_out, *contents.describe_left_out()))
+
+def _encode_index(names: Sequence[str], files: Sequence[Sequence[TargetTensor]]) -> bytes:
+    """Return the index, which says in which file each tensor is."""
+    file_of_tensor = {
+        each.name: name
+        for name, file_tensors in zip(names, files, strict=True)
+        for each in file_tensors
+    }
+    index = {
+        "metadata": {"total_size": sum(each.part.size for file in files for each in file)},
+        "weight_map": dict(sorted(file_of_tensor.items())),
+    }
+    return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
 
 
 def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:

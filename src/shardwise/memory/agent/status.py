@@ -23,7 +23,7 @@ from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
 from shardwise.store import open_store
-from shardwise.tiers.record import read_mirror_record
+from shardwise.tiers.record import MirrorRecord
 
 SHOWN_STAGES = ("commit", "protect", "persist")
 ANSWER_TIMEOUT = 5.0
@@ -212,7 +212,7 @@ def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
         record = None
         failure = "the agent has not copied anything yet"
         try:
-            record = read_mirror_record(open_store(task.root))
+            record = MirrorRecord.read(open_store(task.root))
         except OSError as error:
             failure = f"the state of the mirror is unknown: {error}"
         since = None if record is None else record.failing_since

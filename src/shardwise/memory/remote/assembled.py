@@ -20,7 +20,6 @@ from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import map_file
 from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore, Store
-from shardwise.store.local import LOCAL_TRAITS
 from shardwise.store.store import Buffer
 
 NODE_TIMEOUT = 10.0
@@ -86,8 +85,9 @@ class AssembledStore(ReadOnlyStore):
         self._name = f"memory of run {run.name}, step {assembly.step}"
         self._node = node
         mapped = frozenset(name for name, nodes in assembly.nodes_by_file.items() if node in nodes)
-        self.traits = replace(LOCAL_TRAITS, mapped=mapped)
         self._local = LocalStore(run.step_path(assembly.step))
+        # Parts of the files may be in the memory of other nodes.
+        self.traits = replace(self._local.traits, is_node_local=False, mapped=mapped)
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(SnapshotDirectory(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
