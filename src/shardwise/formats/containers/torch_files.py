@@ -106,7 +106,7 @@ def read_pickle_bytes(file_range: FileRange) -> bytes:
 
 
 def _read_pickle_entry(
-    file_range: FileRange, entries: Mapping[str, FileRange]
+    file_range: FileRange, entries: Mapping[str, tuple[int, int]]
 ) -> tuple[str, bytes]:
     """Return the folder in the archive, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
@@ -116,13 +116,13 @@ def _read_pickle_entry(
             f"{file_range.label}: not a file of torch.save: a zip archive {contents} data.pkl; "
             "pass a file of torch.save, or copy the file again if torch.save wrote it"
         )
-    entry = entries[names[0]]
-    if entry.size > LARGEST_PICKLE:
+    offset, size = entries[names[0]]
+    if size > LARGEST_PICKLE:
         raise FormatError(
-            f"{file_range.label}: its pickle has {entry.size} bytes; at most {LARGEST_PICKLE} are "
+            f"{file_range.label}: its pickle has {size} bytes; at most {LARGEST_PICKLE} are "
             "supported: save large values as tensors"
         )
-    return names[0].removesuffix(_PICKLE), entry.read(0, entry.size)
+    return names[0].removesuffix(_PICKLE), file_range.read(offset, size)
 
 
 def _read_zip(
@@ -131,14 +131,14 @@ def _read_zip(
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     byteorder = entries.get(f"{folder}/byteorder")
-    if byteorder and byteorder.read(0, min(byteorder.size, 16)) != b"little":
+    if byteorder and file_range.read(byteorder[0], min(byteorder[1], 16)) != b"little":
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
     prefix = f"{folder}/data/"
     storages = {
-        name.removeprefix(prefix): (entry.offset, entry.size)
+        name.removeprefix(prefix): entry
         for name, entry in entries.items()
         if name.startswith(prefix)
     }
@@ -154,7 +154,7 @@ def _read_zip(
             raise ValueError(
                 f"storage {key[:40]!r} has {stored_size} bytes, but the pickle needs {size}"
             )
-        return _make_storage(file_range.name, start, dtype, count)
+        return _make_storage(file_range.name, file_range.offset + start, dtype, count)
 
     def parse() -> Any:
         return unpickle(
