@@ -173,16 +173,9 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        self._require_flat(name, array)
-        for offset, part in array.boxes_in(shape, start):
-            self.add_box(name, offset, part)
-
-    def _require_flat(self, name: str, array: StoredArray) -> None:
-        if len(array.shape) != 1 or array.stride != (1,):
-            raise FormatError(
-                f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
-                "flat: copy all files of one save from an intact source"
-            )
+        zero = np.zeros(1, np.int64)
+        ranges = zero, zero, zero + start, zero + stop, zero
+        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
 
     def add_flat_ranges(
         self,
@@ -207,7 +200,12 @@ class Builder:
         """
         known = [array for array in arrays if array is not None]
         for array in known:
-            self._require_flat(tensors[0][0], array)
+            if len(array.shape) != 1 or array.stride != (1,):
+                raise FormatError(
+                    f"{tensors[0][0]}: an array of shape {list(array.shape)} in "
+                    f"{array.file[:200]!r} is not flat: copy all files of one save from an intact "
+                    "source"
+                )
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
         first_block = len(self._blocks)
