@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
@@ -33,27 +33,19 @@ class ParseCache:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, list[tuple[Mapping[str, tuple[int, int]], Any]]] = {}
+        self._parsed: dict[Hashable, Any] = {}
         self._lock = Lock()
 
-    def find(
-        self,
-        pickle_bytes: bytes,
-        storages: Mapping[str, tuple[int, int]],
-        parse: Callable[[], Any],
-    ) -> Any:
-        """Return the value of a pickle, from the cache or by `parse`.
+    def find(self, key: Hashable, parse: Callable[[], Any]) -> Any:
+        """Return the value of a file, from the cache or by `parse`.
 
         Args:
-            storages: the offset and the size of each storage, in bytes, by key.
+            key: the pickle, and the key, offset and size of each storage.
         """
         with self._lock:  # so that several threads do not parse the same pickle
-            cached = self._parsed.setdefault(pickle_bytes, [])
-            for cached_storages, value in cached:
-                if cached_storages == storages:
-                    return value
-            cached.append((storages, parse()))
-            return cached[-1][1]
+            if key not in self._parsed:
+                self._parsed[key] = parse()
+            return self._parsed[key]
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -167,7 +159,7 @@ def _read_zip(
 
     if cache is None or file_range.offset:
         return parse()
-    return cache.find(pickle_bytes, storages, parse)
+    return cache.find((pickle_bytes, *storages.items()), parse)
 
 
 def _make_storage(file: str, start: int, dtype: torch.dtype, count: int) -> StoredArray:
