@@ -200,3 +200,46 @@ def test_a_step_is_a_number_of_steps(tmp_path: Path, step: object, expected: int
     builder = Builder(FileTree(tmp_path))
     builder.step = step
     assert builder.build("it").step == expected
+
+
+RANGES_READER = """
+from shardwise.ports.reader import Reader, StoredArray
+
+def read(tree, builder):
+    builder.add_tensor("w", "float32", (4, 6))
+    ranges = tree.read_json("ranges.json", list[tuple[int, int, int]], "a list of ranges")
+    for start, count, stride in ranges:
+        array = StoredArray("w.raw", 4 * start, "float32", (count,), (stride,))
+        builder.add_flat_range("w", start, array)
+
+READER = Reader("ranges", lambda tree: "w.raw" in tree.sizes, read)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranges", "said"),
+    [
+        ([(10, 14, 1), (0, 10, 1)], None),
+        ([(0, 10, 1), (10, 0, 1), (10, 14, 1)], None),
+        ([(0, 10, 1), (10, 15, 1)], "elements 10 to 25 are not a range of a flat tensor"),
+        ([(0, 10, 1), (-1, 14, 1)], "elements -1 to 13 are not a range"),
+        ([(0, 24, 2)], "is not flat"),
+    ],
+)
+def test_ranges_of_a_flattened_tensor(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranges: list[tuple[int, int, int]],
+    said: str | None,
+) -> None:
+    install(tmp_path / "packages", "ranges_reader", "ranges", RANGES_READER, monkeypatch)
+    tensor = torch.arange(24.0).reshape(4, 6)
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    (place / "w.raw").write_bytes(tensor.numpy().tobytes())
+    (place / "ranges.json").write_text(json.dumps(ranges))
+    if said is None:
+        assert torch.equal(sw.open(place)["w"][:], tensor)
+    else:
+        with pytest.raises(sw.FormatError, match=said):
+            sw.open(place)

@@ -33,8 +33,7 @@ def checksums_of(store: Files, layout: Layout) -> Iterator[FileChecksums]:
         with store.tree.open_range(name) as file:
             rows = []
             if file.read(0, min(len(ZIP_START), file.size)) == ZIP_START:
-                rows = [
-                    (e.offset, e.size, c) for e, c in read_entry_checksums(file) if c and e.size
-                ]
+                entries = read_entry_checksums(file)
+                rows = [(start, size, crc) for start, size, crc in entries if crc and size]
         table = np.array(rows, np.int64)
         yield FileChecksums(name, table.reshape(len(table), 3))

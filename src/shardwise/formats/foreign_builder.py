@@ -176,10 +176,9 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        if not _is_flat(array):
-            raise _not_flat(name, array)
-        for offset, part in array.boxes_in(shape, start):
-            self.add_box(name, offset, part)
+        zero = np.zeros(1, np.int64)
+        ranges = zero, zero, zero + start, zero + stop, zero
+        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
 
     def add_flat_ranges(
         self,
@@ -204,9 +203,13 @@ class Builder:
         tensor_of_range, array_of_range = ranges[:2]
         known = [array for array in arrays if array is not None]
         for index, array in enumerate(arrays):
-            if array is not None and not _is_flat(array):
+            if array is not None and (len(array.shape) != 1 or array.stride != (1,)):
                 holders = tensor_of_range[array_of_range == index]
-                raise _not_flat(tensors[holders[0] if len(holders) else 0][0], array)
+                name = tensors[holders[0] if len(holders) else 0][0]
+                raise FormatError(
+                    f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
+                    "flat: copy all files of one save from an intact source"
+                )
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
         first_block = len(self._blocks)
@@ -473,14 +476,3 @@ class Builder:
             )
             tables.append(pieces_of_ranges(self._blocks, block, start, stop, file, position, size))
         return Pieces.join(tables)
-
-
-def _is_flat(array: StoredArray) -> bool:
-    return len(array.shape) == 1 and array.stride == (1,)
-
-
-def _not_flat(name: str, array: StoredArray) -> FormatError:
-    return FormatError(
-        f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not flat: copy "
-        "all files of one save from an intact source"
-    )

@@ -175,11 +175,19 @@ def test_without_patterns_it_asks_how(tmp_path: Path, full: dict[str, torch.Tens
             {"sub_param_shard_widths": {r".*qkv\.weight": [[8], [3], [3]]}},
             "should have 2 widths for each",
         ),
-        ({"parameter_with_sub_params": [{"patterns": ["x"]}]}, "no valid shape"),
+        (
+            {"parameter_with_sub_params": [{"patterns": ["x"]}]},
+            "not a valid value of partition_dim",
+        ),
+        (
+            {"parameter_with_sub_params": [{"partition_dim": 1, "shape": [4]}]},
+            "partition_dim is 1, but the shape has 1 dimensions",
+        ),
         ({"vocabulary_parameter_patterns": ["("]}, "not a valid pattern"),
         ({"vocabulary_parameter_patterns": ["(a+)+b"]}, "too many repetitions"),
-        ({"vocabulary_parameter_patterns": "embed"}, "is not a list"),
+        ({"vocabulary_parameter_patterns": "embed"}, "not a valid value of vocabulary_param"),
         ({"autotp_unsupported_parameter_patterns": ["bias"]}, "cannot be joined"),
+        ({"autotp_unsupported_parameter_patterns": {"bias": "uneven"}}, "cannot be joined"),
     ],
 )
 def test_what_does_not_fit_is_told(change: dict[str, Any], said: str) -> None:

@@ -220,14 +220,7 @@ def _build_tuple(count: int) -> Operation:
     return build
 
 
-def _append_item(machine: PickleMachine) -> None:
-    item = machine.stack.pop()
-    if (target := machine.find_target(list, "appends to")) is not None:
-        target.append(item)
-
-
-def _append_items(machine: PickleMachine) -> None:
-    items = machine.pop_to_mark()
+def _append_items(machine: PickleMachine, items: list[Any]) -> None:
     if (target := machine.find_target(list, "appends to")) is not None:
         target += items
 
@@ -325,8 +318,8 @@ def _make_operation_table() -> list[Operation]:
         pickle.BINSTRING: _push_python2_text(4),
         pickle.TUPLE1: _build_tuple(1),
         pickle.TUPLE3: _build_tuple(3),
-        pickle.APPEND: _append_item,
-        pickle.APPENDS: _append_items,
+        pickle.APPEND: lambda machine: _append_items(machine, [machine.stack.pop()]),
+        pickle.APPENDS: lambda machine: _append_items(machine, machine.pop_to_mark()),
         pickle.SETITEM: _set_item,
         pickle.SETITEMS: lambda machine: _update_dict(machine, machine.pop_to_mark()),
         pickle.ADDITEMS: _add_to_set,

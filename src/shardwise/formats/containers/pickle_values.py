@@ -178,7 +178,6 @@ def _array_from_buffer(data: object, dtype: object, shape: object, order: object
 
 
 def _make_scalar(dtype: object, data: object) -> object:
-    _check_array(dtype, (), data)
     return _array_from_buffer(data, dtype, (), "C")[()]
 
 

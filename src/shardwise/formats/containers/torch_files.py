@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
@@ -33,27 +33,19 @@ class ParseCache:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[bytes, list[tuple[Mapping[str, tuple[int, int]], Any]]] = {}
+        self._parsed: dict[Hashable, Any] = {}
         self._lock = Lock()
 
-    def find(
-        self,
-        pickle_bytes: bytes,
-        storages: Mapping[str, tuple[int, int]],
-        parse: Callable[[], Any],
-    ) -> Any:
-        """Return the value of a pickle, from the cache or by `parse`.
+    def find(self, key: Hashable, parse: Callable[[], Any]) -> Any:
+        """Return the value of a file, from the cache or by `parse`.
 
         Args:
-            storages: the offset and the size of each storage, in bytes, by key.
+            key: the pickle, and the key, offset and size of each storage.
         """
         with self._lock:  # so that several threads do not parse the same pickle
-            cached = self._parsed.setdefault(pickle_bytes, [])
-            for cached_storages, value in cached:
-                if cached_storages == storages:
-                    return value
-            cached.append((storages, parse()))
-            return cached[-1][1]
+            if key not in self._parsed:
+                self._parsed[key] = parse()
+            return self._parsed[key]
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -106,7 +98,7 @@ def read_pickle_bytes(file_range: FileRange) -> bytes:
 
 
 def _read_pickle_entry(
-    file_range: FileRange, entries: Mapping[str, FileRange]
+    file_range: FileRange, entries: Mapping[str, tuple[int, int]]
 ) -> tuple[str, bytes]:
     """Return the folder in the archive, and the pickle."""
     names = [name for name in entries if name.endswith(_PICKLE) and name.count("/") == 1]
@@ -116,13 +108,13 @@ def _read_pickle_entry(
             f"{file_range.label}: not a file of torch.save: a zip archive {contents} data.pkl; "
             "pass a file of torch.save, or copy the file again if torch.save wrote it"
         )
-    entry = entries[names[0]]
-    if entry.size > LARGEST_PICKLE:
+    offset, size = entries[names[0]]
+    if size > LARGEST_PICKLE:
         raise FormatError(
-            f"{file_range.label}: its pickle has {entry.size} bytes; at most {LARGEST_PICKLE} are "
+            f"{file_range.label}: its pickle has {size} bytes; at most {LARGEST_PICKLE} are "
             "supported: save large values as tensors"
         )
-    return names[0].removesuffix(_PICKLE), entry.read(0, entry.size)
+    return names[0].removesuffix(_PICKLE), file_range.read(offset, size)
 
 
 def _read_zip(
@@ -131,14 +123,14 @@ def _read_zip(
     entries = read_directory(file_range)
     folder, pickle_bytes = _read_pickle_entry(file_range, entries)
     byteorder = entries.get(f"{folder}/byteorder")
-    if byteorder and byteorder.read(0, min(byteorder.size, 16)) != b"little":
+    if byteorder and file_range.read(byteorder[0], min(byteorder[1], 16)) != b"little":
         raise FormatError(
             f"{file_range.label}: written on a big-endian machine, which is not supported: load it "
             "with torch and save it again on a little-endian machine"
         )
     prefix = f"{folder}/data/"
     storages = {
-        name.removeprefix(prefix): (entry.offset, entry.size)
+        name.removeprefix(prefix): entry
         for name, entry in entries.items()
         if name.startswith(prefix)
     }
@@ -154,7 +146,7 @@ def _read_zip(
             raise ValueError(
                 f"storage {key[:40]!r} has {stored_size} bytes, but the pickle needs {size}"
             )
-        return _make_storage(file_range.name, start, dtype, count)
+        return _make_storage(file_range.name, file_range.offset + start, dtype, count)
 
     def parse() -> Any:
         return unpickle(
@@ -167,7 +159,7 @@ def _read_zip(
 
     if cache is None or file_range.offset:
         return parse()
-    return cache.find(pickle_bytes, storages, parse)
+    return cache.find((pickle_bytes, *storages.items()), parse)
 
 
 def _make_storage(file: str, start: int, dtype: torch.dtype, count: int) -> StoredArray:

@@ -140,12 +140,6 @@ def _make_size(numbers: object = ()) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _make_device(device_type: object, index: object = None) -> torch.device:
-    if not isinstance(device_type, str) or not (index is None or type(index) is int):
-        raise TypeError("torch.device() is called with values that are not a name and an index")
-    return torch.device(device_type) if index is None else torch.device(device_type, index)
-
-
 def name_of_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype, without `torch`."""
     return str(dtype).removeprefix("torch.")
@@ -385,7 +379,7 @@ TORCH_NAMES: AllowedNames = {
     "torch.nn.parameter.Parameter": _return_first_argument,
     "torch.nn.parameter.Buffer": _return_first_argument,
     "torch.Size": _make_size,
-    "torch.device": _make_device,
+    "torch.device": call_with(torch.device, str, int),
     "torch.serialization._get_layout": call_with(str, str),
     "torch.torch_version.TorchVersion": call_with(str, str),
     **{

@@ -22,18 +22,24 @@ _DESCRIPTOR_SIZES = (0, 16, 24)
 """The possible sizes, in bytes, of the data descriptor after an entry; 0 without a descriptor."""
 
 
-def read_directory(archive: FileRange) -> dict[str, FileRange]:
-    """Return the entries by name, after comparing the header of each entry with the directory.
+def read_directory(archive: FileRange) -> dict[str, tuple[int, int]]:
+    """Return the offset in the archive and the size of each entry's content, in bytes, by name.
+
+    The header of each entry is compared with the directory.
 
     Raises:
         FormatError: this is not a zip archive, or it is truncated; entries are compressed,
             encrypted, overlapping or duplicate; or headers contradict each other.
     """
-    return {entry.orig_filename: content for entry, content in _read_entries(archive)}
+    entries, starts = _read_entries(archive)
+    return {
+        entry.orig_filename: (start, entry.file_size)
+        for entry, start in zip(entries, starts, strict=True)
+    }
 
 
-def read_entry_checksums(file: FileRange) -> Iterator[tuple[FileRange, int]]:
-    """Yield each entry of a file that is one or more archives, with its CRC-32.
+def read_entry_checksums(file: FileRange) -> Iterator[tuple[int, int, int]]:
+    """Yield the offset, size and CRC-32 of each entry in a file of one or more archives.
 
     Some writers store 0 as the CRC-32.
 
@@ -42,9 +48,10 @@ def read_entry_checksums(file: FileRange) -> Iterator[tuple[FileRange, int]]:
     """
     end = file.size
     while end > 0:
-        entries = _read_entries(replace(file, size=end))
-        yield from ((content, entry.CRC) for entry, content in entries)
-        end = entries[0][0].header_offset if entries else 0
+        entries, starts = _read_entries(replace(file, size=end))
+        for entry, start in zip(entries, starts, strict=True):
+            yield start, entry.file_size, entry.CRC
+        end = entries[0].header_offset if entries else 0
 
 
 class _RangeIO(RawIOBase):
@@ -112,15 +119,14 @@ def _damage_error(archive: FileRange, reason: str) -> FormatError:
     )
 
 
-def _read_entries(archive: FileRange) -> list[tuple[ZipInfo, FileRange]]:
-    """Return each entry in the directory, and its content: what follows the entry's header."""
+def _read_entries(archive: FileRange) -> tuple[list[ZipInfo], list[int]]:
+    """Return the entries, and the offset of each entry's content, which follows its header."""
     entries, directory_start = _list_entries(archive)
     starts = _infer_starts(archive, entries, directory_start) if archive.is_remote else None
     if starts is None:
         starts = list(_read_starts(archive, entries))
     seen_names: set[str] = set()
     previous_end = 0
-    found = []
     for entry, start in zip(entries, starts, strict=True):
         name = entry.orig_filename
         end = start + entry.file_size
@@ -128,8 +134,7 @@ def _read_entries(archive: FileRange) -> list[tuple[ZipInfo, FileRange]]:
             raise _damage_error(archive, f"{name[:80]!r} occurs twice, or overlaps another entry")
         seen_names.add(name)
         previous_end = end
-        found.append((entry, archive.subrange(start, entry.file_size, name[:80])))
-    return found
+    return entries, starts
 
 
 def _encoded_name(entry: ZipInfo) -> bytes:

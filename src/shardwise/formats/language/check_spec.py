@@ -23,14 +23,15 @@ def check_spec(spec: Spec) -> None:
     """
     numbers = spec.numeric_captures()
     for rule in spec.rules:
-        for name in rule.pattern.variables():
+        captures = rule.pattern.variables()
+        for name in captures:
             if name in (*spec.ranks, *spec.lets):
                 raise spec.source.error(
                     rule.position,
                     f"{name} is captured here, but declared by `ranks` or `let`; rename one",
                 )
         _check_names(spec, rule)
-        _check_shapes(spec, rule, spec.indexed_axes(rule, numbers))
+        _check_shapes(spec, rule, numbers.intersection(captures).union(spec.ranks))
     for tie in spec.ties:
         for name in tie.name.variables():
             if name not in tie.target.variables():

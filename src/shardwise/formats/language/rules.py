@@ -185,16 +185,6 @@ class Spec:
         captures = [each for rule in self.rules for each in rule.pattern.expressions()]
         return frozenset(numbers & {each.names[0] for each in captures if each.kind == "name"})
 
-    def indexed_axes(self, rule: Rule, numbers: Collection[str]) -> frozenset[str]:
-        """Return the axes along which each array of a rule has one position.
-
-        These are the axes of the ranks, and captured numbers.
-
-        Args:
-            numbers: the captures of all rules that are numbers.
-        """
-        return frozenset(self.ranks) | (set(rule.pattern.variables()) & set(numbers))
-
 
 @dataclass(frozen=True, slots=True)
 class DimensionMap:

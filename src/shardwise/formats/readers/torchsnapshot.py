@@ -81,7 +81,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     path = tree.label(MANIFEST)
     expected = "a JSON manifest of torchsnapshot 0.1 (load and save it with 0.1 if it is YAML)"
     manifest = tree.read_json(MANIFEST, _Manifest, expected)
-    collector = _EntryCollector(tree)
+    collector = _EntryCollector(tree, builder)
     for key, entry in manifest.manifest.items():
         rank, _, path_text = key.partition("/")
         parts = path_text.split("/")
@@ -94,7 +94,7 @@ def read(tree: FileTree, builder: Builder) -> None:
             collector.add_entry(int(rank), tuple(map(unquote, parts)), entry)
         except FormatError as error:
             raise FormatError(f"{path}: {key[:200]}: {error}") from error
-    collector.build(builder)
+    builder.add_state(collector.state(), is_ordered=False)
     builder.world_size = max(1, manifest.world_size)
 
 
@@ -102,18 +102,22 @@ READER = Reader(FORMAT, recognise, read)
 
 
 class _EntryCollector:
-    """Collects the tensors and values of a snapshot from the entries of its manifest."""
+    """Collects the tensors and values of a snapshot from the entries of its manifest.
 
-    def __init__(self, tree: FileTree) -> None:
+    Args:
+        tree: the files.
+        builder: receives the names of files, and lines about what is left out.
+    """
+
+    def __init__(self, tree: FileTree, builder: Builder) -> None:
         self._tree = tree
-        self._files: dict[str, None] = {}
+        self._builder = builder
         self._containers: dict[Path, type] = {}
         self._tensors: dict[Path, tuple[str, tuple[int, ...]]] = {}
         self._boxes: dict[Path, dict[tuple[int, ...], StoredArray]] = {}
         self._values: dict[Path, Any] = {}
         self._first_rank_by_path: dict[Path, int] = {}
         self._replicas: dict[Path, list[Placed]] = {}
-        self._left_out: list[str] = []
 
     def add_entry(self, rank: int, path: tuple[str, ...], entry: _Entry) -> None:
         """Add an entry of a rank.
@@ -134,10 +138,8 @@ class _EntryCollector:
         else:
             self._values[path] = self._read_value(entry)
 
-    def build(self, builder: Builder) -> None:
-        """Add everything to a builder."""
-        for location in self._files:
-            builder.add_file(location)
+    def state(self) -> dict[Any, Any]:
+        """Return the nested state of all entries."""
         leaves: dict[Path, Any] = {
             path: StoredTensor(
                 dtype,
@@ -156,24 +158,14 @@ class _EntryCollector:
             for path, container in self._containers.items()
             if path not in parents and path[-1] != STATE
         }
-        builder.add_state(nest(self._with_indices(leaves).items()), is_ordered=False)
-        builder.left_out += self._left_out
+        return nest({self._with_indices(path): leaf for path, leaf in leaves.items()}.items())
 
-    def _with_indices(self, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-        """Return the leaves by paths in which the positions in lists are integers."""
-
-        def is_list(path: Path) -> bool:
-            return self._containers.get(path) is list
-
-        def convert(path: Path) -> Path:
-            return tuple(
-                int(part)
-                if self._containers.get(path[:n]) is list and str(part).isdigit()
-                else part
-                for n, part in enumerate(path)
-            )
-
-        return {convert(path): leaf for path, leaf in leaves.items()}
+    def _with_indices(self, path: Path) -> Path:
+        """Return a path in which the positions in lists are integers."""
+        return tuple(
+            int(part) if self._containers.get(path[:n]) is list and str(part).isdigit() else part
+            for n, part in enumerate(path)
+        )
 
     def _add_shards(self, path: Path, entry: _Entry) -> None:
         shards = (*entry.shards, *entry.chunks)
@@ -220,13 +212,17 @@ class _EntryCollector:
         name = ".".join(map(str, path))
         if entry.type != "Tensor":
             if path in self._tensors or self._read_value(entry) != self._values[path]:
-                self._left_out.append(f"{name}: the value of rank {rank} differs and is left out")
+                self._builder.left_out.append(
+                    f"{name}: the value of rank {rank} differs and is left out"
+                )
             return
         array = self._read_array(entry)
         if self._tensors.get(path) == (array.dtype, array.shape):
             self._replicas.setdefault(path, []).append(((0,) * len(array.shape), array))
         else:
-            self._left_out.append(f"{name}: the tensor of rank {rank} differs and is left out")
+            self._builder.left_out.append(
+                f"{name}: the tensor of rank {rank} differs and is left out"
+            )
 
     def _read_array(self, tensor: _Entry) -> StoredArray:
         shape, dtype = tensor.shape, tensor.torch_dtype
@@ -291,7 +287,7 @@ class _EntryCollector:
 
     def _add_file(self, location: str) -> None:
         self._tree.file(location)
-        self._files[location] = None
+        self._builder.add_file(location)
 
 
 def _describe_saved(saved: object) -> str:

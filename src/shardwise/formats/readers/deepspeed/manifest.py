@@ -81,14 +81,9 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
     """
     _add_flat_arrays(builder, shards, place)
     first = shards[0]
-    for key, value in first.scalars.items():
-        if isinstance(value, (int, float)):
-            add_number(builder, first.names, key, value)
-            continue
-        scalars = (group.scalars.get(key, ()) for group in shards)
-        arrays = [array for each in scalars if isinstance(each, Sequence) for array in each]
-        # Numbers other than steps can differ between ranks: for example, norms of their parts.
-        add_scalars(builder, first.names, key, arrays if key == STEP else arrays[:1])
+    for key in first.scalars:
+        values = [value for group in shards for value in group.scalars.get(key, ())]
+        add_scalars(builder, first.names, key, values)
     builder.left_out += first.left_out
 
 
@@ -133,30 +128,28 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
 
 
 def add_scalars(
-    builder: Builder, names: Sequence[str], key: str, arrays: Sequence[StoredArray]
+    builder: Builder, names: Sequence[str], key: str, values: Sequence[StoredArray | Number]
 ) -> None:
-    """Add the first of the 0-d arrays as state of each parameter; the others are replicas."""
-    first = arrays[0]
+    """Add the first of the ranks' values as state of each parameter that does not have it yet.
+
+    Other ranks' counts of steps are replicas. Other numbers can differ between ranks: for example,
+    norms of their parts.
+
+    Args:
+        values: 0-d arrays, or numbers. A step count that is a number becomes a tensor, as in torch.
+    """
+    first = values[0]
     tensors = [tensor_name(name, key) for name in names if tensor_name(name, key) not in builder]
     for tensor in tensors:
-        builder.add_tensor(tensor, first.dtype, first.shape)
-    if not tensors or any(array.shape for array in arrays):
-        return
-    for tensor in tensors:
-        builder.add_box(tensor, (), first)
-    for array in arrays[1:]:
-        builder.add_box(tensors[0], (), array, replica=True)
-
-
-def add_number(builder: Builder, names: Sequence[str], key: str, number: Number) -> None:
-    """Add a number as state of some parameters; a step count becomes a tensor, as in torch."""
-    for tensor in (tensor_name(name, key) for name in names):
-        if tensor in builder:
-            continue
-        if key == STEP and not isinstance(number, bool):
-            builder.add_number(tensor, number)
+        if isinstance(first, StoredArray):
+            builder.add_array(tensor, first)
+        elif key == STEP and not isinstance(first, bool):
+            builder.add_number(tensor, first)
         else:
-            builder.add_value(tensor, number)
+            builder.add_value(tensor, first)
+    for value in values[1:] if key == STEP and isinstance(first, StoredArray) else ():
+        if isinstance(value, StoredArray) and tensors:
+            builder.add_box(tensors[0], (), value, replica=True)
 
 
 def add_state(
@@ -172,11 +165,8 @@ def add_state(
         values: the value of each tensor-parallel rank, all of one type.
     """
     arrays = [value for value in values if isinstance(value, StoredArray)]
-    if not isinstance(values[0], StoredArray):
-        add_number(builder, [parameter], key, values[0])
-    elif not values[0].shape:
-        # Numbers other than steps can differ between ranks: for example, norms of their parts.
-        add_scalars(builder, [parameter], key, arrays if key == STEP else arrays[:1])
+    if not arrays or not arrays[0].shape:
+        add_scalars(builder, [parameter], key, values)
     else:
         placement = place(parameter, [array.shape for array in arrays])
         add_shards(builder, tensor_name(parameter, key), arrays, placement)
@@ -195,7 +185,7 @@ def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
         if isinstance(step, (int, float)):
             # DeepSpeed's Adam counts steps by group, torch's by parameter.
             del hyperparameters[STEP]
-            add_number(builder, group.names, STEP, step)
+            add_scalars(builder, group.names, STEP, [step])
         if hyperparameters.get("bias_correction") is True:
             del hyperparameters["bias_correction"]  # torch's Adam always corrects the bias
         cleaned.append(replace(group, hyperparameters=hyperparameters))

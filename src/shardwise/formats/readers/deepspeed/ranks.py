@@ -36,8 +36,8 @@ from shardwise.ports.reader import Builder, FileRange, FileTree, FormatError, St
 MOST_FILES_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
-Scalars: TypeAlias = Mapping[tuple[str, int], float]
-"""The values of 0-d arrays, by the index of the file and the offset in it, in bytes."""
+Scalars: TypeAlias = Mapping[StoredArray, float]
+"""The values of 0-d arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,18 +343,18 @@ def _read_scalars(tree: FileTree, arrays: Iterable[StoredArray]) -> Scalars:
     Raises:
         FormatError: an array lies outside of its file.
     """
-    by_file: dict[str, dict[int, StoredArray]] = {}
+    by_file: dict[str, dict[StoredArray, None]] = {}  # distinct arrays
     for array in arrays:
-        by_file.setdefault(array.file, {})[array.start] = array
+        by_file.setdefault(array.file, {})[array] = None
 
-    def read(file: FileRange) -> dict[tuple[str, int], float]:
+    def read(file: FileRange) -> Scalars:
         return {
-            (file.name, start): _decode_scalar(file.read(start, array.itemsize), array.dtype)
-            for start, array in by_file[file.name].items()
+            array: _decode_scalar(file.read(array.start, array.itemsize), array.dtype)
+            for array in by_file[file.name]
         }
 
     by_name = tree.read_each(by_file, read)
-    return {key: value for values in by_name.values() for key, value in values.items()}
+    return {array: value for values in by_name.values() for array, value in values.items()}
 
 
 def _decode_scalar(data: bytes, dtype: str) -> float:
@@ -372,7 +372,7 @@ def _to_text(value: object, scalars: Scalars) -> str:
         return repr(value)
     if value.shape:
         return f"a tensor of {value.dtype} {list(value.shape)}"
-    return repr(scalars[value.file, value.start])
+    return repr(scalars[value])
 
 
 def _require_equal(

@@ -95,7 +95,7 @@ def _add_optimizer_without_zero(
     builder: Builder, ranks: AllRanks, module: ModelState, place: PlacementRule
 ) -> None:
     states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
-    if states[0].optimizer is None:
+    if any(state.optimizer is None for state in states):
         return
     if ranks.stages > 1:
         builder.left_out.append(

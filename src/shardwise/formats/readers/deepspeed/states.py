@@ -45,7 +45,7 @@ _MODEL_KEYS = (
 )
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**59
 
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def parse_model_state(value: object, path: str) -> ModelState:
             "again, or save it with a supported version of DeepSpeed"
         )
     ties = entries.get("shared_params")  # a list in old versions
-    entry = partial(_convert_entry, entries, path)
+    entry = partial(convert_entry, entries, path)
     module = entry("module", dict[str, Any] | None)
     groups = entry("param_shapes", list[dict[str, Any]] | None)
     frozen_shapes = entry("frozen_param_shapes", dict[str, Any] | None)
@@ -179,7 +179,7 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         FormatError: the file is malformed.
     """
     file = _convert(value, dict[str, Any], path, "file of ZeRO's optimizer states")
-    saved = _convert_entry(file, path, "optimizer_state_dict", dict[str, Any])
+    saved = convert_entry(file, path, "optimizer_state_dict", dict[str, Any])
     if saved.get("ds_zero_partition_groups"):
         raise FormatError(
             f"{path}: experts that AutoEP divides under ZeRO 3 are not supported: convert the "
@@ -187,9 +187,9 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         )
     zero_3 = "fp32_flat_groups" in saved
     weights_key = "fp32_flat_groups" if zero_3 else "single_partition_of_fp32_groups"
-    masters = _parse_masters(_convert_entry(saved, path, weights_key, list[Any]), path)
+    masters = _parse_masters(convert_entry(saved, path, weights_key, list[Any]), path)
     base_key = "optimizer_state_dict" if zero_3 else "base_optimizer_state"
-    base = _convert_entry(saved, path, base_key, dict[str, Any] | list[Any])
+    base = convert_entry(saved, path, base_key, dict[str, Any] | list[Any])
     if isinstance(base, dict):
         optimizer = parse_torch_optimizer(base, path)
     else:
@@ -197,14 +197,14 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         steps = {} if step is None else {"step": _require_number("step", step, path)}
         states = tuple({**steps, **_flatten_state(each, path)} for each in base)
         optimizer = OptimizerState(path, states, None, tuple(range(len(masters))))
-    counts = _convert_entry(saved, path, "partition_count", list[_Count] | int | None) or 0
+    counts = convert_entry(saved, path, "partition_count", list[Count] | int | None) or 0
     counts = [max(counts, 0)] * len(masters) if isinstance(counts, int) else counts
     _require_count(optimizer.states, masters, "states", path)
     _require_count(counts, masters, "partition counts", path)
     if not zero_3 and optimizer.hyperparameters is not None:
         _require_count(optimizer.hyperparameters, masters, "hyperparameters", path)
-    slices = _convert_entry(saved, path, "param_slice_mappings", list[dict[str, Any]] | None)
-    paddings_key, paddings_type = "param_alignment_paddings", list[tuple[_Count, ...]] | None
+    slices = convert_entry(saved, path, "param_slice_mappings", list[dict[str, Any]] | None)
+    paddings_key, paddings_type = "param_alignment_paddings", list[tuple[Count, ...]] | None
     config = file.get("ds_config")
     settings = config.get("optimizer") if isinstance(config, Mapping) else None
     name = settings.get("type") if isinstance(settings, Mapping) else None
@@ -213,7 +213,7 @@ def parse_optimizer_state(value: object, path: str) -> OptimizerState:
         masters=masters,
         zero_3=zero_3,
         partition_counts=counts,
-        paddings=_convert_entry(saved, path, paddings_key, paddings_type),
+        paddings=convert_entry(saved, path, paddings_key, paddings_type),
         slices=None if slices is None else [_parse_slices(each, path) for each in slices],
         values=select_loss_scaling_values(saved),
         optimizer_type=name if isinstance(name, str) else None,
@@ -264,11 +264,11 @@ def parse_torch_optimizer(value: object, path: str) -> OptimizerState:
         FormatError: it is malformed.
     """
     optimizer = _convert(value, dict[str, Any], path, "state of an optimizer")
-    state = _convert_entry(optimizer, path, "state", dict[int, Any])
+    state = convert_entry(optimizer, path, "state", dict[int, Any])
     states, hyperparameters, param_groups = [], [], []
-    groups = _convert_entry(optimizer, path, "param_groups", list[dict[str, Any]])
+    groups = convert_entry(optimizer, path, "param_groups", list[dict[str, Any]])
     for group_index, group in enumerate(groups):
-        for index in _convert_entry(group, path, "params", list[int]):
+        for index in convert_entry(group, path, "params", list[int]):
             states.append(_flatten_state(state.get(index, {}), path))
             param_groups.append(group_index)
         hyperparameters.append(
@@ -360,7 +360,12 @@ def _require_count(
         )
 
 
-def _convert_entry(values: Mapping[str, Any], path: str, key: str, target_type: Any) -> Any:
+def convert_entry(values: Mapping[Any, Any], path: str, key: str, target_type: Any) -> Any:
+    """Return the value of a key, which is None if the key is missing.
+
+    Raises:
+        FormatError: the value does not have this type.
+    """
     return _convert(values.get(key), target_type, path, f"value of {key}")
 
 

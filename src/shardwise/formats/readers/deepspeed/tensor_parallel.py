@@ -6,12 +6,13 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from shardwise.formats.readers.deepspeed.states import Shape
+import msgspec
+
+from shardwise.formats.readers.deepspeed.states import Count, Shape, convert_entry
 from shardwise.ports.reader import Box, FormatError
 
-LONGEST_PATTERN = 1000
 MOST_REPEATS = 3
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
@@ -24,6 +25,9 @@ _ROW_PARALLEL = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _PATTERN_KEYS = (_REPLICATED, _AVERAGED, _IN_HALVES, _ROW_PARALLEL, _VOCABULARY, _UNSUPPORTED)
+_Pattern: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
+_PATTERNS = list[_Pattern] | dict[_Pattern, Any] | None
+"""Patterns of names; DeepSpeed gives a reason for each one that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,13 @@ def parse_placement_rule(info: object, path: str) -> PlacementRule:
             "shards make up parameters: save it with a `universal_checkpoint_info` in "
             "client_state, which DeepSpeed's own converter needs too"
         )
-    patterns = {key: _parse_patterns(info, key, path) for key in _PATTERN_KEYS}
+    patterns = {
+        key: [
+            _compile(pattern, f"{path}: {key}")
+            for pattern in convert_entry(info, path, key, _PATTERNS) or ()
+        ]
+        for key in _PATTERN_KEYS
+    }
     fused, rows = _parse_fused(info, path), info.get("original_vocab_size")
 
     def matches(name: str, key: str) -> bool:
@@ -207,8 +217,8 @@ class _FusedRule:
 
     pattern: re.Pattern[str]
     dim: int
-    sizes: tuple[int, ...] | int
-    shard_widths: tuple[tuple[int, ...], ...] | None
+    sizes: Sequence[int] | int
+    shard_widths: Sequence[Sequence[int]] | None
 
     def compute_widths(self, name: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
         """Return, for each fused parameter, its width on each rank.
@@ -237,7 +247,7 @@ class _FusedRule:
                     f"{name}: parameter_with_sub_params says that dimension {self.dim} consists of "
                     f"{sizes} equal parts, but its size is {total}"
                 )
-            sizes = (total // sizes,) * sizes
+            sizes = [total // sizes] * sizes
         if any(size % len(shapes) for size in sizes):
             raise FormatError(
                 f"{name}: parameter_with_sub_params says that the fused parameters have the widths "
@@ -247,53 +257,26 @@ class _FusedRule:
 
 
 def _parse_fused(info: Mapping[Any, Any], path: str) -> list[_FusedRule]:
-    recorded = info.get("sub_param_shard_widths")
-    all_widths = recorded if isinstance(recorded, Mapping) else {}
+    all_widths_type = dict[str, list[list[Count]]] | None
+    all_widths = convert_entry(info, path, "sub_param_shard_widths", all_widths_type) or {}
     rules = []
     label = f"{path}: parameter_with_sub_params"
-    for index, entry in enumerate(_require_list(info, "parameter_with_sub_params", path)):
+    for entry in convert_entry(info, path, "parameter_with_sub_params", list[Any] | None) or ():
         fields = entry if isinstance(entry, Mapping) else getattr(entry, "fields", {})
-        dim, shape = fields.get("partition_dim"), fields.get("shape")
-        if (
-            type(dim) is not int
-            or not isinstance(shape, (tuple, list))
-            or not 0 <= dim < len(shape)
-        ):
+        dim = convert_entry(fields, label, "partition_dim", Count)
+        shape = convert_entry(fields, label, "shape", list[int | list[Count]])
+        if dim >= len(shape):
             raise FormatError(
-                f"{label}: entry {index} has no valid shape (a list) and partition_dim (an index "
-                "into it): copy the file again from an intact source"
+                f"{label}: partition_dim is {dim}, but the shape has {len(shape)} dimensions: copy "
+                "the file again from an intact source"
             )
-        sizes = shape[dim] if type(shape[dim]) is int else _require_widths(shape[dim], label)
-        for pattern in _require_list(fields, "patterns", path):
-            widths = None
-            if pattern in all_widths:
-                rows = _require_list(all_widths, pattern, path)
-                widths = tuple(_require_widths(row, label) for row in rows)
-            rules.append(_FusedRule(_compile(pattern, label), dim, sizes, widths))
+        for pattern in convert_entry(fields, label, "patterns", _PATTERNS) or ():
+            compiled, widths = _compile(pattern, label), all_widths.get(pattern)
+            rules.append(_FusedRule(compiled, dim, shape[dim], widths))
     return rules
 
 
-def _parse_patterns(info: Mapping[Any, Any], key: str, path: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(_compile(pattern, f"{path}: {key}") for pattern in _require_list(info, key, path))
-
-
-def _require_list(values: Mapping[Any, Any], key: str, path: str) -> Sequence[Any]:
-    """Return the list at a key; it is empty if the key is missing."""
-    listed = values.get(key) or ()
-    if not isinstance(listed, (list, tuple)):
-        raise FormatError(
-            f"{path}: universal_checkpoint_info: {key} is not a list, but {type(listed).__name__}: "
-            "copy the file again from an intact source"
-        )
-    return listed
-
-
-def _compile(pattern: object, label: str) -> re.Pattern[str]:
-    if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
-        raise FormatError(
-            f"{label}: expected a pattern of up to {LONGEST_PATTERN} characters, found "
-            f"{pattern!r:.60}: copy the file again from an intact source"
-        )
+def _compile(pattern: str, label: str) -> re.Pattern[str]:
     # Matching a hostile pattern could take forever.
     if _REPEATED_GROUP.search(pattern) or len(_REPEAT.findall(pattern)) > MOST_REPEATS:
         raise FormatError(
@@ -307,15 +290,6 @@ def _compile(pattern: object, label: str) -> re.Pattern[str]:
             f"{label}: {pattern[:80]!r} is not a valid pattern: {error}; copy the file again from "
             "an intact source"
         ) from error
-
-
-def _require_widths(values: object, label: str) -> tuple[int, ...]:
-    if not isinstance(values, (list, tuple)) or not all(type(n) is int and n >= 0 for n in values):
-        raise FormatError(
-            f"{label}: expected a list of non-negative integers, the widths of fused parameters, "
-            f"found {values!r:.60}: copy the file again from an intact source"
-        )
-    return tuple(values)
 
 
 def _half_of_rows(shape: Shape, name: str) -> int:

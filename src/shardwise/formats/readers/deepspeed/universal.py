@@ -14,7 +14,6 @@ from shardwise.formats.readers.deepspeed.files import (
 )
 from shardwise.formats.readers.deepspeed.manifest import (
     add_frozen_slices,
-    add_number,
     add_param_groups,
     add_scalars,
     add_state,
@@ -189,10 +188,8 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
         rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
         for group, group_state, index in rows:
             step = group_state.get(STEP)
-            if isinstance(step, StoredArray) and step.shape == ():
+            if step is not None and not (isinstance(step, StoredArray) and step.shape):
                 add_scalars(builder, list(group), STEP, [step])
-            elif isinstance(step, (int, float)):
-                add_number(builder, list(group), STEP, step)
             param_groups.append(ParamGroup(tuple(group), (optimizer.hyperparameters or ())[index]))
     add_param_groups(builder, param_groups)
     for key, item in select_loss_scaling_values(settings).items():

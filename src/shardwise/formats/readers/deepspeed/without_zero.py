@@ -38,15 +38,13 @@ def add_undivided_optimizer(
     if only one assignment is possible. Otherwise the state is left out.
 
     Args:
-        states: the model states of all tensor-parallel ranks.
+        states: the model states of all tensor-parallel ranks, with optimizers.
         parameters: names and shapes of all parameters that may be trained, on the first rank, in
             the module's order.
 
     Raises:
         FormatError: the state is malformed, or does not fit these parameters.
     """
-    if any(state.optimizer is None for state in states):
-        return
     ranks = [parse_undivided_optimizer(each.optimizer or {}, each.path) for each in states]
     first = ranks[0]
     group_names = _infer_group_names(first, parameters)

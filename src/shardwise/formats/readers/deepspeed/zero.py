@@ -58,7 +58,8 @@ class FlatGroup:
         names, shapes: the parameters, in the order in which they were flattened.
         arrays: for each key of the optimizer's state, the ranges and the arrays. The key `MASTER`
             has the weights.
-        scalars: for each key, the 0-d tensors of all ranks, or the plain number of the first rank.
+        scalars: for each key, the 0-d tensors of all ranks, or the plain number of the first rank
+            alone.
         param_group: the index of the param group that has the hyperparameters.
         left_out: lines about state that is not read.
     """
@@ -66,7 +67,7 @@ class FlatGroup:
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     arrays: Mapping[str, Flat]
-    scalars: Mapping[str, Sequence[StoredArray] | Number] = field(default_factory=dict)
+    scalars: Mapping[str, Sequence[StoredArray | Number]] = field(default_factory=dict)
     param_group: int = 0
     left_out: tuple[str, ...] = ()
 
@@ -234,8 +235,8 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
     ranges = _find_ranges(index, shapes, states)
     flat: dict[str, Flat] = {}
     left_out = []
-    scalars: dict[str, Sequence[StoredArray] | Number] = {
-        key: value
+    scalars: dict[str, Sequence[StoredArray | Number]] = {
+        key: (value,)
         for key, value in first.states[index].items()
         if not isinstance(value, StoredArray)
     }
