@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from shardwise.convert.plan import ExportContents, ExportFiles, OutputFile, TensorPart
-from shardwise.convert.targets.archive import ALIGNMENT, ArchiveBuilder
 from shardwise.convert.targets.nested import nest_state
+from shardwise.convert.torch_archive import ALIGNMENT, ArchiveBuilder
 from shardwise.errors import StateError
 from shardwise.formats.containers.torch_values import STORAGE_DTYPES
 
