@@ -70,10 +70,8 @@ class ArchiveBuilder:
         entry = zipfile.ZipInfo(name)
         entry.header_offset = file.size - self._start
         entry.file_size = entry.compress_size = size
-        entry.flag_bits = _FLAG_UTF8
         has_descriptor = isinstance(content, TensorPart) and size > 0
-        if has_descriptor:
-            entry.flag_bits |= _FLAG_DATA_DESCRIPTOR
+        entry.flag_bits = _FLAG_UTF8 | (_FLAG_DATA_DESCRIPTOR if has_descriptor else 0)
         entry.CRC = crc32(content) if isinstance(content, bytes) else 0
         end = entry.header_offset + len(entry.FileHeader(is_large)) + _PADDING_FIELD.size
         padding = -end % ALIGNMENT
@@ -114,13 +112,8 @@ class ArchiveBuilder:
             # The record states its own size, but without the 4 bytes of the signature and the
             # 8 bytes of this number.
             stated_size = END64_RECORD.size - 12
-            versions = (_VERSION_ZIP64, _VERSION_ZIP64)
-            disks = (0, 0)
-            file.add(
-                END64_RECORD.pack(
-                    END64_SIGNATURE, stated_size, *versions, *disks, count, count, size, start
-                )
-            )
+            fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, size, start)
+            file.add(END64_RECORD.pack(END64_SIGNATURE, stated_size, *fields))
             file.add(LOCATOR_RECORD.pack(LOCATOR_SIGNATURE, 0, end, 1))
         # The largest number in a field of the end record means: see the 64-bit record.
         count = min(count, MAX_UINT16)
