@@ -64,7 +64,7 @@ def test_a_training_without_a_best_checkpoint_says_so(gang: Gang, tmp_path: Path
     run = Run(tmp_path, resume="best", options=BEST_IS_EARLY)
     (outcome,) = gang.run_outcomes(train, run, world=1)
     assert isinstance(outcome.exception, sw.CheckpointNotFoundError), outcome.report
-    assert "no checkpoint of this training was the best" in str(outcome.exception)
+    assert "no checkpoint was the best" in str(outcome.exception)
 
 
 def test_a_missing_optimizer_is_explained(gang: Gang, tmp_path: Path) -> None:
