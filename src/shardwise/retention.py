@@ -332,7 +332,9 @@ def remove_checkpoints(
         The steps that were removed.
     """
     to_remove = takewhile(lambda _: should_continue(), steps)
-    removed = [step for step in to_remove if _remove_if_ours(root.at(step_directory(step)))]
+    removed = [
+        step for step in to_remove if _remove_unless_irregular(root.at(step_directory(step)))
+    ]
     if root.traits.reading_grace and should_continue():
         found = [step for name in root.list() if (step := step_of_directory(name)) is not None]
         older = [step for step in found if step < newest and step not in set(committed)]
@@ -340,7 +342,7 @@ def remove_checkpoints(
     return removed
 
 
-def _remove_if_ours(store: Store) -> bool:
+def _remove_unless_irregular(store: Store) -> bool:
     """Do as `remove_checkpoint`, but keep a checkpoint whose manifest is not a regular file."""
     try:
         return remove_checkpoint(store)

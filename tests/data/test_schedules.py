@@ -241,11 +241,11 @@ def samples_before(dataset: ElasticStreamDataset, stream: int, state: StreamStat
     for name, source in dataset.sources.items():
         place = state.places.get(name, Place())
         own = range(stream, source.segments, dataset.streams)
-        for begun in range(place.begun + 1):
+        for begun in range(place.finished_segments + 1):
             epoch, position = divmod(begun, len(own))
             order = whole_order(source.segments, f"{dataset.seed} {epoch} {name}")
             segment = int(order[own[position]])
             assert isinstance(source, Labels)
-            count = source.sizes[segment] if begun < place.begun else place.offset
+            count = source.sizes[segment] if begun < place.finished_segments else place.offset
             found.update((name, segment, i) for i in range(count))
     return found

@@ -46,7 +46,7 @@ def test_the_streams_share_each_epoch_of_a_source() -> None:
         while True:
             item = stream.next_item()
             place = stream.state().places["s0"]
-            epoch = (place.begun - 0) // len(range(number, 10, 4))
+            epoch = place.finished_segments // len(range(number, 10, 4))
             if epoch > 2:
                 break
             epochs[epoch][item] += 1
@@ -107,7 +107,9 @@ def test_packing_uses_each_document_once(packer: Any) -> None:
     dataset = ElasticStreamDataset(sources, streams=1, transform=tokens_of, packer=packer)
     stream = Stream(dataset, 0, StreamState())
     tokens: list[int] = []
-    while stream.state().places.get("s0") is None or stream.state().places["s0"].begun < 6:
+    while (
+        stream.state().places.get("s0") is None or stream.state().places["s0"].finished_segments < 6
+    ):
         tokens += stream.next_item().tolist()
     found = whole_samples(tokens)
     assert set(found) == set(sources["s0"].samples())

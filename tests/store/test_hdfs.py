@@ -141,7 +141,7 @@ def test_a_server_that_hangs_is_an_error_and_its_files_are_there_afterwards(
 ) -> None:
     """Each request is bounded. The store is usable when the server goes on."""
     write_file(open_store(place), KEY, content(5000))
-    monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.seconds", 1.0)
+    monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.request_timeout", 1.0)
     store = open_store(f"{place}?retry=0")
     assert store.list() == [KEY]
     hdfs.namenode.send_signal(signal.SIGSTOP)

@@ -55,7 +55,7 @@ def test_a_silent_namenode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"hdfs://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.seconds", 0.4)
+        monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.request_timeout", 0.4)
         for _ in range(2):
             with pytest.raises(StoreUnavailableError, match=f"{url}/run: HDFS has not answered"):
                 sw.list_checkpoints(f"{url}/run?retry=0")

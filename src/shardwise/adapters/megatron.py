@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.megatron_model import ExtraState, cut_ranges, describe_model, match_name
+from shardwise.adapters.megatron_model import (
+    ExtraState,
+    cut_ranges,
+    describe_model,
+    with_checkpoint_name,
+)
 from shardwise.adapters.megatron_optimizer import (
     MASTER_KEY,
     BucketedState,
@@ -146,7 +151,7 @@ class MegatronModelBinding(Binding):
             return saved.tensor(f"{self.name}.{name}") is not None
 
         for tensors, _ in self._described:
-            tensors[:] = [match_name(each, has_tensor) for each in tensors]
+            tensors[:] = [with_checkpoint_name(each, has_tensor) for each in tensors]
         targets = LocalState(objects=self._extra_state(with_copies=True))
         parts, problems = match_buckets(self._optimizers(), saved)
         if not all(

@@ -26,7 +26,7 @@ _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")
 _EXPERT_NUMBER = re.compile(r"\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 
 
-def match_name(parameter: Parameter, has_tensor: Callable[[str], bool]) -> Parameter:
+def with_checkpoint_name(parameter: Parameter, has_tensor: Callable[[str], bool]) -> Parameter:
     """Return a tensor of a module under the name that a checkpoint has.
 
     Older checkpoints of Megatron-LM have the module's own names. If the checkpoint has only this

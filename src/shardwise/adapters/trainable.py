@@ -20,7 +20,7 @@ from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode
 from shardwise.state.selection import Selection, is_below
 
-_ELEMENTS = 4
+_SAMPLES_PER_TENSOR = 4
 _SEPARATOR = " 0x"
 
 
@@ -132,24 +132,29 @@ class TrainableBinding(Binding):
         """Return the trained tensors, and the fingerprint of the frozen ones as plain values."""
         local_state = self.module.local_state()
         frozen = self._take_frozen(local_state)
-        local_state.objects |= self._fingerprint_of(frozen)
+        for values in self._fingerprint_of(frozen).values():
+            local_state.objects |= values
+        if frozen and self._spec.base:
+            local_state.objects[self._base_key] = self._spec.base
         return local_state
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return what to load, after comparing the frozen tensors that the checkpoint lacks."""
         local_state = self.module.all_targets(saved, selection)
-        saved_values = self._saved_fingerprint(saved)
+        saved_fingerprint = self._saved_fingerprint(saved)
         for leaf in local_state.tensors:
-            local_state.unselected += saved_values.get(leaf.name, ())
+            local_state.unselected += saved_fingerprint.get(leaf.name, ())
         described = []
         for leaf in self._take_frozen(local_state):
-            if saved.tensor(leaf.name) is None and leaf.name in saved_values:
+            if saved.tensor(leaf.name) is None and leaf.name in saved_fingerprint:
                 described.append(leaf)
             else:
                 local_state.tensors.append(leaf)
         if saved.has_object(self._base_key):
             local_state.unselected.append(self._base_key)
-        local_state.problems += self._differences(described, saved, selection)
+        problems = self._compare(described, saved_fingerprint, selection)
+        if problems:
+            local_state.problems += [self._describe_other_base(saved), *problems]
         return selection.select_from(local_state)
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
@@ -161,7 +166,17 @@ class TrainableBinding(Binding):
         self.module.rebuild_weights()
 
     def _take_frozen(self, local_state: LocalState) -> list[TensorLeaf]:
-        """Remove the frozen tensors, and return them."""
+        """Remove the frozen tensors, and return them.
+
+        The first of these rules that applies to a tensor decides:
+
+        1. A pattern of `also` matches its name: it is saved.
+        2. It is a parameter, or tied to one: it is frozen if that does not require gradients.
+        3. `state_dict` generated it, such as the scale of a quantized parameter: it is frozen if
+           its name is below that of a frozen parameter, as `up.weight.absmax` is below
+           `up.weight`; or if its module has only frozen parameters, as for `up.scale`.
+        4. It is a buffer: it is frozen if the user passed `buffers=False`.
+        """
         prefix = f"{self.name}."
         is_trained = {
             name: parameter.tensor.requires_grad
@@ -169,23 +184,22 @@ class TrainableBinding(Binding):
             for name in parameter.names
         }
         leaves = {leaf.name.removeprefix(prefix): leaf for leaf in local_state.tensors}
-        shared = {leaf.tie_key: is_trained[n] for n, leaf in leaves.items() if n in is_trained}
-        frozen_names = {name for name, trained in is_trained.items() if not trained}
-        made = {name.removeprefix(prefix) for name in self.module.generated_names()}
-        trained_owners = {name.rpartition(".")[0] for name in is_trained.keys() - frozen_names}
-        frozen_owners = {name.rpartition(".")[0] for name in frozen_names} - trained_owners
+        trained_by_tie_key = {
+            leaf.tie_key: is_trained[name]
+            for name, leaf in leaves.items()
+            if leaf.tie_key is not None and name in is_trained
+        }
+        frozen_generated = self._frozen_among_generated(is_trained)
 
         def is_frozen(name: str, leaf: TensorLeaf) -> bool:
             if any(fnmatchcase(name, pattern) for pattern in self._spec.also):
                 return False
             if name in is_trained:
                 return not is_trained[name]
-            if leaf.tie_key is not None and leaf.tie_key in shared:  # FSDP1 hides second names
-                return not shared[leaf.tie_key]
-            # `state_dict` added it, for example the scale of a quantized parameter. It is frozen
-            # if it is below a frozen parameter, or in a module that has only frozen parameters.
-            if name in made:
-                return is_below(name, frozen_names) or name.rpartition(".")[0] in frozen_owners
+            if leaf.tie_key in trained_by_tie_key:  # FSDP1 hides second names
+                return not trained_by_tie_key[leaf.tie_key]
+            if name in frozen_generated:
+                return frozen_generated[name]
             return not self._spec.buffers
 
         frozen = {
@@ -196,13 +210,30 @@ class TrainableBinding(Binding):
         local_state.tensors = [leaf for leaf in local_state.tensors if leaf.name not in frozen]
         return [*frozen.values()]
 
-    def _fingerprint_of(self, leaves: Sequence[TensorLeaf]) -> dict[str, str]:
-        """Return plain values that describe tensors, by their names in a checkpoint.
+    def _frozen_among_generated(self, is_trained: Mapping[str, bool]) -> dict[str, bool]:
+        """Return whether each tensor that `state_dict` generated is frozen, by name."""
+        frozen_names = {name for name, trained in is_trained.items() if not trained}
+        trained_modules = {_module_of(name) for name in is_trained.keys() - frozen_names}
+        frozen_modules = {_module_of(name) for name in frozen_names} - trained_modules
+        generated = [name.removeprefix(f"{self.name}.") for name in self.module.generated_names()]
+        return {
+            name: is_below(name, frozen_names) or _module_of(name) in frozen_modules
+            for name in generated
+        }
+
+    def _fingerprint_of(self, leaves: Sequence[TensorLeaf]) -> dict[str, dict[str, str]]:
+        """Return plain values that describe tensors: for each tensor, values by their names.
+
+        A value has the dtype and the shape of the tensor, and the bytes of one element. Two values
+        of a tensor with 4096 elements:
+
+            "model._frozen.elements.up.weight[512]": "bfloat16 [64, 64] 0x3f3d"
+            "model._frozen.elements.up.weight[1536]": "bfloat16 [64, 64] 0x12bc"
 
         Raises:
             StateError: a tensor is on the meta device.
         """
-        values: dict[str, str] = {}
+        kinds: dict[str, dict[str, str]] = {}
         elements: dict[str, torch.Tensor] = {}
         for leaf in leaves:
             kind = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
@@ -211,15 +242,15 @@ class TrainableBinding(Binding):
                 if element is not None:
                     name = leaf.name.removeprefix(f"{self.name}.")
                     key = f"{self._elements}.{name}[{position}]"
-                    values[key], elements[key] = kind, element
-        for key, content in _contents_of(elements):
-            values[key] += f"{_SEPARATOR}{content}"
-        if leaves and self._spec.base:
-            values[self._base_key] = self._spec.base
-        return values
+                    kinds.setdefault(leaf.name, {})[key], elements[key] = kind, element
+        contents = dict(_contents_of(elements))
+        return {
+            name: {key: f"{kind}{_SEPARATOR}{contents[key]}" for key, kind in kind_by_key.items()}
+            for name, kind_by_key in kinds.items()
+        }
 
     def _saved_fingerprint(self, saved: SavedNames) -> dict[str, dict[str, str]]:
-        """Return the fingerprint in a checkpoint: for each tensor, values by their names."""
+        """Return the fingerprint in a checkpoint, in the form of `_fingerprint_of`."""
         found: dict[str, dict[str, str]] = {}
         for below in saved.names_below(self._elements):
             name, key = below.rpartition("[")[0], f"{self._elements}.{below}"
@@ -227,45 +258,53 @@ class TrainableBinding(Binding):
             found.setdefault(f"{self.name}.{name}", {})[key] = str(value)
         return found
 
-    def _differences(
-        self, leaves: Sequence[TensorLeaf], saved: SavedNames, selection: Selection
+    def _compare(
+        self,
+        leaves: Sequence[TensorLeaf],
+        saved_fingerprint: Mapping[str, Mapping[str, str]],
+        selection: Selection,
     ) -> list[str]:
-        """Compare frozen tensors with the fingerprint in the checkpoint.
+        """Return a line for each frozen tensor that differs from the saved fingerprint."""
+        problems = []
+        for name, values in self._fingerprint_of(leaves).items():
+            saved_values = saved_fingerprint[name]
+            selected = {key: value for key, value in values.items() if selection.selects(key)}
+            kind, saved_kind = _kind_of(values), _kind_of(saved_values)
+            if selected and kind != saved_kind:
+                problems.append(
+                    f"{name}: frozen, {saved_kind} in the checkpoint, {kind} in the target"
+                )
+            elif any(saved_values.get(key) != value for key, value in selected.items()):
+                problems.append(f"{name}: frozen, other values than at the save")
+        return problems
 
-        Returns:
-            A summary, and a line for each tensor that differs; nothing if none does.
-        """
-        values, expected = self._fingerprint_of(leaves), self._saved_fingerprint(saved)
-        problems: dict[str, str] = {}
-        for key, value in values.items():
-            name = f"{self.name}.{key.removeprefix(self._elements)[1:].rpartition('[')[0]}"
-            if key == self._base_key or not selection.selects(key):
-                continue
-            kind, saved_kind = (
-                each.partition(_SEPARATOR)[0]
-                for each in (value, next(iter(expected[name].values())))
-            )
-            if kind != saved_kind:
-                problems[name] = f"{saved_kind} in the checkpoint, {kind} in the target"
-            elif expected[name].get(key) != value:
-                problems[name] = "other values than at the save"
-        if not problems:
-            return []
+    def _describe_other_base(self, saved: SavedNames) -> str:
+        """Return a summary of the problems that `_compare` found, and what to do."""
         bases = ""
         if saved.has_object(self._base_key) and self._spec.base:
             saved_base = decode(saved.object(self._base_key), self._base_key)
             bases = f" ({saved_base} at the save, {self._spec.base} now)"
-        summary = (
+        return (
             f"{self.name}: its frozen parameters are not those with which the checkpoint "
             f"was trained{bases}: load the same base model first. To accept another one, pass "
             f"skip=['{self.name}.{FROZEN}.*']"
         )
-        return [summary, *(f"{name}: frozen, {problem}" for name, problem in problems.items())]
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _kind_of(values: Mapping[str, str]) -> str:
+    """Return the dtype and the shape, which all values of a tensor's fingerprint have."""
+    return next(iter(values.values())).partition(_SEPARATOR)[0]
 
 
 def _positions_of(size: int) -> list[int]:
     """Return the elements, in row-major order, that describe a tensor of this size."""
-    positions = {size * (2 * i + 1) // (2 * _ELEMENTS) for i in range(_ELEMENTS)}
+    positions = {
+        size * (2 * i + 1) // (2 * _SAMPLES_PER_TENSOR) for i in range(_SAMPLES_PER_TENSOR)
+    }
     return sorted(positions) if size else []
 
 

@@ -85,11 +85,11 @@ class Place:
     """The next sample that a stream reads from a source.
 
     Attributes:
-        begun: how many segments the stream has finished, in all epochs.
+        finished_segments: how many segments the stream has finished, in all epochs.
         offset: the number of the sample in the segment.
     """
 
-    begun: int = 0
+    finished_segments: int = 0
     offset: int = 0
 
 
@@ -100,24 +100,26 @@ class SourceReader:
     the segments at the positions v, v + V, v + 2V … of this order.
     """
 
-    def __init__(self, name: str, source: Source, seed: int, own: range, place: Place) -> None:
-        """`own` has the positions of the stream's segments: `range(v, source.segments, V)`."""
+    def __init__(
+        self, name: str, source: Source, seed: int, positions: range, place: Place
+    ) -> None:
+        """`positions` are those of the stream's segments: `range(v, source.segments, V)`."""
         self.name = name
         self._source = source
         self._seed = seed
-        self._own = own
+        self._positions = positions
         self._samples: Iterator[Any] | None = None
         self.place = place
 
     @property
     def epoch(self) -> int:
         """The epoch of the next sample."""
-        return self.place.begun // len(self._own)
+        return self.place.finished_segments // len(self._positions)
 
     @property
     def segment(self) -> int:
         """The segment of the next sample."""
-        position = self._own[self.place.begun % len(self._own)]
+        position = self._positions[self.place.finished_segments % len(self._positions)]
         key = f"{self._seed} {self.epoch} {self.name}"
         return int(permute(np.array([position]), self._source.segments, key)[0])
 
@@ -130,7 +132,7 @@ class SourceReader:
             StateError: none of the stream's segments has a sample.
             Exception: as the source raised it.
         """
-        for _ in range(len(self._own) + 1):
+        for _ in range(len(self._positions) + 1):
             if self._samples is None:
                 self._samples = iter(self._source.read(self.segment, self.place.offset))
             for sample in self._samples:
@@ -138,15 +140,15 @@ class SourceReader:
             self.skip_segment()
         raise StateError(
             f"the source {self.name!r} has no samples in the segments of one stream (positions "
-            f"{self._own.start}, {self._own.start + self._own.step}, … of its order): "
-            "remove empty segments, or use fewer streams"
+            f"{self._positions.start}, {self._positions.start + self._positions.step}, … of its "
+            "order): remove empty segments, or use fewer streams"
         )
 
     def skip_sample(self) -> None:
         """Move to the sample after the one that was read."""
-        self.place = Place(self.place.begun, self.place.offset + 1)
+        self.place = Place(self.place.finished_segments, self.place.offset + 1)
 
     def skip_segment(self) -> None:
         """Move to the first sample of the next segment."""
-        self.place = Place(self.place.begun + 1)
+        self.place = Place(self.place.finished_segments + 1)
         self._samples = None

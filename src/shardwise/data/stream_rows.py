@@ -40,7 +40,10 @@ def encode_states(
         places = [state.places.get(name, Place()) for name in names]
         source = 1 + names.index(state.source) if state.source else 0
         counts = (state.samples, state.used, len(state.buffer), source)
-        cursors[row] = [*counts, *(n for each in places for n in (each.begun, each.offset))]
+        cursors[row] = [
+            *counts,
+            *(n for each in places for n in (each.finished_segments, each.offset)),
+        ]
         buffers[row, : len(state.buffer)] = state.buffer
     first = min(states)
     return {

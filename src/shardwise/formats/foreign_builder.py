@@ -41,7 +41,7 @@ from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 from shardwise.state.plain_values import JsonValue, encode
 
-CONTENT_FILE = "(content)"
+INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
 
@@ -389,7 +389,7 @@ class Builder:
         if start == len(self._content):
             self._content += data
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return StoredArray(CONTENT_FILE, start, dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return StoredArray(INLINE_FILE, start, dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def add_file(self, name: str) -> int:
         """Add a file, which may have values but no tensors; return its index."""
@@ -449,7 +449,7 @@ class Builder:
         )
         files = tuple(
             StoredFile(name, len(self._content), bytes(self._content))
-            if name == CONTENT_FILE
+            if name == INLINE_FILE
             else self._tree.file(name)
             for name in self._files
         )

@@ -71,10 +71,10 @@ class HdfsStore(RemoteFileStore):
     the request later.
 
     Attributes:
-        seconds: the longest time of a request.
+        request_timeout: the longest time of a request, in seconds.
     """
 
-    seconds = REQUEST_SECONDS
+    request_timeout = REQUEST_SECONDS
     refuses_to_replace = True  # renames in HDFS are atomic
 
     def _connect(self) -> Client:
@@ -157,9 +157,9 @@ class HdfsStore(RemoteFileStore):
         threading.Thread(target=send, name="shardwise-hdfs", daemon=True).start()
         place = self._place(path)
         try:
-            if not wait([answer], self.seconds).done:
+            if not wait([answer], self.request_timeout).done:
                 raise StoreUnavailableError(
-                    f"{place}: HDFS has not answered for {self.seconds:g} s; {_ADVICE}"
+                    f"{place}: HDFS has not answered for {self.request_timeout:g} s; {_ADVICE}"
                 )
             with _translate_errors(place):
                 return answer.result()

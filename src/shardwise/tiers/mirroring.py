@@ -136,7 +136,7 @@ class Mirroring:
         start = time.monotonic()
         name = step_directory(step)
         manifest, nbytes = copy_checkpoint(
-            self._root.at(name), self._mirror.at(name), self._throttle, self._refuse_stopped
+            self._root.at(name), self._mirror.at(name), self._throttle, self._raise_if_stopped
         )
         seconds = time.monotonic() - start
         self._root_tier.known[step] = self._mirror_tier.known[step] = CheckpointInfo.of(manifest)
@@ -145,7 +145,7 @@ class Mirroring:
         self.record = msgspec.structs.replace(self.record, steps=steps)
         log.info("%s: step %d is in the mirror %s", self._root, step, self._mirror)
 
-    def _refuse_stopped(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self._stopping.is_set():
             raise MirroringStopped
 
@@ -159,7 +159,7 @@ class Mirroring:
     def _remove_from_mirror(self, plan: TierPlan) -> str:
         """Remove checkpoints from the mirror; return why that failed, or ""."""
         for step in plan.remove_from_mirror:
-            self._refuse_stopped()
+            self._raise_if_stopped()
             try:
                 if remove_checkpoint(self._mirror.at(step_directory(step))):
                     self._mirror_tier.forget(step)

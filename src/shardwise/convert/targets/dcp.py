@@ -14,9 +14,9 @@ from shardwise.convert.plan import (
     cut_rows,
     divide_among_files,
 )
-from shardwise.convert.targets.archive import ALIGNMENT
 from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import add_torch_file
+from shardwise.convert.torch_archive import ALIGNMENT
 from shardwise.errors import StateError
 
 if TYPE_CHECKING:

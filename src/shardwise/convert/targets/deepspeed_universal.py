@@ -22,7 +22,7 @@ from shardwise.convert.targets.nested import (
     NestedState,
     nest_state,
 )
-from shardwise.convert.targets.torch_file import add_torch_file, explain_refusal
+from shardwise.convert.targets.torch_file import add_torch_file, unloadable_reason
 from shardwise.errors import StateError
 
 VERSION = "0.19.8"
@@ -219,7 +219,7 @@ def _other_values(state: NestedState, root: str) -> tuple[dict[str, Any], list[s
     for path, value in state.parts.items():
         if path[0] == root:
             continue
-        reason = explain_refusal(value, ".".join(path))
+        reason = unloadable_reason(value, ".".join(path))
         if reason:
             left_out.append(reason)
         elif path == ("scheduler",):

@@ -15,7 +15,7 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.errors import StateError
-from shardwise.formats.containers.safetensors import CODES, PACKED
+from shardwise.formats.containers.safetensors import DTYPE_CODES, FLOAT4_X2
 from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
@@ -76,7 +76,7 @@ def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
     parts: list[TensorPart] = []
     offset = 0
     for each in order:
-        code = CODES.get(each.dtype)
+        code = DTYPE_CODES.get(each.dtype)
         if code is None:
             raise StateError(
                 f"{each.name}: safetensors does not support {each.dtype}: leave it out with skip=, "
@@ -85,7 +85,7 @@ def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
         part = each.part
         offsets = [offset, offset + part.size]
         shape = part.box.shape
-        if each.dtype == PACKED and shape:
+        if each.dtype == FLOAT4_X2 and shape:
             shape = (*shape[:-1], 2 * shape[-1])
         header[each.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
         offset += part.size

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from shardwise.convert.plan import ExportContents, ExportFiles, OutputFile, TensorPart
-from shardwise.convert.targets.archive import ALIGNMENT, ArchiveBuilder
 from shardwise.convert.targets.nested import nest_state
+from shardwise.convert.torch_archive import ALIGNMENT, ArchiveBuilder
 from shardwise.errors import StateError
 from shardwise.formats.containers.torch_values import STORAGE_DTYPES
 
@@ -54,7 +54,7 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
     left_out = list(state.left_out)
     state_dict: dict[str, Any] = {}
     for path, value in state.parts.items():
-        reason = explain_refusal(value, ".".join(path))
+        reason = unloadable_reason(value, ".".join(path))
         if reason:
             left_out.append(reason)
             continue
@@ -69,7 +69,7 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
     return ExportFiles((file,), lambda sums: {}, tuple(left_out))
 
 
-def explain_refusal(value: Any, name: str) -> str:
+def unloadable_reason(value: Any, name: str) -> str:
     """Return the reason why torch would not load a value; empty if torch would load it."""
     if isinstance(value, TensorPart):
         return ""

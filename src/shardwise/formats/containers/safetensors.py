@@ -19,19 +19,19 @@ from shardwise.manifest.manifest import Dims
 LARGEST_HEADER = 100_000_000
 """The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
-PACKED = "float4_e2m1fn_x2"
+FLOAT4_X2 = "float4_e2m1fn_x2"
 """An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers."""
-CODES: Mapping[str, str] = {
+DTYPE_CODES: Mapping[str, str] = {
     **{n: d.safetensors_code for n, d in DTYPES.items() if d.safetensors_code is not None},
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
-    PACKED: "F4",
+    FLOAT4_X2: "F4",
 }
 """The codes of dtypes in safetensors 0.8, by the name of the dtype in torch.
 
 Data files of shardwise store the last four as bytes, because older safetensors lack their codes."""
-_DTYPES = {code: name for name, code in CODES.items()}
+_DTYPES = {code: name for name, code in DTYPE_CODES.items()}
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -95,7 +95,7 @@ def read_header(file_range: FileRange) -> Header:
         if dtype is None:
             left_out[name] = f"torch has no dtype for {entry.dtype[:40]!r}"
             continue
-        if dtype == PACKED:
+        if dtype == FLOAT4_X2:
             if not shape or shape[-1] % 2:
                 left_out[name] = f"torch has no {dtype} of shape {list(shape)} in numbers of 4 bits"
                 continue

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from math import isnan
@@ -15,14 +16,16 @@ from typing import Any, Literal, Protocol
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 import shardwise as sw
 from shardwise.integrations.lightning.plugin import has_only_weights
-from shardwise.integrations.lightning.resumable_data import without_warning_of_lost_position
 from shardwise.integrations.lightning.trainer_values import TrainerValues, validation_follows
 
 log = logging.getLogger("shardwise")
+_LOST_POSITION = "You're resuming from a checkpoint that ended before the epoch ended"
+"""How Lightning's warning of a resume within an epoch begins."""
 
 
 class TrainedData(Protocol):
@@ -186,7 +189,7 @@ class ShardwiseCheckpoint(Checkpoint):
             self._rng_state = None
             if self._data is not None:
                 self._until_first_batch.enter_context(
-                    without_warning_of_lost_position(trainer, self._data)
+                    _without_warning_of_lost_position(trainer, self._data)
                 )
 
     def on_train_batch_start(
@@ -369,6 +372,30 @@ class ShardwiseCheckpoint(Checkpoint):
         metrics = {step: each.metrics or {} for step, each in found.items()}
         ranking = sorted(found, reverse=True) if best is None else best.rank_steps(metrics)
         return found[ranking[0]].path if ranking else ""
+
+
+@contextmanager
+def _without_warning_of_lost_position(trainer: Trainer, data: object) -> Iterator[None]:
+    """Suppress Lightning's warning of a resume within an epoch, if the loaders restored a position.
+
+    Lightning looks for `state_dict` in loaders only, not in their samplers.
+
+    Args:
+        trainer: the trainer with the loaders.
+        data: the loader or sampler whose position was restored.
+    """
+    with warnings.catch_warnings():
+        if all(
+            _is_resumable(each, data) for each in CombinedLoader(trainer.train_dataloader).flattened
+        ):
+            warnings.filterwarnings("ignore", _LOST_POSITION)
+        yield
+
+
+def _is_resumable(loader: Any, data: object) -> bool:
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    parts = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    return has_state or any(each is data for each in parts)
 
 
 def _rules_of_retention(save_top_k: int, best: sw.Best | None) -> sw.Keep:

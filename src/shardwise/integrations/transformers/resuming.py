@@ -48,7 +48,7 @@ class TrainRun:
 
 
 @dataclass
-class HeldValue:
+class StatefulValue:
     """A value that is saved as a whole, and replaced by a load."""
 
     value: Any
@@ -84,7 +84,7 @@ class RestoreStep:
                 ) from None
             if not isinstance(self.choice, int) or not self.may_be_earlier:
                 raise
-            earlier = [each for each in shared_steps(self.checkpointer) if each < self.choice]
+            earlier = [each for each in steps_on_rank_0(self.checkpointer) if each < self.choice]
             if not earlier:
                 raise
             log.warning(
@@ -99,7 +99,9 @@ class RestoreStep:
         self.choice = step
 
 
-def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_dir: str) -> None:
+def repair_best_checkpoint_path(
+    state: dict[str, Any], load: RestoreStep | LoadPath, output_dir: str
+) -> None:
     """Correct the path of the best checkpoint in the state of the Trainer, if it is missing.
 
     The Trainer ignores a best checkpoint without a directory `checkpoint-…`. It is missing if the
@@ -110,7 +112,7 @@ def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_
         return
     step = state.get("best_global_step") if recorded is None else step_of_path(recorded)
     if isinstance(load, RestoreStep):
-        folder, is_own, steps = output_dir, True, shared_steps(load.checkpointer)
+        folder, is_own, steps = output_dir, True, steps_on_rank_0(load.checkpointer)
     elif os.path.basename(os.path.normpath(load.path)) == SUBDIRECTORY:
         folder, is_own = os.path.dirname(os.path.normpath(load.path)), False
         listed = sw.list_checkpoints(load.path).checkpoints
@@ -125,7 +127,7 @@ def find_best_again(state: dict[str, Any], load: RestoreStep | LoadPath, output_
             os.makedirs(path, exist_ok=True)
 
 
-def shared_steps(checkpointer: Checkpointer) -> list[int]:
+def steps_on_rank_0(checkpointer: Checkpointer) -> list[int]:
     """Return the committed steps as rank 0 sees them.
 
     While a save commits, ranks may see different steps.

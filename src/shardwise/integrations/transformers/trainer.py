@@ -27,15 +27,15 @@ from shardwise.integrations.transformers.peft_models import without_base
 from shardwise.integrations.transformers.resuming import (
     SUBDIRECTORY,
     TRAINER_STATE_FILE,
-    HeldValue,
     LoadPath,
     RestoreStep,
+    StatefulValue,
     TrainRun,
-    find_best_again,
     is_directory,
     is_written_by_trainer,
-    shared_steps,
+    repair_best_checkpoint_path,
     step_of_path,
+    steps_on_rank_0,
 )
 
 log = logging.getLogger("shardwise")
@@ -204,7 +204,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         model = self._trained_model() if self._save_base_model else self._loaded_model()
         state = {
             **self._training_state(run, model),
-            "trainer_state": HeldValue(json.loads(json.dumps(counters[0]))),
+            "trainer_state": StatefulValue(json.loads(json.dumps(counters[0]))),
             "samples_per_step": self.get_total_train_batch_size(self.args),
         }
         measured = dict(counters[1])
@@ -231,11 +231,11 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         if load is None:
             path = get_last_checkpoint(self.args.output_dir) if wanted is True else str(wanted)
             return None if path is None else str(path)
-        counters: dict[str, Any] = {"trainer_state": HeldValue(None), "samples_per_step": 0}
+        counters: dict[str, Any] = {"trainer_state": StatefulValue(None), "samples_per_step": 0}
         run.load, run.is_loading = load, True
         load(counters)
         run.is_loading = False
-        find_best_again(counters["trainer_state"].value, load, self.args.output_dir)
+        repair_best_checkpoint_path(counters["trainer_state"].value, load, self.args.output_dir)
         now, saved = self.get_total_train_batch_size(self.args), counters["samples_per_step"]
         if now != saved and self.is_world_process_zero():
             log.warning(
@@ -259,7 +259,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         damaged = run.load.choice if run.is_loading and isinstance(run.load, RestoreStep) else None
         if not isinstance(damaged, int):
             raise error
-        earlier = [step for step in shared_steps(run.checkpointer) if step < damaged]
+        earlier = [step for step in steps_on_rank_0(run.checkpointer) if step < damaged]
         if not earlier:
             raise error
         if self.is_world_process_zero():
@@ -276,7 +276,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         if wanted is True:
             output_dir = self.args.output_dir
             newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-            if is_written_by_trainer(newest or "") and not shared_steps(run.checkpointer):
+            if is_written_by_trainer(newest or "") and not steps_on_rank_0(run.checkpointer):
                 return None
             return RestoreStep(run.checkpointer, "newest")
         if wanted == "best":

@@ -35,10 +35,11 @@ _ZIP64_FIELD = 1
 _PADDING_FIELD = struct.Struct("<2sH")
 _VERSION_PLAIN, _VERSION_ZIP64 = 20, 45
 """Versions of the zip format that a reader needs, without and with 64-bit numbers."""
-_UTF8, _SUM_FOLLOWS = 0x800, 8
+_FLAG_UTF8, _FLAG_DATA_DESCRIPTOR = 0x800, 8
+"""Flags of an entry: its name is UTF-8; its checksum follows its content."""
 _FIRST_DATE = 0x21
 """1980-01-01, the first date that zip can represent."""
-_ENTRIES_AT_ONCE = 4096
+_ENTRIES_PER_SEGMENT = 4096
 
 
 _Entry = tuple[zipfile.ZipInfo, int | None]
@@ -59,71 +60,85 @@ class ArchiveBuilder:
         self._entries: list[_Entry] = []
 
     def add(self, name: str, content: bytes | TensorPart) -> None:
-        """Append an entry. Its content is aligned if the start of the archive is aligned."""
-        file, size, sum_index = self._file, size_of(content), None
+        """Append an entry. Its content is aligned if the start of the archive is aligned.
+
+        The checksum of bytes is in the header before them; that of a tensor is in a descriptor
+        after it. The central directory repeats both.
+        """
+        file, size = self._file, size_of(content)
         is_large = size > zipfile.ZIP64_LIMIT
-        sum_follows = isinstance(content, TensorPart) and size > 0
         entry = zipfile.ZipInfo(name)
         entry.header_offset = file.size - self._start
         entry.file_size = entry.compress_size = size
-        entry.flag_bits = _UTF8 | (_SUM_FOLLOWS if sum_follows else 0)
+        has_descriptor = isinstance(content, TensorPart) and size > 0
+        entry.flag_bits = _FLAG_UTF8 | (_FLAG_DATA_DESCRIPTOR if has_descriptor else 0)
         entry.CRC = crc32(content) if isinstance(content, bytes) else 0
         end = entry.header_offset + len(entry.FileHeader(is_large)) + _PADDING_FIELD.size
         padding = -end % ALIGNMENT
         entry.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
         file.add(entry.FileHeader(is_large))
-        if isinstance(content, TensorPart) and size:
-            sum_index = file.add_with_checksum(content)
-            file.add(_make_descriptor(sum_index, size))
+        if isinstance(content, TensorPart) and has_descriptor:
+            checksum_index = file.add_with_checksum(content)
+            file.add(_make_descriptor(checksum_index, size))
+            self._entries.append((entry, checksum_index))
         else:
             file.add(content)
-        self._entries.append((entry, sum_index))
+            self._entries.append((entry, None))
 
     def close(self) -> None:
-        """Append the central directory."""
-        file, count = self._file, len(self._entries)
+        """Append the central directory, and the records that say where it is.
+
+        An archive ends with these parts; `_add_end_records` adds the last three:
+
+            directory entries, one for each entry of the archive
+            64-bit end record, which has all counts and offsets   (only large archives)
+            locator, which has the offset of the 64-bit record    (only large archives)
+            end record, with 16 and 32 bits for counts and offsets
+        """
+        file = self._file
         start = file.size - self._start
-        for low in range(0, count, _ENTRIES_AT_ONCE):
-            entries = self._entries[low : low + _ENTRIES_AT_ONCE]
-            file.add(
-                BytesFromChecksums(
-                    len(_encode_directory(entries, None)), partial(_encode_directory, entries)
-                )
-            )
+        for low in range(0, len(self._entries), _ENTRIES_PER_SEGMENT):
+            entries = self._entries[low : low + _ENTRIES_PER_SEGMENT]
+            size = len(_encode_directory(entries, None))
+            file.add(BytesFromChecksums(size, partial(_encode_directory, entries)))
+        self._add_end_records(start)
+
+    def _add_end_records(self, start: int) -> None:
+        """Append the end records of a directory that begins at `start`."""
+        file, count = self._file, len(self._entries)
         end = file.size - self._start
+        size = end - start
         if count >= MAX_UINT16 or end >= MAX_UINT32:
-            fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, end - start, start)
-            # The size in the record does not count the signature and itself: 12 bytes.
-            file.add(END64_RECORD.pack(END64_SIGNATURE, END64_RECORD.size - 12, *fields))
+            # The record states its own size, but without the 4 bytes of the signature and the
+            # 8 bytes of this number.
+            stated_size = END64_RECORD.size - 12
+            fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, size, start)
+            file.add(END64_RECORD.pack(END64_SIGNATURE, stated_size, *fields))
             file.add(LOCATOR_RECORD.pack(LOCATOR_SIGNATURE, 0, end, 1))
-        stated_count, size, stated_start = (
-            min(count, MAX_UINT16),
-            min(end - start, MAX_UINT32),
-            min(start, MAX_UINT32),
-        )
-        file.add(
-            END_RECORD.pack(END_SIGNATURE, 0, 0, stated_count, stated_count, size, stated_start, 0)
-        )
+        # The largest number in a field of the end record means: see the 64-bit record.
+        count = min(count, MAX_UINT16)
+        size, start = min(size, MAX_UINT32), min(start, MAX_UINT32)
+        file.add(END_RECORD.pack(END_SIGNATURE, 0, 0, count, count, size, start, 0))
 
 
-def _make_descriptor(sum_index: int, size: int) -> BytesFromChecksums:
+def _make_descriptor(checksum_index: int, size: int) -> BytesFromChecksums:
     layout = _DESCRIPTOR64 if size > zipfile.ZIP64_LIMIT else _DESCRIPTOR
     return BytesFromChecksums(
-        layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[sum_index], size, size)
+        layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[checksum_index], size, size)
     )
 
 
 def _encode_directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
     """Return the directory records of entries; without sums, a placeholder of the same size."""
     records = []
-    for entry, sum_index in entries:
+    for entry, checksum_index in entries:
         name, header = entry.filename.encode(), entry.header_offset
         zip64 = [n for n in (entry.file_size, entry.file_size, header) if n >= MAX_UINT32]
         extra = (
             struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
         )
         needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
-        crc = entry.CRC if sums is None or sum_index is None else sums[sum_index]
+        crc = entry.CRC if sums is None or checksum_index is None else sums[checksum_index]
         size = min(entry.file_size, MAX_UINT32)
         head = (needed, needed, entry.flag_bits, 0, 0, _FIRST_DATE, crc, size, size)
         rest = (len(name), len(extra), 0, 0, 0, 0, min(header, MAX_UINT32))
