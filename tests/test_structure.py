@@ -13,7 +13,7 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=320,
+    modules=319,
     statements=30400,
     modules_of_api=83,
     statements_of_api=7120,
