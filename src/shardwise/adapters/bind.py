@@ -6,7 +6,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +28,7 @@ from shardwise.state.per_rank import PerRankValue, Stateful
 
 State = MutableMapping[str, object]
 GROUP = "shardwise.bindings"
+_ORDER_OF_KINDS = {"module": 0, "optimizer": 1, "value": 2}
 _BUILT_IN = {
     "shardwise.adapters.trainable": "trainable",
     "deepspeed": "deepspeed",
@@ -59,7 +59,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"contains itself, under one of the keys {[*state]}: remove the reference of the dict "
             "to itself, or flatten it"
         ) from error
-    return sorted(bindings, key=attrgetter("kind"))  # the names of the kinds are in this order
+    return sorted(bindings, key=lambda binding: _ORDER_OF_KINDS[binding.kind])
 
 
 def torch_optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:

@@ -152,14 +152,14 @@ class _Context:
     is_key: bool = False
 
     def within(self, part: object, *, is_key: bool = False) -> _Context:
-        return _Context(
-            f"{self.name}.{part}",
-            self.depth + 1,
-            self.on_tensor,
-            self.get_tensor,
-            self.allow_pickle and not is_key,
-            self.tensors,
-            self.is_key or is_key,
+        return _Context(  # faster than `replace`
+            name=f"{self.name}.{part}",
+            depth=self.depth + 1,
+            on_tensor=self.on_tensor,
+            get_tensor=self.get_tensor,
+            allow_pickle=self.allow_pickle and not is_key,
+            tensors=self.tensors,
+            is_key=self.is_key or is_key,
         )
 
 
@@ -178,7 +178,7 @@ def _encode(value: Any, context: _Context) -> JsonValue:
         return value
     if value_type is list:
         return _encode_items(value, context)
-    if value_type is dict and TAG not in value and {str}.issuperset(map(type, value)):
+    if value_type is dict and TAG not in value and all(type(key) is str for key in value):
         return {
             _check_text(key, context): _encode(item, context.within(key))
             for key, item in value.items()

@@ -45,7 +45,7 @@ class Selection:
         """
         if self.only and not _any_matches(names, self.only):
             return False
-        return not (self.skip and _any_matches(names, self.skip))
+        return not _any_matches(names, self.skip)
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""
