@@ -325,5 +325,5 @@ class ReadOnlyStore:
 
 def not_a_directory(place: str) -> NotADirectoryError:
     """Return the error for a file at the path or URL where the files of a store should be."""
-    message = "this is a file, but a directory is needed here: move or remove it, or use another"
+    message = "a file is where a directory is needed: move or remove it, or use another path"
     return NotADirectoryError(errno.ENOTDIR, message, place)
