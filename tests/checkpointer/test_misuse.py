@@ -85,7 +85,7 @@ def test_a_file_in_the_place_of_a_step_is_named(
     tmp_path: Path, in_memory: bool, overwrite: bool
 ) -> None:
     """The error says what is there, and what to do. Other steps are saved as ever."""
-    said = r"this is a file.*move or remove it.*step-00000005"
+    said = r"a file is where.*move or remove it.*step-00000005"
     memory = sw.Memory(dir=tmp_path / "node") if in_memory else None
     (tmp_path / "step-00000005").write_text("notes")
     with sw.Checkpointer(tmp_path, memory=memory) as cp:

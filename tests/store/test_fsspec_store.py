@@ -46,7 +46,7 @@ def test_a_directory_is_not_a_file(place: str) -> None:
     write_file(store.at("below"), KEY, content(5))
     with pytest.raises(StoreError, match="is a directory"):
         store.open("below")
-    with pytest.raises(NotADirectoryError, match=f"this is a file.*below/{KEY}"):
+    with pytest.raises(NotADirectoryError, match=f"a file is where.*below/{KEY}"):
         store.at("below").at(KEY).list()
 
 
