@@ -74,10 +74,10 @@ def block_count(nbytes: int) -> int:
 
 
 def block_checksums(data: Bytes) -> Words:
-    """Return the checksum of each block of `data`, which starts at a block boundary."""
+    """Return the little-endian checksum of each block of `data`, which starts at a boundary."""
     view = data.data
     sums = [isal_zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-    return np.array(sums, np.uint32)
+    return np.array(sums, "<u4")
 
 
 def find_damaged_blocks(data: Bytes, expected: Words) -> list[int]:

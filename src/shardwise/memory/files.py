@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -15,7 +15,13 @@ from shardwise.errors import StoreError
 from shardwise.manifest.checksums import add_checksum, verify_checksum
 from shardwise.store.local_files import open_regular, try_lock, write_atomically
 
+PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z"
+"""The names of files that other nodes may read."""
+# The types of the fields of records. A record with another value is damaged.
+FileName = Annotated[str, msgspec.Meta(pattern=rf"(?!manifest\.json\Z){PLAIN_NAME}")]
+SaveId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 LARGEST_RECORD = 1 << 28
+"""Bytes; at least as many as the largest manifest has."""
 _HEAD, _TAIL = b'{"record":', b",\n"
 T = TypeVar("T")
 
@@ -81,7 +87,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: there is no such file, and `flags` do not create it.
-        NotRegularFileError: the path names a link, a directory, a named pipe or a device.
+        StoreError: the path names a link, a directory, a named pipe or a device.
     """
     fd = open_regular(path, flags, 0o600)
     try:

@@ -29,11 +29,18 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Count, decode_manifest
-from shardwise.manifest.names import MANIFEST, check_file_name, step_directory, step_of_directory
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import Count, decode_manifest
+from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
 from shardwise.memory import records
-from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
+from shardwise.memory.files import (
+    LARGEST_RECORD,
+    PLAIN_NAME,
+    lock_directory,
+    read_record,
+    ring_bell,
+    write_record,
+)
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -53,7 +60,6 @@ OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
-PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z"
 FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
 """For each step of a run, the name and size in bytes of each file."""
 T = TypeVar("T")
@@ -370,7 +376,7 @@ class SnapshotDirectory:
             FileNotFoundError: there is no such file.
             StoreError: it is not a regular file, or too large.
         """
-        return LocalStore(self.path).read(name, limit=LARGEST_MANIFEST)
+        return LocalStore(self.path).read(name, limit=LARGEST_RECORD)
 
     def read_manifest(self, save_id: str) -> bytes:
         """Return the manifest of a committed save.
@@ -460,10 +466,8 @@ def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
     files = {}
     with open_below(home, "runs", run, step) as directory:
         for name in os.listdir(directory):
-            with suppress(FileNotFoundError, FormatError):
-                if name != MANIFEST:
-                    check_file_name(name)
+            with suppress(FileNotFoundError):
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
+                if stat.S_ISREG(status.st_mode) and re.match(PLAIN_NAME, name):
                     files[name] = status.st_size
     return files

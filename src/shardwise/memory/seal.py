@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
+from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.files import opened
 from shardwise.store.store import Buffer
@@ -116,7 +116,7 @@ def seal(data: Buffer, entry: FileEntry, processes: int | None = None) -> FileEn
     if processes is None:
         processors = len(os.sched_getaffinity(0))
         processes = max(1, min(MOST_PROCESSES, processors // 2, end // LEAST_BYTES_OF_PROCESS))
-    share = -(-block_count(end) // processes) * BLOCK
+    share = -(-end // (processes * BLOCK)) * BLOCK
     ranges = [(low, min(low + share, end)) for low in range(0, end, max(share, 1))]
     children = {each: _fork(data, end, *each) for each in ranges[1:]}
     for each in ranges[:1]:
@@ -130,7 +130,7 @@ def seal(data: Buffer, entry: FileEntry, processes: int | None = None) -> FileEn
 def _write_checksums(data: Buffer, end: int, low: int, high: int) -> None:
     """Write the checksums of bytes `low:high` into the table at `end`."""
     for start in range(low, high, CHUNK):
-        sums = block_checksums(data[start : min(start + CHUNK, high)]).astype("<u4")
+        sums = block_checksums(data[start : min(start + CHUNK, high)])
         at = end + start // BLOCK * sums.itemsize
         data[at : at + sums.nbytes] = sums.view(np.uint8)
 

@@ -24,14 +24,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from shardwise.errors import FormatError
-from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
-from shardwise.memory.files import LARGEST_RECORD
+from shardwise.errors import StoreError
+from shardwise.manifest.names import MANIFEST, step_of_directory
+from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.memory.home import list_steps, open_below
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
-from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically
+from shardwise.store.local_files import open_regular, write_atomically
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
@@ -289,17 +289,11 @@ def _json(value: object) -> web.Response:
 def _path_of(request: web.Request) -> tuple[str, str, str]:
     """Return run, step directory and file name of a request; each is a single path component."""
     info = request.match_info
-    name = info["name"]
-    try:
-        if name != MANIFEST:
-            check_file_name(name)
-    except FormatError as error:
-        raise web.HTTPBadRequest(
-            text="the last part of the path is not a plain file name"
-        ) from error
+    if not re.match(PLAIN_NAME, info["name"]):
+        raise web.HTTPBadRequest(text="the last part of the path is not a plain file name")
     if step_of_directory(info["step"]) is None:
         raise web.HTTPBadRequest(text="the path does not name the directory of a step")
-    return info["run"], info["step"], name
+    return info["run"], info["step"], info["name"]
 
 
 def _requested_wait(request: web.Request) -> float:
@@ -359,7 +353,7 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     try:
         with open_below(home, "runs", run, step) as directory:
             return os.fdopen(open_regular(name, dir_fd=directory), "rb", buffering=0)
-    except NotRegularFileError:
+    except StoreError:
         return None
     except OSError as error:
         if error.errno in _NO_REGULAR_FILE_ERRORS:

@@ -122,7 +122,7 @@ def add_checksums(parity: Buffer, chunk: int) -> None:
     """Fill the end of a parity file, after a chunk of `chunk` bytes, with its checksums."""
     table = parity[chunk:]
     table[:] = 0
-    sums = block_checksums(parity[:chunk]).astype("<u4").view(np.uint8)
+    sums = block_checksums(parity[:chunk]).view(np.uint8)
     table[: len(sums)] = sums
 
 

@@ -15,9 +15,9 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
-from shardwise.manifest.checksums import block_count
+from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.manifest import Count
-from shardwise.manifest.names import check_file_name, check_save_id
+from shardwise.memory.files import FileName, SaveId
 from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes_of_group
 
 TABLE_ALIGNMENT = 4096
@@ -55,16 +55,15 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: name and size in bytes of each data file, sorted by name.
 
     Raises:
-        ValueError: the files are not sorted or not unique, or have unsafe names.
+        ValueError: the files are not sorted or not unique.
     """
 
     node: NodeName
     domain: str
-    files: tuple[tuple[str, Count], ...]
+    files: tuple[tuple[FileName, Count], ...]
 
     def __post_init__(self) -> None:
-        names = [check_file_name(name) for name, _ in self.files]
-        for one, other in pairwise(names):
+        for (one, _), (other, _) in pairwise(self.files):
             if one >= other:
                 raise ValueError(
                     f"the files of node {self.node} are not sorted by name, or a file is repeated: "
@@ -164,15 +163,14 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         gaps: for each set of nodes with less protection than requested, a sentence with the reason.
 
     Raises:
-        ValueError: a group or a file is repeated, or `save_id` is invalid.
+        ValueError: a group or a file is repeated.
     """
 
-    save_id: str
+    save_id: SaveId
     groups: tuple[ProtectionGroup, ...]
     gaps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_save_id(self.save_id)
         members = [member for group in self.groups for member in group.members]
         groups = _find_repeated(group.name for group in self.groups)
         files = _find_repeated(name for member in members for name, _ in member.files)
@@ -313,7 +311,7 @@ def parity_file_size(chunk: int) -> int:
     The file consists of the chunk and a table with a CRC-32 of each 64 KiB. The table is padded
     with zeros.
     """
-    return chunk + -(-4 * block_count(chunk) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+    return chunk + -(-4 * (chunk // BLOCK) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
 
 def _domain_key(member: Member) -> tuple[str, str]:

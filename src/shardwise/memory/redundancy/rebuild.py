@@ -13,7 +13,7 @@ from itertools import cycle
 import numpy as np
 
 from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, BlockTable, block_count
+from shardwise.manifest.checksums import BLOCK, BlockTable
 from shardwise.memory.redundancy.parity import (
     Coder,
     NodeFile,
@@ -182,7 +182,7 @@ class Rebuilder:
         self, group: ProtectionGroup, file: NodeFile, part: StripePart, buffer: Buffer
     ) -> Buffer:
         low = part.low // BLOCK * BLOCK
-        high = min(block_count(part.high) * BLOCK, group.chunk)
+        high = -(-part.high // BLOCK) * BLOCK
         data = self._read_range(file.node, file.name, low, buffer[: high - low])
         damaged = self._read_table(group, file).find_damaged(low // BLOCK, data)
         if damaged:
@@ -194,7 +194,7 @@ class Rebuilder:
     def _read_table(self, group: ProtectionGroup, file: NodeFile) -> BlockTable:
         """Return the checksums of a parity file."""
         if file not in self._tables:
-            out = np.empty(4 * block_count(group.chunk), np.uint8)
+            out = np.empty(4 * (group.chunk // BLOCK), np.uint8)
             found = self._read_range(file.node, file.name, group.chunk, out)
             self._tables[file] = BlockTable(np.frombuffer(found.tobytes(), "<u4"))
         return self._tables[file]

@@ -23,8 +23,8 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_directory
-from shardwise.memory.files import LARGEST_RECORD
-from shardwise.memory.home import PLAIN_NAME, FilesOfSteps
+from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
+from shardwise.memory.home import FilesOfSteps
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.view import Failing
 from shardwise.store.store import Buffer
@@ -32,7 +32,6 @@ from shardwise.store.store import Buffer
 LONGEST_WAIT, SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 60.0, 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
-_NAME = re.compile(PLAIN_NAME)
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
@@ -328,7 +327,7 @@ def _url_path(run: str, step: int | None = None, name: str = "") -> str:
         raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
     if step is None:
         return f"/runs/{run}"
-    if not _NAME.fullmatch(name) or step < 0:
+    if not re.match(PLAIN_NAME, name) or step < 0:
         raise StoreError(f"{name!r} is not a plain file name (step {step} of run {run})")
     return f"/runs/{run}/{step_directory(step)}/{name}"
 

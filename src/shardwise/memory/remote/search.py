@@ -12,10 +12,10 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.manifest import Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
-from shardwise.memory.files import decode_record
+from shardwise.memory.files import LARGEST_RECORD, decode_record
 from shardwise.memory.home import Run, SnapshotDirectory, list_steps
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
@@ -146,7 +146,7 @@ class Search:
         client = self._make_client(self.infos[node], RECONNECT_TIMEOUT)
         try:
             with closing(client):
-                return client.read(self._run.name, step, name, limit=LARGEST_MANIFEST)
+                return client.read(self._run.name, step, name, limit=LARGEST_RECORD)
         except StoreError as error:
             if isinstance(error.__cause__, TimeoutError):
                 self._silent[node] = error
@@ -325,6 +325,6 @@ def _nodes_of_newest(
             if deadline.has_passed():  # the node answers too slowly
                 return []
             with suppress(OSError):
-                data = client.read(run, step, name, limit=LARGEST_MANIFEST)
+                data = client.read(run, step, name, limit=LARGEST_RECORD)
                 return decode_record(data, PendingManifest, name).nodes
     return []

@@ -20,7 +20,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count
+from shardwise.manifest.checksums import BLOCK, block_checksums
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -261,7 +261,7 @@ class _ReplicaReader:
     def __init__(self, file: FileEntry, fill: Fill) -> None:
         self._available = range_in_replica(file)
         self._fill = fill
-        self.checksums: npt.NDArray[np.uint32] = np.zeros(block_count(self._available[1]), "<u4")
+        self.checksums: npt.NDArray[np.uint32] = np.zeros(self._available[1] // BLOCK, "<u4")
 
     def available_part(self, low: int, high: int) -> tuple[int, int]:
         """Return the part of a byte range that the replica provides."""
