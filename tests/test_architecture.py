@@ -51,7 +51,8 @@ LAYERS_OF_MEMORY = (
     ("identity", "lineage", "rank_locks", "seal"),
     ("home",),
     ("records",),
-    ("files", "options", "redundancy"),
+    ("redundancy",),
+    ("files", "options"),
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
@@ -73,7 +74,7 @@ LAYERS_OF_CHECKPOINTER = (
     ("starting",),
     ("mirroring", "restoring"),
     ("hooks", "saver", "settings"),
-    ("signals",),
+    ("handle", "signals"),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
 AGENT = "memory.agent.process"  # runs in a separate process, which must stay small

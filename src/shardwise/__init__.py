@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.boxes import Box as Box
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from shardwise.checkpointer.handle import SaveHandle as SaveHandle
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.divergence.differences import Divergence as Divergence
     from shardwise.engine.compare import Comparison as Comparison
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
-    from shardwise.memory.trainer.save_handle import SaveHandle as SaveHandle
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
@@ -92,7 +92,7 @@ _MODULE_OF_NAME = {
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
     "RunStatus": "memory.agent.status",
-    "SaveHandle": "memory.trainer.save_handle",
+    "SaveHandle": "checkpointer.handle",
     "Memory": "memory.options",
     "Mirror": "tiers.options",
     "SaveReport": "engine.save",

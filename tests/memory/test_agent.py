@@ -27,8 +27,9 @@ from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.memory.observe import Observer
-from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome, StorageTask
+from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome
 from shardwise.store import LocalStore
+from shardwise.tiers.options import StorageTask
 from tests.soak.steadiness import anonymous
 
 SAVE = "0" * 16

@@ -29,10 +29,11 @@ from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_fro
 from shardwise.memory.observe import RecordCache, read_snapshot
 from shardwise.memory.rank_locks import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.slots import Slots
 from shardwise.store import LocalStore
+from shardwise.tiers.options import StorageTask
 from tests.memory.reconciling import Attendant
 from tests.memory.test_given_back import train
 from tests.memory.test_snapshots import shm

@@ -28,13 +28,12 @@ from shardwise.memory.records import (
     RingFile,
     StagedFile,
     StageOutcome,
-    StorageTask,
 )
 from shardwise.memory.redundancy.placement import Member, Protection, ProtectionGroup
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import Failing
-from shardwise.tiers.options import MirrorRequest
+from shardwise.tiers.options import MirrorRequest, StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import TOKEN, serve
 from tests.memory.test_snapshots import shm

@@ -29,8 +29,9 @@ from shardwise.memory.decide import (
 )
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile, StorageTask
+from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
 from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
+from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))

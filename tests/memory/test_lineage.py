@@ -21,9 +21,9 @@ from shardwise.memory.lineage import (
     read_or_create_lineage,
     resume_from,
 )
-from shardwise.memory.records import StorageTask
 from shardwise.memory.remote.search import NodeFiles, Search
 from shardwise.store import LocalStore
+from shardwise.tiers.options import StorageTask
 
 RUN_FILE = "0" * 16
 steps = st.one_of(st.none(), st.integers(0, 12))

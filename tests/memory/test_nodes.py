@@ -23,7 +23,7 @@ from shardwise.memory import records
 from shardwise.memory.files import encode_record, listen_to_bell, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, Resumption
-from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome, StorageTask
+from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome
 from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
@@ -36,6 +36,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
 )
 from shardwise.memory.trainer import node_watch
+from shardwise.tiers.options import StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, Served, serve, served
 

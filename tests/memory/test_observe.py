@@ -24,16 +24,10 @@ from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
 from shardwise.memory.rank_locks import RankLock
-from shardwise.memory.records import (
-    AgentInfo,
-    PendingManifest,
-    RingFile,
-    StagedFile,
-    StageOutcome,
-    StorageTask,
-)
+from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.view import StageState
+from shardwise.tiers.options import StorageTask
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 from tests.memory.test_snapshots import shm

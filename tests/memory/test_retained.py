@@ -14,23 +14,23 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import commit_save
+from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
-from shardwise.memory.agent.persist import lock_for_publishing
 from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import write_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free
-from shardwise.memory.records import PendingManifest, StageOutcome, StorageTask
+from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves
+from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
+from shardwise.tiers.options import StorageTask
 from tests.faults.memory.scenario import Cluster, begin
 from tests.memory.test_snapshots import shm
 from tests.tools.gang import Gang
@@ -90,20 +90,11 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
 def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
-    pending = PendingManifest(
-        save_id=SAVE,
-        step=1,
-        manifest="",
-        files=[],
-        nodes=[],
-        leader="",
-        storage=StorageTask(root=str(tmp_path)),
-    )
     with ExitStack() as looking:
         assert looking.enter_context(store.lock(lock_file(SAVE)))
         deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
         with (
-            lock_for_publishing(pending, store, deadline),
+            lock_for_publishing(store, SAVE, [], overwrite=False, deadline=deadline),
             store.lock(lock_file(SAVE)) as other,
         ):
             assert not other
@@ -112,19 +103,10 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
 def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
     """An agent ends its save if it gets this error, unless it is `StoreUnavailableError`."""
     store = LocalStore(tmp_path / step_directory(1))
-    pending = PendingManifest(
-        save_id=SAVE,
-        step=1,
-        manifest="",
-        files=[],
-        nodes=[],
-        leader="",
-        storage=StorageTask(root=str(tmp_path)),
-    )
     with (
         store.lock(lock_file(SAVE)),
         pytest.raises(StoreUnavailableError, match="another process holds it"),
-        lock_for_publishing(pending, store, Deadline(0.0)),
+        lock_for_publishing(store, SAVE, [], overwrite=False, deadline=Deadline(0.0)),
     ):
         pass
 
@@ -137,17 +119,8 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
     manifest = (tmp_path / "made" / MANIFEST).read_bytes()
     own = decode_manifest(manifest)
     root, step = LocalStore(tmp_path / "root"), tmp_path / "root" / step_directory(1)
-    pending = PendingManifest(
-        save_id=own.save_id,
-        step=1,
-        manifest="",
-        files=[(file.name, "node") for file in own.files],
-        nodes=[],
-        leader="node",
-        storage=StorageTask(root=str(root)),
-    )
     store, names = root.at(step_directory(1)), [file.name for file in own.files]
-    with lock_for_publishing(pending, store, Deadline(5.0)):
+    with lock_for_publishing(store, own.save_id, names, overwrite=False):
         for file in own.files:
             shutil.copy(tmp_path / "made" / file.name, step)
         if publisher == "another save":

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 import shardwise as sw
 from shardwise.engine.buffers import HUGE_PAGE
-from shardwise.engine.copy_file import Throttle
+from shardwise.engine.copy_file import FileCopier
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -37,8 +37,9 @@ from shardwise.memory.reclaim import (
     list_spares,
     reuse_spare,
 )
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome, StorageTask
+from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.tiers.options import StorageTask
 from tests.memory.reconciling import free_decided
 
 
@@ -220,12 +221,12 @@ def test_what_is_newer_is_discarded(run: Run) -> None:
 
 def test_a_budget_spreads_bytes_over_time() -> None:
     now = [0.0]
-    throttle = Throttle(1000, lambda: now[0])
-    assert throttle.seconds_for(500) == 0
-    assert throttle.seconds_for(500) == pytest.approx(0.5)
+    copier = FileCopier(1000, lambda: now[0])
+    assert copier.seconds_for(500) == 0
+    assert copier.seconds_for(500) == pytest.approx(0.5)
     now[0] = 10.0
-    assert throttle.seconds_for(500) == 0
-    assert Throttle(None).seconds_for(1 << 40) == 0
+    assert copier.seconds_for(500) == 0
+    assert FileCopier(None).seconds_for(1 << 40) == 0
 
 
 @pytest.mark.parametrize(

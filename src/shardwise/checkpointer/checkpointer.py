@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer import starting
+from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.restoring import Restoring
-from shardwise.checkpointer.saver import DirectSaver, Saver
+from shardwise.checkpointer.saver import DirectSaver, Saver, SnapshotSaver
 from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import (
     Settings,
@@ -41,8 +42,6 @@ from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
-from shardwise.memory.trainer.save_handle import SaveHandle
-from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
@@ -183,7 +182,8 @@ class Checkpointer:
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
-            saver = Snapshots(settings.root, settings.memory, group, comparison, watch)
+            root, memory = settings.root, settings.memory
+            saver = SnapshotSaver(root, memory, group, comparison, watch, steps)
         if place is not None:
             hooks.add(RunMirror(settings, group, saver.request_mirroring, self._damaged))
         elif group.rank == 0:

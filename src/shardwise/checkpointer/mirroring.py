@@ -10,9 +10,9 @@ from shardwise.engine.group import Group
 from shardwise.engine.save import SaveReport
 from shardwise.errors import add_note
 from shardwise.events import Recorder
-from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
+from shardwise.tiers.options import StorageTask
 from shardwise.tiers.watch import MirrorWatch
 from shardwise.tiers.worker import MirrorWorker
 

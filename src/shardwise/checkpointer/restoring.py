@@ -25,11 +25,10 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
-from shardwise.memory.remote.assembled import MEMORY_ORIGINS
-from shardwise.ports.hooks import RestoreReport
+from shardwise.ports.hooks import ORIGINS, RestoreReport
 from shardwise.retention import Best, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
-from shardwise.tiers.store import MIRROR, ROOT, TieredStore
+from shardwise.tiers.store import TieredStore
 
 MOST_NODES_SHOWN = 3
 START = "start"
@@ -84,7 +83,7 @@ class _Findings:
 
 def with_all_origins(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Return bytes by origin, with 0 bytes for each origin that `nbytes` lacks."""
-    return {**dict.fromkeys((*MEMORY_ORIGINS, ROOT, MIRROR, START), 0), **nbytes}
+    return {**dict.fromkeys(ORIGINS, 0), **nbytes}
 
 
 class Restoring:
@@ -259,7 +258,7 @@ class Restoring:
             directory = step_directory(step)
             root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)
             if mirror is None:
-                yield _Candidate(step, "storage", root, only_origin=ROOT)
+                yield _Candidate(step, "storage", root, only_origin="root")
                 self._damaged_steps.add(step)
                 continue
             tiered = TieredStore(root, mirror)
@@ -270,7 +269,7 @@ class Restoring:
                     log.warning(
                         "step %d was saved again; trying its earlier save in %s", step, mirror
                     )
-                yield _Candidate(step, "storage", mirror, only_origin=MIRROR)
+                yield _Candidate(step, "storage", mirror, only_origin="mirror")
 
     def _has_two_saves(self, tiered: TieredStore) -> bool:
         """Return whether root and mirror have different saves of a step. All ranks call this."""

@@ -1,23 +1,25 @@
-"""`Saver`: how a run saves. `Snapshots` stages saves in memory; `DirectSaver` writes to storage."""
+"""`Saver`: how a run saves. `DirectSaver` writes to storage, `SnapshotSaver` stages in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Protocol
 
+from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
-from shardwise.engine.planning import SaveRequest
+from shardwise.engine.planning import Offer, SaveRequest, describe_save, refuse_if_full
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import save_all
+from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
-from shardwise.memory.records import StorageTask
+from shardwise.memory.options import Memory
 from shardwise.memory.trainer.recovery import FoundSnapshots
-from shardwise.memory.trainer.save_handle import SaveHandle
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.save import PlanCache
-from shardwise.retention import apply_retention
 from shardwise.store import Store
+from shardwise.tiers.options import StorageTask
 from shardwise.tiers.watch import MirrorWatch
 
 
@@ -114,16 +116,101 @@ class DirectSaver(Saver):
     ) -> SaveHandle:
         """Save a step, then remove the checkpoints that the rules drop."""
         report = save_all(make_save, self._group, plan_cache, recorder, self._comparison)
-        newest = report.step or 0
-        self._saved.append(newest)
+        self._saved.append(report.step or 0)
         if storage.mirror is None:  # otherwise, the thread that copies also removes
             with Round(self._group, "removing old checkpoints", rank0_only=True):
                 if self._group.rank == 0:
-                    damaged = frozenset(storage.damaged)
-                    apply_retention(self._root, storage.rules, newest=newest, damaged=damaged)
+                    storage.remove_old(self._root)
         return SaveHandle(report, mirror=self._mirror)
 
     def take_saved(self) -> list[int]:
         """Return the steps that were saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
+
+
+class SnapshotSaver(Snapshots):
+    """Saves to memory, from where agents write to storage.
+
+    Args:
+        root, group, comparison, mirror: as for `DirectSaver`.
+        options: the options for memory.
+        steps: the committed steps of the root.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        options: Memory,
+        group: Group,
+        comparison: ReplicaComparison,
+        mirror: MirrorWatch | None,
+        steps: Collection[int],
+    ) -> None:
+        super().__init__(root, options, group)
+        self._comparison, self._mirror = comparison, mirror
+        # Training must not wait for an object store. The agent looks again when it publishes.
+        self._steps_to_look_for = steps if root.traits.lock_expiry > 0.0 else None
+
+    def save(
+        self,
+        make_save: Callable[[], SaveRequest],
+        storage: StorageTask,
+        plan_cache: PlanCache,
+        recorder: Recorder,
+        *,
+        durable: bool,
+    ) -> SaveHandle | None:
+        """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
+        self.fence()
+        group, sent_before = self._group, self._group.bytes_sent
+        with Round(group, "agreeing on a save") as all_ranks:
+            save = make_save()
+            own = self.offer(save.options.step or 0, durable=durable)
+            place = str(save.store) if durable else f"memory, for {save.store}"
+            root = self.root if durable else None
+            with recorder.stage("describe"):
+                described = describe_save(replace(save, place=place, space_of=root))
+            offer = described.offer(plan_cache, group, self._comparison)
+            messages = all_ranks.all_gather((offer, own), tuple[Offer, bytes])
+        offers = [offer for offer, _ in messages]
+        self._comparison.conclude([each.sample for each in offers], group, recorder)
+        if not self.accept([own for _, own in messages]):
+            return None
+        planned = described.plan(offers, group, plan_cache, recorder)
+        request, plan = planned.request, planned.plan
+        if durable:
+            with Round(group, "looking for an earlier save", rank0_only=True):
+                if group.rank == 0:
+                    request.refuse_existing(self._steps_to_look_for)
+                    refuse_if_full(request.space_of, plan.bytes_stored)
+        if request.options.check_replicas:
+            check_replicas(planned, group)
+        planned = planned.with_sample(self._comparison)
+        with recorder.stage("stage"):
+            pending = self.stage(planned, storage, durable=durable)
+        report = SaveReport(
+            path=str(request.store if durable else pending.place.path),
+            step=request.options.step,
+            bytes_total=0,
+            bytes_written=pending.nbytes,
+            bytes_deduplicated=0,
+            files=0,
+            plan_cached=planned.cached,
+            bytes_communicated=group.bytes_sent - sent_before,
+            seconds=recorder.seconds(),
+        )
+        return SaveHandle(report, pending, self._mirror)
+
+    def prepare(
+        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+    ) -> int:
+        """Allocate the slots of all ranks, and return the bytes allocated for this rank."""
+        group = self._group
+        with Round(group, "describing a save") as all_ranks:
+            described = describe_save(replace(make_save(), space_of=None))
+            offers = all_ranks.all_gather(described.offer(plan_cache, group), Offer)
+        planned = described.plan(offers, group, plan_cache, recorder)
+        compared = self._comparison.most_bytes(planned.plan)
+        with recorder.stage("allocate"):
+            return self.allocate(planned, compared)

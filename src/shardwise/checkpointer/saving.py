@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import api
 from shardwise.adapters import torch_optimizers_in
+from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
@@ -28,7 +29,6 @@ from shardwise.errors import LostRankError, RankError, ShardwiseError, StateErro
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.names import step_directory
-from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.plan.save import PlanCache
 from shardwise.store import Store
 

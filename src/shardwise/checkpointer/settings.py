@@ -20,13 +20,12 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.names import step_of_directory
-from shardwise.memory.home import find_newest_snapshot
 from shardwise.memory.options import Memory
-from shardwise.memory.records import StorageTask
+from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import names_in_root
 from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
-from shardwise.tiers.options import Mirror, MirrorRequest
+from shardwise.tiers.options import Mirror, MirrorRequest, StorageTask
 from shardwise.tiers.store import TieredStore
 
 log = logging.getLogger("shardwise")
@@ -273,7 +272,7 @@ def _with_snapshot_in_memory(
     error: StoreUnavailableError, root: Store, memory: Memory | None
 ) -> StoreUnavailableError:
     """Return an error that also says which step of a root is in the memory of this node."""
-    step = None if memory is None else find_newest_snapshot(memory.dir, str(root))
+    step = None if memory is None else Snapshots.newest_step_here(memory.dir, str(root))
     if step is None:
         return error
     return StoreUnavailableError(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from shardwise.deadline import Deadline
 from shardwise.engine.leftovers import map_in_threads, remove_leftovers
 from shardwise.errors import (
     CheckpointExistsError,
@@ -21,6 +22,7 @@ MAX_PUBLICATION_SECONDS = 10.0
 """A lock can expire while its process pauses, but not within this time, in any store. If publishing
 ends later than this after the last look at the data files, they are looked for once more."""
 MOST_NAMES_SHOWN = 5
+LOCK_TIMEOUT, LOCK_PAUSE = 1.0, 0.05  # seconds
 
 
 @contextmanager
@@ -46,6 +48,55 @@ def lock_save(store: Store, save_id: str, attempts: Iterable[object]) -> Iterato
             if is_held:
                 with suppress(OSError):
                     store.delete(lock)
+
+
+@contextmanager
+def lock_for_publishing(
+    store: Store,
+    save_id: str,
+    files: Collection[str],
+    *,
+    overwrite: bool,
+    deadline: Deadline | None = None,
+) -> Iterator[bool]:
+    """Lock the directory of a save by agents while the block runs.
+
+    The save may have begun before: an earlier agent may have ended in the middle of it.
+
+    Args:
+        store: the directory.
+        save_id: the id of the save.
+        files: the names of its data files.
+        overwrite: whether to replace an existing checkpoint.
+        deadline: the limit for waiting for the lock. By default, twice the expiry of locks, and one
+            second. By then, the lock of a killed agent has expired, although servers round times to
+            whole seconds. The further second is for a new Checkpointer, which briefly holds the
+            lock while it looks for leftovers.
+
+    Yields:
+        Whether the save is published already.
+
+    Raises:
+        CheckpointExistsError: the directory has another checkpoint, which must not be overwritten.
+        StoreUnavailableError: another process holds the lock, or requests took so long that there
+            was one attempt only.
+    """
+    names = store.list()
+    is_published = MANIFEST in names and published_save_id(store) == save_id
+    if not overwrite and MANIFEST in names and not is_published:
+        raise exists_error(store)
+    if names and not any(name in names for name in files):
+        remove_leftovers(store)
+    deadline = deadline or Deadline(LOCK_TIMEOUT + 2 * store.traits.lock_expiry)
+    attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
+    with lock_save(store, save_id, attempts) as is_held:
+        if not is_held:
+            raise StoreUnavailableError(
+                f"{store}: cannot lock {lock_file(save_id)}, because another process holds "
+                "it: an agent that persists this save, or a Checkpointer that looks for leftovers. "
+                "The agent tries again; if this lasts, look for another agent with this root"
+            )
+        yield is_published
 
 
 def commit_save(

@@ -1,10 +1,11 @@
-"""Copy data files from one store to another, verified and in bounded memory."""
+"""Copy data files to a store: from memory, or verified from another store."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 from shardwise.engine.buffers import aligned_buffer
@@ -17,10 +18,16 @@ from shardwise.store import Files, Store, WritableFile
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
+WRITE_THREADS = 4
 
 
-class Throttle:
-    """Limits copying to `budget` bytes per second; None for no limit. Threads may share it."""
+class FileCopier:
+    """Copies data files, at most `budget` bytes per second. Threads may share a copier.
+
+    Args:
+        budget: the limit for all copies together; None for no limit.
+        clock: a monotonic clock, in seconds.
+    """
 
     def __init__(self, budget: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -38,57 +45,85 @@ class Throttle:
             self._free_at = max(now, self._free_at) + nbytes / self._budget
             return wait
 
+    def copy(
+        self,
+        source: Files,
+        entry: FileEntry,
+        store: Store,
+        before_chunk: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Copy a data file from other files, and verify every block while it is copied.
 
-def copy_verified(
-    source: Files,
-    entry: FileEntry,
-    store: Store,
-    throttle: Throttle,
-    before_chunk: Callable[[], object] = lambda: None,
-) -> None:
-    """Copy a data file, and verify every block while it is copied.
+        Args:
+            source: the files of the checkpoint.
+            entry: the file's entry in the manifest.
+            store: the place of the copy. An incomplete or damaged file of this name is replaced.
+            before_chunk: called before each chunk. If it raises, the copy ends.
 
-    Args:
-        source: the files of the checkpoint.
-        entry: the file's entry in the manifest.
-        store: the place of the copy. An incomplete or damaged file of the same name is replaced.
-        throttle: limits the bytes per second.
-        before_chunk: called before each chunk. If it raises, the copy ends.
-
-    Raises:
-        CorruptionError: the bytes in `source` differ from those that were saved.
-        OSError: the storage failed. The incomplete copy is removed if possible.
-    """
-    # The copy includes the header and the table of checksums, so the file is read directly, and a
-    # `DataReader` only verifies the chunks.
-    buffer = aligned_buffer(CHUNK)
-    table_crc32 = 0
-    with (
-        closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
-        closing(source.open(entry.name)) as file,
-        create_durably(store, entry) as copy,
-    ):
-        for low in range(0, entry.size, CHUNK):
-            before_chunk()
-            chunk = buffer[: min(CHUNK, entry.size - low)]
-            time.sleep(throttle.seconds_for(len(chunk)))
-            if file.read_at(low, chunk) < len(chunk):
+        Raises:
+            CorruptionError: the bytes in `source` differ from those that were saved.
+            OSError: the storage failed. The incomplete copy is removed if possible.
+        """
+        # The copy includes the header and the table of checksums, so the file is read directly, and
+        # a `DataReader` only verifies the chunks.
+        buffer = aligned_buffer(CHUNK)
+        table_crc32 = 0
+        with (
+            closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
+            closing(source.open(entry.name)) as file,
+            _create_durably(store, entry) as copy,
+        ):
+            for low in range(0, entry.size, CHUNK):
+                before_chunk()
+                chunk = buffer[: min(CHUNK, entry.size - low)]
+                time.sleep(self.seconds_for(len(chunk)))
+                if file.read_at(low, chunk) < len(chunk):
+                    raise CorruptionError(
+                        f"{entry.name} in {source} was truncated while it was copied: it has fewer "
+                        f"than {low + len(chunk)} bytes; find out what else writes there"
+                    )
+                verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
+                table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
+                copy.write_at(low, _pad(chunk, store.traits.alignment))
+            if table_crc32 != entry.checksums_crc32:
                 raise CorruptionError(
-                    f"{entry.name} in {source} was truncated while it was copied: it has fewer "
-                    f"than {low + len(chunk)} bytes; find out what else writes there"
+                    f"{entry.name} in {source}: its checksums changed while it was copied; find "
+                    "out what else writes there, and copy again"
                 )
-            verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
-            table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
-            copy.write_at(low, pad(chunk, store.traits.alignment))
-        if table_crc32 != entry.checksums_crc32:
-            raise CorruptionError(
-                f"{entry.name} in {source}: its checksums changed while it was copied; find out "
-                "what else writes there, and copy again"
-            )
+
+    def copy_from_memory(
+        self, data: Buffer, entry: FileEntry, store: Store, wait_until_sealed: Callable[[], None]
+    ) -> None:
+        """Copy a data file from memory, without verifying it.
+
+        Args:
+            data: the bytes of the file. Its checksums may still be missing.
+            entry: the file's entry, with or without checksums.
+            store: the place of the copy. An incomplete file of this name is replaced.
+            wait_until_sealed: returns once the checksums are at the end of `data`. It is called
+                before the first chunk with checksums is copied.
+
+        Raises:
+            OSError: the storage failed. The incomplete copy is removed if possible.
+        """
+        with (
+            _create_durably(store, entry) as copy,
+            ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
+        ):
+            writes = []
+            checksums_chunk = entry.checksums_at // CHUNK * CHUNK
+            for low in range(0, entry.size, CHUNK):
+                if low == checksums_chunk:
+                    wait_until_sealed()
+                chunk = data[low : low + CHUNK]
+                time.sleep(self.seconds_for(len(chunk)))
+                writes.append(pool.submit(copy.write_at, low, _pad(chunk, store.traits.alignment)))
+            for write in writes:
+                write.result()
 
 
 @contextmanager
-def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
+def _create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
     """Create a file, which the `with` block writes. It appears at the end, or replaces an old one.
 
     Raises:
@@ -102,7 +137,7 @@ def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
         file.close()
 
 
-def pad(chunk: Buffer, alignment: int) -> Buffer:
+def _pad(chunk: Buffer, alignment: int) -> Buffer:
     """Return a chunk, padded with zeros to a multiple of `alignment` bytes if necessary."""
     padded_length = -(-len(chunk) // alignment) * alignment
     if padded_length == len(chunk):

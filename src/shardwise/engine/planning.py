@@ -33,7 +33,7 @@ from shardwise.errors import MismatchError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.data_file import lay_out_file
 from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, encode_manifest
-from shardwise.manifest.names import MANIFEST, new_save_id
+from shardwise.manifest.names import MANIFEST, data_file, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Description, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
@@ -111,6 +111,11 @@ class PlannedSave:
     objects: tuple[ObjectEntry, ...]
     holding_key: bytes = b""
     sample: ReplicaSample | None = None
+
+    @property
+    def file_names(self) -> dict[int, str]:
+        """The name of the file of each rank that writes one."""
+        return {rank: data_file(rank, self.save_id) for rank in self.plan.writers.tolist()}
 
     def source(self) -> FileSource | None:
         """Return the source of this rank's file; None if the rank writes no file."""

@@ -252,26 +252,6 @@ def _list_directories(path: Path) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def find_newest_snapshot(directory: str, root: str) -> int | None:
-    """Return the newest committed step in this node's memory of the run that saves to a root.
-
-    The options of the root's URL need not be equal.
-
-    Args:
-        directory: the option `Memory(dir=…)`.
-        root: the path or URL of the root.
-    """
-    place = root.partition("?")[0]
-    steps = (
-        snapshot.step
-        for run in Home(directory).runs()
-        if (run.root() or "").partition("?")[0] == place
-        for snapshot in run.snapshots()
-        if snapshot.is_committed()
-    )
-    return max(steps, default=None)
-
-
 def new_run_id() -> str:
     """Return a new random run id."""
     return secrets.token_hex(8)

@@ -18,8 +18,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count, FileEntry
 from shardwise.memory.files import FileName, SaveId, encode_record
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.retention import Keep, PlainKeep
-from shardwise.tiers.options import MirrorRequest
+from shardwise.tiers.options import StorageTask
 
 GeneratedFileName = Annotated[
     str, msgspec.Meta(pattern=r"\A[.]?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
@@ -110,38 +109,6 @@ class RingFile(
     slot: FileName
     ranges: dict[str, tuple[Count, Count]]
     checksums: dict[str, bytes] = {}
-
-
-@prepare_decoding
-class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do in storage after a save: remove old checkpoints, or keep a mirror up to date.
-
-    Attributes:
-        root: the root of the checkpoints.
-        keep: the retention rules of the root.
-        mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
-            remove checkpoints, and only those that they have copied.
-        newest: the step that was saved last; None if no step was saved yet. Newer steps are not
-            removed.
-        damaged: steps in the root that are known to be damaged. They do not count as kept, and are
-            not removed.
-    """
-
-    root: str
-    keep: PlainKeep = {}
-    mirror: MirrorRequest | None = None
-    newest: Count | None = None
-    damaged: list[int] = []
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to do. Without rules, the root keeps all checkpoints."""
-        return self.mirror is not None or self.rules.has_rules
-
-    @property
-    def rules(self) -> Keep:
-        """The retention rules of the root."""
-        return Keep.decode(self.keep)
 
 
 @prepare_decoding

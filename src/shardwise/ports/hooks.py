@@ -16,6 +16,8 @@ from shardwise.engine.save import SaveReport
 from shardwise.store import Store
 
 GROUP = "shardwise.hooks"
+ORIGINS = ("local memory", "other nodes", "decoded", "root", "mirror", "start")
+"""The origins in a `RestoreReport`."""
 
 
 @dataclass(frozen=True, slots=True)

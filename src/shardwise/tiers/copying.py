@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from shardwise.engine.commit import lock_save, publish_manifest
-from shardwise.engine.copy_file import Throttle, copy_verified
+from shardwise.engine.copy_file import FileCopier
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import Store, lock_for_reading
+from shardwise.tiers.store import saved_manifest
 
 FILES_AT_ONCE = 4
 
@@ -21,7 +22,7 @@ FILES_AT_ONCE = 4
 def copy_checkpoint(
     source: Store,
     target: Store,
-    throttle: Throttle,
+    copier: FileCopier,
     before_chunk: Callable[[], object] = lambda: None,
 ) -> tuple[Manifest, int]:
     """Copy the checkpoint in one directory to another directory, and replace another save there.
@@ -33,7 +34,7 @@ def copy_checkpoint(
     Args:
         source: the directory with the checkpoint. It is locked, so that retention waits.
         target: the directory for the copy.
-        throttle: limits the bytes per second.
+        copier: copies the files.
         before_chunk: called before each chunk. If this function raises, the copy ends.
 
     Returns:
@@ -63,7 +64,7 @@ def copy_checkpoint(
                 )
             present = set(target.list())
             missing = [entry for entry in manifest.files if entry.name not in present]
-            _copy_all(missing, source, target, throttle, before_chunk)
+            _copy_all(missing, source, target, copier, before_chunk)
             if saved_manifest(target) != manifest:
                 files = [file.name for file in manifest.files]
                 publish_manifest(target, data, files, replace=MANIFEST in present)
@@ -76,7 +77,7 @@ def _copy_all(
     files: Sequence[FileEntry],
     source: Store,
     target: Store,
-    throttle: Throttle,
+    copier: FileCopier,
     before_chunk: Callable[[], object],
 ) -> None:
     """Copy files, several at a time. If one copy fails, all copies end."""
@@ -88,7 +89,7 @@ def _copy_all(
             raise StoreError("the copy of another file of this checkpoint has failed")
 
     def copy(entry: FileEntry) -> None:
-        copy_verified(source, entry, target, throttle, check)
+        copier.copy(source, entry, target, check)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-mirror") as pool:
         copies = [pool.submit(copy, entry) for entry in files]
@@ -99,10 +100,3 @@ def _copy_all(
             failed.set()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def saved_manifest(store: Store) -> Manifest | None:
-    """Return the manifest in a directory; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, NotADirectoryError, FormatError):
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-    return None

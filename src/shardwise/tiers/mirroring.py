@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.engine.copy_file import Throttle
+from shardwise.engine.copy_file import FileCopier
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import step_directory, step_of_directory
@@ -23,7 +23,7 @@ from shardwise.retention import (
 from shardwise.store import Store, open_store
 from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
-from shardwise.tiers.options import Mirror
+from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.record import MirroredStep, MirrorRecord
 from shardwise.tiers.tier import REREAD_PERIOD, Tier
 
@@ -58,7 +58,7 @@ class Mirroring:
         self._root, self._mirror = root, open_store(mirror.place)
         self._keep, self._mirror_keep = keep, mirror.keep
         self._clock = clock
-        self._throttle = Throttle(mirror.budget)
+        self._copier = FileCopier(mirror.budget)
         self._root_tier = Tier(root, others_write=True)
         self._mirror_tier = Tier(self._mirror, others_write=False)
         self._stopping = threading.Event()
@@ -66,6 +66,17 @@ class Mirroring:
         self._logged_failure = ""
         self._written_record: MirrorRecord | None = None
         self.record = MirrorRecord(place=str(self._mirror))
+
+    @classmethod
+    def of_task(cls, task: StorageTask) -> Mirroring | None:
+        """Return the mirroring of a task; None if its root has no mirror.
+
+        Raises:
+            OSError, ValueError: the root or the mirror cannot be opened.
+        """
+        if task.mirror is None:
+            return None
+        return cls(open_store(task.root), task.rules, task.mirror.options())
 
     def stop(self) -> None:
         """Make `catch_up` return soon, between two chunks."""
@@ -136,7 +147,7 @@ class Mirroring:
         start = time.monotonic()
         name = step_directory(step)
         manifest, nbytes = copy_checkpoint(
-            self._root.at(name), self._mirror.at(name), self._throttle, self._raise_if_stopped
+            self._root.at(name), self._mirror.at(name), self._copier, self._raise_if_stopped
         )
         seconds = time.monotonic() - start
         self._root_tier.known[step] = self._mirror_tier.known[step] = CheckpointInfo.of(manifest)

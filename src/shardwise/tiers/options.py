@@ -1,8 +1,9 @@
-"""The user's options for a mirror: `Mirror`, and its form in records."""
+"""The user's options for a mirror, `Mirror`; and `StorageTask`, what to do after a save."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import msgspec
@@ -10,8 +11,10 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.events import repr_of_set_fields
-from shardwise.retention import Keep, PlainKeep
+from shardwise.manifest.manifest import Count
+from shardwise.retention import Keep, PlainKeep, apply_retention
 from shardwise.store import Store, open_store
+from shardwise.tiers.decide import SavedSteps
 
 SMALLEST_BUDGET = 1 << 20
 
@@ -76,3 +79,54 @@ class MirrorRequest(msgspec.Struct, frozen=True):
     def options(self) -> Mirror:
         """Return the options."""
         return Mirror(self.place, Keep.decode(self.keep), self.budget)
+
+
+@prepare_decoding
+class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do in storage after a save: remove old checkpoints, or keep a mirror up to date.
+
+    Attributes:
+        root: the root of the checkpoints.
+        keep: the retention rules of the root.
+        mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
+            remove checkpoints, and only those that they have copied.
+        newest: the step that was saved last; None if no step was saved yet. Newer steps are not
+            removed.
+        damaged: steps in the root that are known to be damaged. They do not count as kept, and are
+            not removed.
+    """
+
+    root: str
+    keep: PlainKeep = {}
+    mirror: MirrorRequest | None = None
+    newest: Count | None = None
+    damaged: list[int] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do. Without rules, the root keeps all checkpoints."""
+        return self.mirror is not None or self.rules.has_rules
+
+    @property
+    def rules(self) -> Keep:
+        """The retention rules of the root."""
+        return Keep.decode(self.keep)
+
+    @property
+    def saved_steps(self) -> SavedSteps:
+        """What the task says about the steps of the root."""
+        return SavedSteps(self.newest, frozenset(self.damaged))
+
+    def remove_old(self, root: Store, should_continue: Callable[[], bool] = lambda: True) -> None:
+        """Remove the checkpoints of the root that its rules do not keep.
+
+        Raises:
+            OSError: as for `apply_retention`.
+        """
+        apply_retention(
+            root,
+            self.rules,
+            newest=self.newest or 0,
+            damaged=frozenset(self.damaged),
+            should_continue=should_continue,
+        )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.errors import CorruptionError, FormatError
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import (
     FileStatus,
@@ -21,11 +21,9 @@ from shardwise.store import (
     lock_for_reading,
 )
 from shardwise.store.store import Buffer
-from shardwise.tiers.copying import saved_manifest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
@@ -51,13 +49,14 @@ class TieredStore(ReadOnlyStore):
         return str(self._tiers[0])
 
     def origins(self) -> dict[str, int]:
-        """Return how many bytes of data files were read so far, by the name of the tier.
+        """Return how many bytes of data files were read so far, from "root" and "mirror".
 
         Bytes that turned out to be damaged count, too. A store that `at` returns has
         counts for itself.
         """
         with self._count_lock:
-            return dict(zip((ROOT, MIRROR), self._bytes_read, strict=True))
+            root, mirror = self._bytes_read
+            return {"root": root, "mirror": mirror}
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
@@ -240,6 +239,13 @@ def _first_result(use: Callable[[Item], Result], items: Iterable[Item]) -> Resul
         except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
             failures.append(error)
     raise _choose_error(failures)
+
+
+def saved_manifest(store: Store) -> Manifest | None:
+    """Return the manifest in a directory; None if it is missing or damaged."""
+    with suppress(FileNotFoundError, NotADirectoryError, FormatError):
+        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+    return None
 
 
 def _choose_error(failures: Sequence[Exception]) -> Exception:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shardwise.manifest.names import is_file_of_save, step_directory
 from shardwise.retention import CheckpointInfo, committed_steps
 from shardwise.store import Store
-from shardwise.tiers.copying import saved_manifest
+from shardwise.tiers.store import saved_manifest
 
 REREAD_PERIOD = 600.0
 

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.deadline import Deadline
-from shardwise.engine.copy_file import Throttle
+from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import records
-from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
+from shardwise.memory.agent.lead import (
+    OpenedStores,
+    agents_of,
+    read_pending_manifest,
+    try_stage,
+)
 from shardwise.memory.agent.mirrors import set_mirror_task
-from shardwise.memory.agent.persist import OpenedStores, copy_file
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import REPLACED, Action, RunAction
 from shardwise.memory.files import read_record, write_record
@@ -31,13 +35,13 @@ from shardwise.memory.records import (
     ProtectRequest,
     StagedFile,
     StageOutcome,
-    StorageTask,
 )
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
-from shardwise.retention import apply_retention, committed_steps
+from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
+from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
@@ -117,13 +121,7 @@ class Follower:
                 action.place.run.wake_agent()
             else:
                 with self.stores.open(task.root) as root:
-                    apply_retention(
-                        root,
-                        task.rules,
-                        newest=task.newest or 0,
-                        damaged=frozenset(task.damaged),
-                        should_continue=lambda: action.place.has(name),
-                    )
+                    task.remove_old(root, lambda: action.place.has(name))
             return 0  # bytes
 
         self._fulfil_request(
@@ -157,7 +155,7 @@ class Follower:
 
     def _copy_files(self, place: SnapshotDirectory, request: PersistRequest) -> int:
         """Copy several files at a time to storage, each as soon as it is staged."""
-        throttle = Throttle(request.budget)
+        copier = FileCopier(request.budget)
 
         def copy(name: str, store: Store) -> int:
             deadline = Deadline(request.wait)
@@ -171,7 +169,7 @@ class Follower:
             def wait_until_sealed() -> None:
                 place.wait_for(records.file_record(name, "entry"), deadline)
 
-            copy_file(data, entry, store, throttle, wait_until_sealed)
+            copier.copy_from_memory(data, entry, store, wait_until_sealed)
             return entry.size
 
         with (

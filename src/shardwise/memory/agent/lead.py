@@ -8,25 +8,21 @@ has an outcome too. If storage does not answer, the action raises, and the agent
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
-from shardwise.engine.commit import commit_save
-from shardwise.engine.copy_file import Throttle
+from shardwise.engine.commit import commit_save, lock_for_publishing
+from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
-from shardwise.memory.agent.persist import (
-    OpenedStores,
-    copy_files_of_lost_nodes,
-    lock_for_publishing,
-)
 from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
@@ -41,8 +37,10 @@ from shardwise.memory.records import (
     Retry,
     StageOutcome,
 )
+from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
-from shardwise.store import Store
+from shardwise.memory.remote.search import Search, list_own_files
+from shardwise.store import Store, open_store
 
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
@@ -50,6 +48,34 @@ RESCUE_TIMEOUT = 5.0
 """Seconds to wait for a node that does not answer, during a rescue."""
 LONGEST_OUTAGE = 86400.0
 """Seconds for which a stage is tried again while the storage does not answer."""
+READ_THREADS = 2
+MOST_STORES = 16
+
+
+class OpenedStores:
+    """The stores that an agent has opened, by URL. Threads may share them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store] = {}
+
+    @contextmanager
+    def open(self, url: str) -> Iterator[Store]:
+        """Open a store, and keep it open for later calls, unless the block raises.
+
+        After a failure, the store is opened anew: it may have to read other credentials.
+
+        Raises:
+            StoreError: as for `open_store`.
+        """
+        with self._lock:
+            store = self._stores.pop(url, None)
+        store = store or open_store(url)
+        yield store
+        with self._lock:
+            self._stores[url] = store
+            while len(self._stores) > MOST_STORES:
+                del self._stores[next(iter(self._stores))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +193,16 @@ class _LeaderSave:
 
     def persist(self) -> int:
         """Have all nodes copy their files to storage, and publish the manifest there."""
-        save_id = self.pending.save_id
+        save_id, overwrite = self.pending.save_id, self.pending.overwrite
         names = [name for name, _ in self.pending.files]
         with self.leader.stores.open(self.pending.storage.root) as root:
             store = root.at(step_directory(self.place.step))
-            with lock_for_publishing(self.pending, store) as is_published:
+            with lock_for_publishing(store, save_id, names, overwrite=overwrite) as is_published:
                 copied = 0 if is_published else self._copy_files(store)
                 manifest = self.place.read_manifest(save_id)
                 if not is_published:
                     self._refuse_superseded(root)
-                commit_save(store, save_id, manifest, names, overwrite=self.pending.overwrite)
+                commit_save(store, save_id, manifest, names, overwrite=overwrite)
         if self.pending.storage.is_needed:
             request = records.save_record(records.REMOVE_OLD, save_id)
             write_record(self.place.path / request, self.pending.storage)
@@ -229,16 +255,34 @@ class _LeaderSave:
             if node not in copied or name not in stored
         ]
         if names:
-            nbytes += copy_files_of_lost_nodes(
-                self.place,
-                names,
-                agents_of(self.pending, self.place.run),
-                self.leader.node,
-                self.leader.tls,
-                store,
-                Throttle(self.pending.budget),
-            )
+            nbytes += self._copy_files_of_lost_nodes(names, store)
         return nbytes
+
+    def _copy_files_of_lost_nodes(self, names: Collection[str], store: Store) -> int:
+        """Copy files to storage from their copies or parity on other nodes; return the bytes.
+
+        Raises:
+            StoreError: no reachable nodes have the files; says which and why.
+            CorruptionError: the bytes differ from those that were committed.
+        """
+        run, step, node, tls = self.place.run, self.place.step, self.leader.node, self.leader.tls
+        manifest = decode_manifest(self.place.read_file(MANIFEST))
+        entries = [entry for entry in manifest.files if entry.name in names]
+        known = {info.node: info for info in agents_of(self.pending, run)}
+        search = Search(run, node, [list_own_files(run, node)], known, tls)
+        search.ask()
+        assembly = search.choose_snapshot(step)
+        if assembly.step is None:
+            reasons = "; ".join(reason for _, reason in assembly.skipped)
+            raise StoreError(
+                f"step {step}: the files of lost nodes cannot be persisted: {reasons}; save a "
+                "newer step"
+            )
+        copier = FileCopier(self.pending.budget)
+        with closing(AssembledStore(assembly, run, node, tls, threads=READ_THREADS)) as source:
+            for entry in entries:
+                copier.copy(source, entry, store)
+        return sum(entry.size for entry in entries)
 
     def _request_copy(self, node: str, files: list[str]) -> bool:
         """Request that a node copies its files to storage; return True."""

@@ -21,10 +21,8 @@ from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run
 from shardwise.memory.rank_locks import has_trainers
-from shardwise.memory.records import StorageTask
-from shardwise.store import open_store
-from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
+from shardwise.tiers.options import StorageTask
 
 # All in seconds.
 CHECK_PERIOD = 60.0  # others may have changed the root or the mirror since
@@ -109,7 +107,7 @@ class Mirrors:
             opened = self._open(run, task)
         if opened is not None and self._needs_attempt(opened, task):
             opened.task, opened.current_at = task, 0.0
-            if opened.mirroring.catch_up(lambda: _saved_steps(run)):
+            if opened.mirroring.catch_up(lambda: (read_mirror_task(run) or task).saved_steps):
                 opened.current_at = self._clock()
         is_failing = opened is None or not opened.current_at
         is_old = opened is not None and self._clock() - opened.opened_at >= REOPEN_PERIOD
@@ -125,13 +123,12 @@ class Mirrors:
     def _open(self, run: Run, task: StorageTask) -> _OpenMirror | None:
         """Open the root and the mirror of a task; return None if that fails."""
         self._open_mirrors.pop(run, None)
-        mirror = task.mirror
-        if mirror is None:
-            return None
         try:
-            mirroring = Mirroring(open_store(task.root), task.rules, mirror.options())
+            mirroring = Mirroring.of_task(task)
         except (ShardwiseError, OSError, ValueError) as error:
-            log.error("the mirror %s of %s cannot be used: %s", mirror.place, task.root, error)
+            log.error("the mirror of %s cannot be used: %s", task.root, error)
+            return None
+        if mirroring is None:
             return None
         opened = self._open_mirrors[run] = _OpenMirror(task, mirroring, self._clock())
         return opened
@@ -155,8 +152,3 @@ class Mirrors:
 
 def _tiers_of(task: StorageTask) -> object:
     return task.root, task.mirror, task.keep
-
-
-def _saved_steps(run: Run) -> SavedSteps:
-    task = read_mirror_task(run)
-    return SavedSteps(task.newest, frozenset(task.damaged)) if task else SavedSteps()

@@ -22,9 +22,8 @@ from shardwise.errors import StoreError
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
-from shardwise.memory.agent.lead import Leader
+from shardwise.memory.agent.lead import Leader, OpenedStores
 from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.agent.persist import OpenedStores
 from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
 from shardwise.memory.home import AGENT_LOCK, Home

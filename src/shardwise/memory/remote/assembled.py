@@ -23,7 +23,7 @@ from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore,
 from shardwise.store.store import Buffer
 
 NODE_TIMEOUT = 10.0
-MEMORY_ORIGINS = LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
+LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
 CountBytes = Callable[[str, int], None]
 """`count_bytes(origin, nbytes)` adds to the statistics of an origin."""
 ReadSource = tuple[str, Callable[[int, Buffer], None]]
@@ -91,7 +91,7 @@ class AssembledStore(ReadOnlyStore):
         infos = list(assembly.nodes.values())
         self._nodes = Nodes(SnapshotDirectory(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
-        self._bytes_by_origin = dict.fromkeys(MEMORY_ORIGINS, 0)
+        self._bytes_by_origin = dict.fromkeys((LOCAL, OTHERS, DECODED), 0)
         self._count_lock = threading.Lock()
         path = self._local.path
         self._map = functools.cache(lambda key, size: map_file(path / key, size))

@@ -5,26 +5,17 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
 
-from shardwise.divergence.comparison import ReplicaComparison
+import msgspec
+
 from shardwise.engine.group import Group
-from shardwise.engine.planning import (
-    Offer,
-    PlannedSave,
-    SaveRequest,
-    describe_save,
-    refuse_if_full,
-)
+from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, check_replicas
 from shardwise.errors import StoreError
-from shardwise.events import Recorder
-from shardwise.manifest.names import data_file
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
-from shardwise.memory.home import Run, SnapshotDirectory
+from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
@@ -34,19 +25,17 @@ from shardwise.memory.reclaim import (
     refuse_older_step,
     remove_other_runs,
 )
-from shardwise.memory.records import AgentInfo, PendingManifest, StorageTask
+from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.agent_watch import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
+from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
 from shardwise.memory.trainer.rings import join_ring
-from shardwise.memory.trainer.save_handle import PendingSave, PendingSaves, SaveHandle
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.plan.save import PlanCache
-from shardwise.retention import committed_steps
 from shardwise.store import Store
-from shardwise.tiers.watch import MirrorWatch
+from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise")
 
@@ -58,12 +47,9 @@ class Snapshots:
         root: the store of the persisted checkpoints, which identifies the run.
         options: the user's options.
         group: the ranks.
-        comparison: compares the replicas of the ranks.
-        mirror: follows the mirror of the root; None if the root has none.
 
     Attributes:
         root: as above.
-        skipped: the number of snapshots that were skipped because no slot was free.
         home, run: the directories of this node and of the run on it.
         membership: the nodes of the run, and the lineage of the run.
         node: the name of this rank's node.
@@ -71,19 +57,11 @@ class Snapshots:
         tls: certificates for connections between the nodes of the run.
     """
 
-    def __init__(
-        self,
-        root: Store,
-        options: Memory,
-        group: Group,
-        comparison: ReplicaComparison,
-        mirror: MirrorWatch | None = None,
-    ) -> None:
+    def __init__(self, root: Store, options: Memory, group: Group) -> None:
         self.root = root
         self._options = options = choose_interface(options, group)
         self._group = group
-        self._comparison, self._mirror = comparison, mirror
-        self._pending, self.skipped = PendingSaves(), 0
+        self._pending = PendingSaves()
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         node_of = self.membership.node_of
@@ -92,10 +70,9 @@ class Snapshots:
         self.tls = options.tls
         with Round(group, "taking the locks of ranks"):
             self._rank_lock = RankLock(self.run, group.rank)
-        # A save looks for older snapshots of these steps; None: of any step.
-        self._steps_to_look_for: frozenset[int] | None = None
         with Round(group, "reclaiming memory"):
-            self._reclaim()
+            if self.is_first_of_node:
+                self._reclaim()
         self._staging = Staging(
             self.home,
             self.run,
@@ -117,100 +94,74 @@ class Snapshots:
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
-        if self._group.rank == 0 and self.root.traits.lock_expiry > 0.0:
-            # Training must not wait for an object store. The agent looks again when it publishes.
-            self._steps_to_look_for = frozenset(committed_steps(self.root))
-        if self.is_first_of_node:
-            forget_lost_ranks(self.run)
-            remove_other_runs(self.home, self.run, str(self.root))
-            self.run.record_nodes(self.membership.nodes)
-            node_of = self.membership.node_of
-            delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
+        forget_lost_ranks(self.run)
+        remove_other_runs(self.home, self.run, str(self.root))
+        self.run.record_nodes(self.membership.nodes)
+        node_of = self.membership.node_of
+        delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
-    def save(
-        self,
-        make_save: Callable[[], SaveRequest],
-        storage: StorageTask,
-        plan_cache: PlanCache,
-        recorder: Recorder,
-        *,
-        durable: bool,
-    ) -> SaveHandle | None:
-        """Stage a snapshot for the agents, and return its handle; None if it was skipped.
+    @staticmethod
+    def newest_step_here(directory: str, root: str) -> int | None:
+        """Return the newest committed step in this node's memory of the run that saves to a root.
+
+        The options of the root's URL need not be equal.
 
         Args:
-            make_save: returns this rank's save; its store is the place of the step in storage.
-            storage: the root, and what to do there after the save.
-            plan_cache: plans of earlier saves.
-            recorder: measures the stages.
-            durable: whether to persist the snapshot.
+            directory: the option `Memory(dir=…)`.
+            root: the path or URL of the root.
+        """
+        place = root.partition("?")[0]
+        steps = (
+            snapshot.step
+            for run in Home(directory).runs()
+            if (run.root() or "").partition("?")[0] == place
+            for snapshot in run.snapshots()
+            if snapshot.is_committed()
+        )
+        return max(steps, default=None)
+
+    def offer(self, step: int, *, durable: bool) -> bytes:
+        """Return what this rank tells the others before a save of a step; `accept` takes it.
+
+        The node's agent is started if necessary.
 
         Raises:
-            ShardwiseError: on all ranks: the save is refused, or an earlier one has failed.
+            ShardwiseError: memory holds a newer step, or an earlier save has failed.
         """
-        self.fence()
-        bytes_sent_before = self._group.bytes_sent
-
-        with Round(self._group, "agreeing on a save") as all_ranks:
-            info = self._check_before_save()
-            save = make_save()
-            has_slot = self._prepare_slot(save.options.step or 0, durable=durable)
-            place = str(save.store) if durable else f"memory, for {save.store}"
-            root = self.root if durable else None
-            with recorder.stage("describe"):
-                described = describe_save(replace(save, place=place, space_of=root))
-            offer = described.offer(plan_cache, self._group, self._comparison)
-            messages = all_ranks.all_gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
-        offers = [offer for offer, _, _ in messages]
-        self._comparison.conclude([each.sample for each in offers], self._group, recorder)
-        self.membership.nodes = list({info.node: info for _, _, info in messages}.values())
-        if self._options.when_full == "skip" and not all(slot for _, slot, _ in messages):
-            self.skipped += 1
-            return None
-        planned = described.plan(offers, self._group, plan_cache, recorder)
-        if durable:
-            with Round(self._group, "looking for an earlier save", rank0_only=True):
-                if self._group.rank == 0:
-                    planned.request.refuse_existing(self._steps_to_look_for)
-                    refuse_if_full(planned.request.space_of, planned.plan.bytes_stored)
-        if planned.request.options.check_replicas:
-            check_replicas(planned, self._group)
-        planned = planned.with_sample(self._comparison)
-        return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
-
-    def _prepare_slot(self, step: int, *, durable: bool) -> bool:
-        """Return whether this rank has a slot for a snapshot of a step, or waits for one."""
-        refuse_older_step(self.run, step, self.membership.lineage, self.root)
-        self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
-        return not self._staging.is_prepared or durable or self._staging.has_free()
-
-    def _check_before_save(self) -> AgentInfo:
-        """Raise earlier failures, and return this node's agent, which is started if necessary."""
         self._rank_lock.raise_if_replaced()
         self._raise_failures()
         if self._supervisor is not None:
             self._supervisor.check()
-        return ensure_agent(self.home, self._options)
+        info = ensure_agent(self.home, self._options)
+        refuse_older_step(self.run, step, self.membership.lineage, self.root)
+        self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
+        has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
+        return msgspec.json.encode((has_slot, info))
 
-    def prepare(
-        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
-    ) -> int:
+    def accept(self, offers: Sequence[bytes]) -> bool:
+        """Return whether all ranks have a slot for the snapshot, or wait for one.
+
+        Args:
+            offers: the result of `offer` on each rank.
+        """
+        found = [msgspec.json.decode(each, type=tuple[bool, AgentInfo]) for each in offers]
+        self.membership.nodes = list({info.node: info for _, info in found}.values())
+        return self._options.when_full == "wait" or all(has_slot for has_slot, _ in found)
+
+    def allocate(self, planned: PlannedSave, bytes_compared: int) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
+
+        Args:
+            planned: a save like those to come.
+            bytes_compared: the largest number of bytes of replicas that a save compares.
 
         Raises:
             ShardwiseError: on all ranks: the memory of a node is too small. The message says how
                 much is needed.
         """
-        group = self._group
-
-        with Round(group, "describing a save") as all_ranks:
-            described = describe_save(replace(make_save(), space_of=None))
-            offers = all_ranks.all_gather(described.offer(plan_cache, group), Offer)
-        planned = described.plan(offers, group, plan_cache, recorder)
-        source, ring, _ = join_ring(planned, self._options, self.membership, group)
-        compared = self._comparison.most_bytes(planned.plan)
-        with Round(group, "allocating slots"), recorder.stage("allocate"):
-            return self._staging.prepare(source, ring, compared)
+        source, ring, _ = join_ring(planned, self._options, self.membership, self._group)
+        with Round(self._group, "allocating slots"):
+            return self._staging.prepare(source, ring, bytes_compared)
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Yield the newest snapshot in memory, as `recovery.find_snapshots` does."""
@@ -354,23 +305,20 @@ class Snapshots:
         self._staging.raise_failure()
         self._pending.raise_failure()
 
-    def _stage(
-        self,
-        planned: PlannedSave,
-        storage: StorageTask,
-        recorder: Recorder,
-        bytes_sent_before: int,
-        *,
-        durable: bool,
-    ) -> SaveHandle:
-        """Stage a planned save. Failures here reach the other ranks at the next save."""
-        options = planned.request.options
-        place = SnapshotDirectory(self.run, options.step or 0)
+    def stage(self, planned: PlannedSave, storage: StorageTask, *, durable: bool) -> PendingSave:
+        """Stage a planned save for the agents. The next save raises failures on all ranks.
+
+        Args:
+            planned: the save.
+            storage: the root, and what to do there after the save.
+            durable: whether to persist the snapshot.
+        """
+        place = SnapshotDirectory(self.run, planned.request.options.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
         manifest = None
-        if planned.plan.rank == 0:
+        if is_first:
             manifest = self._make_pending_manifest(planned, storage, rings, durable=durable)
         part = SnapshotPart(
             place=place,
@@ -381,8 +329,6 @@ class Snapshots:
             stages=stages,
             epoch=self.membership.lineage.epoch,
         )
-        with recorder.stage("stage"):
-            copying = self._staging.begin(part)
         pending = PendingSave(
             self._agents,
             place,
@@ -390,22 +336,12 @@ class Snapshots:
             stages,
             logs_failures=is_first,
             deletes_older=is_first and durable and storage.is_needed,
-            copying=copying,
+            copying=self._staging.begin(part),
             watch=self._staging.watch,
+            nbytes=0 if source is None else source.entry.size,
         )
         self._pending.add(pending)
-        report = SaveReport(
-            path=str(planned.request.store if durable else place.path),
-            step=options.step,
-            bytes_total=0,
-            bytes_written=0 if source is None else source.entry.size,
-            bytes_deduplicated=0,
-            files=0,
-            plan_cached=planned.cached,
-            bytes_communicated=self._group.bytes_sent - bytes_sent_before,
-            seconds=recorder.seconds(),
-        )
-        return SaveHandle(report, pending, self._mirror)
+        return pending
 
     def _make_pending_manifest(
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
@@ -417,7 +353,7 @@ class Snapshots:
             save_id=planned.save_id,
             step=options.step or 0,
             manifest=planned.manifest(()).decode(),
-            files=[(data_file(r, planned.save_id), node_of[r]) for r in plan.writers.tolist()],
+            files=[(name, node_of[rank]) for rank, name in planned.file_names.items()],
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,

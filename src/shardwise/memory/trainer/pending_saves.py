@@ -1,4 +1,4 @@
-"""Handles of saves in progress: they wait for stages, and report failures."""
+"""Saves that agents complete: waits for their stages, and their failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardwise.deadline import Deadline
-from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -18,7 +17,6 @@ from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.tiers.watch import MirrorWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
 RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
@@ -42,6 +40,7 @@ class PendingSave:
             which happens after the last stage. True only on rank 0.
         copying: the copy of this rank's part.
         watch: notices that other nodes are lost.
+        nbytes: the size of this rank's file; 0 if it has none.
     """
 
     agents: SaveAgents
@@ -52,6 +51,7 @@ class PendingSave:
     deletes_older: bool = False
     copying: CopyProgress | None = None
     watch: NodeWatch | None = None
+    nbytes: int = 0
     _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     @property
@@ -296,135 +296,3 @@ class PendingSaves:
             )
         stages = ("commit", "protect", "persist")
         self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)
-
-
-class SaveHandle:
-    """A save that may still be in progress. `Checkpointer.save` returns it.
-
-    A save goes through these stages: staged (copied to host memory), committed (complete on all
-    nodes), protected (copies or parity made) and persisted (durable in the root).
-
-    Args:
-        report: the report of the work so far.
-        pending: the stages to come; None if the save is durable.
-        mirror: waits for the mirror of the root; None if the root has no mirror.
-
-    Attributes:
-        report: the report of the work so far.
-    """
-
-    def __init__(
-        self,
-        report: SaveReport,
-        pending: PendingSave | None = None,
-        mirror: MirrorWatch | None = None,
-    ) -> None:
-        self.report = report
-        self._pending = pending
-        self._mirror = mirror
-
-    def __repr__(self) -> str:
-        return f"<SaveHandle of step {self.report.step}>"
-
-    def done(self) -> bool:
-        """Return whether the save has ended.
-
-        A save ends when the checkpoint is durable, when a snapshot for memory only is protected, or
-        when a stage fails.
-        """
-        if self._pending is None:
-            return True
-        try:
-            outcomes = [self._pending.outcome(stage) for stage in self._pending.stages]
-        except StoreError:
-            return True
-        return None not in outcomes
-
-    def why_retrying(self) -> str:
-        """Return why this node's agent tries again to write the checkpoint; "" if it does not.
-
-        For example, the storage does not answer. The snapshot stays in memory meanwhile.
-        """
-        return "" if self._pending is None else self._pending.why_retrying("persist")
-
-    def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state is copied. After that you may change it.
-
-        Returns at once unless `Memory(overlap=True)` is set.
-
-        Raises:
-            StoreError: the copy failed.
-            TimeoutError: `timeout` seconds have passed.
-        """
-        copying = None if self._pending is None else self._pending.copying
-        if copying is None:
-            return
-        if not copying.wait(timeout):
-            raise TimeoutError(
-                f"step {self.report.step}: copying the state to host memory has not ended in "
-                f"{timeout:g} s; the copy continues, so do not change the state yet: call staged() "
-                "again"
-            )
-        if copying.failure:
-            raise StoreError(copying.failure)
-
-    def committed(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot is complete on all nodes, so that `restore` can load it.
-
-        Raises:
-            StoreError: the save failed; the message names the stage and the reason.
-            TimeoutError: `timeout` seconds have passed.
-        """
-        if (pending := self._hurry_copy()) is not None:
-            pending.wait_for("commit", timeout)
-
-    def protected(self, timeout: float | None = None) -> None:
-        """Wait until the snapshot has its copies or parity on other nodes.
-
-        Raises:
-            StoreError, TimeoutError: as for `committed`.
-        """
-        if (pending := self._hurry_copy()) is not None:
-            pending.wait_for("protect", timeout)
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable; if it is for memory only, until it is protected.
-
-        Raises:
-            StoreError, TimeoutError: as for `committed`. `timeout` applies to each stage.
-        """
-        if (pending := self._hurry_copy()) is None:
-            return self.report
-        outcomes = {stage: pending.wait_for(stage, timeout) for stage in pending.stages}
-        commit = outcomes["commit"]
-        seconds = {stage: done.seconds for stage, done in outcomes.items()}
-        return replace(
-            self.report,
-            bytes_total=commit.bytes_total,
-            bytes_deduplicated=commit.bytes_held - commit.bytes_total,
-            files=commit.files,
-            seconds=self.report.seconds | seconds,
-        )
-
-    def mirrored(self, timeout: float | None = None) -> None:
-        """Wait until the mirror of the root has the checkpoint, too.
-
-        Raises:
-            StoreError: the save failed; it is for memory only; there is no mirror; or, without
-                `timeout`, the mirror has failed for ten minutes.
-            TimeoutError: `timeout` seconds have passed. The message says why the mirror fails.
-        """
-        is_durable = self._pending is None or self._pending.is_durable
-        if self._mirror is None or not is_durable:
-            why = (
-                "the Checkpointer has no mirror=" if is_durable else "this save is for memory only"
-            )
-            raise StoreError(f"step {self.report.step} is not mirrored: {why}")
-        self.result(timeout)
-        self._mirror.wait(self.report.step or 0, timeout)
-
-    def _hurry_copy(self) -> PendingSave | None:
-        """Let the copy continue at full speed, because a caller waits; return the pending save."""
-        if self._pending is not None and self._pending.copying is not None:
-            self._pending.copying.hurry()
-        return self._pending
