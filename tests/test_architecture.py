@@ -27,8 +27,9 @@ LAYERS = (
     ("checkpoint", "opening"),
     ("saved_tensor",),
     ("notebook", "resizing"),
-    ("formats.readers", "sharing"),
+    ("sharing",),
     ("ports",),
+    ("formats.readers",),
     ("memory", "formats"),
     ("divergence", "tiers"),
     ("retention",),
@@ -55,7 +56,7 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("specification",),
+    ("reader", "specification"),
     ("remap",),
     ("foreign_builder", "checksums"),
     ("specs",),

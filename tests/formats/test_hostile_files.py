@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.ports.reader import FileRange, FileTree, FormatError, StoredArray, read_header
+from shardwise.formats.reader import FileRange, FileTree, FormatError, StoredArray, read_header
 from tests.breadth import examples
 
 MOST_MEMORY = 16 << 20

@@ -6,8 +6,8 @@ those of shardwise like those of other packages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint
 
@@ -21,7 +21,7 @@ from shardwise.errors import (
 from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.encoding import decode_layout
 from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.reader import Builder, Reader
 from shardwise.formats.specification import Specification
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
@@ -35,24 +35,6 @@ MOST_SUGGESTIONS = 8
 
 GROUP = "shardwise.readers"
 """The group of entry points by which other packages add readers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A foreign format.
-
-    Attributes:
-        name: the name of the format in messages.
-        recognise: returns whether files look like this format. It reads a few bytes at most.
-        read: adds all tensors and values of the files to a builder. It reads no tensor.
-        overrides: the keys of other formats to ignore if this format is recognised. Their readers
-            recognise the same files.
-    """
-
-    name: str
-    recognise: Callable[[FileTree], bool]
-    read: Callable[[FileTree, Builder], None]
-    overrides: tuple[str, ...] = ()
 
 
 def _built_in(key: str, module: str, name: str = "READER") -> EntryPoint:

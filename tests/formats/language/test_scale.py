@@ -6,7 +6,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-from shardwise.ports.reader import Builder, FileTree, StoredArray
+from shardwise.formats.reader import Builder, FileTree, StoredArray
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000

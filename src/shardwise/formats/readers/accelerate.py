@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from shardwise.formats.reader import Builder, FileTree, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, Reader
 
 FORMAT = "ByteCheckpoint"
 PARTS = ("model", "optimizer")

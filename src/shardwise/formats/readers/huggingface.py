@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     CheckpointNotFoundError,
     FileRange,

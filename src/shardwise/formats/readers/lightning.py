@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.formats.reader import Builder, FileTree, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, Reader
 
 FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"

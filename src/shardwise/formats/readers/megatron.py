@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import read_contents
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     FileTree,
     FormatError,
@@ -22,6 +20,8 @@ from shardwise.ports.reader import (
     StoredArray,
     StoredTensor,
 )
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.reader import read_contents
 
 FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "a file of torch.save"
 RANKS_FORMAT = "torch.save by each rank"

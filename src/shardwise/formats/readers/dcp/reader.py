@@ -6,15 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
-from shardwise.formats.readers.dcp.metadata import (
-    METADATA,
-    Ints,
-    Metadata,
-    item_key,
-    read_metadata,
-)
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Box,
     Builder,
     CheckpointNotFoundError,
@@ -27,6 +19,14 @@ from shardwise.ports.reader import (
     StoredTensor,
     UnknownObject,
     nest,
+)
+from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
+from shardwise.formats.readers.dcp.metadata import (
+    METADATA,
+    Ints,
+    Metadata,
+    item_key,
+    read_metadata,
 )
 
 FORMAT = "PyTorch DCP"

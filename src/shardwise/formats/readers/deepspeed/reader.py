@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
     has_native_files,
@@ -20,7 +21,6 @@ from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCAL
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
-from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 
 FORMAT = "DeepSpeed"
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
@@ -13,7 +14,6 @@ from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     is_whole_optimizer,
     name_parameters,
 )
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
 FORMAT = "FSDP files of each rank (verl)"
 MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"

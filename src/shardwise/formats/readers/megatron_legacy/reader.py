@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardwise.formats.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    ParamGroup,
+    Reader,
+    StoredArray,
+    UnknownObject,
+)
 from shardwise.formats.readers.megatron_legacy.optimizers import (
     GROUPS,
     MASTER,
@@ -35,15 +44,6 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     parameters_of,
     read_ranks,
     require_files,
-)
-from shardwise.ports.reader import (
-    Builder,
-    FileTree,
-    FormatError,
-    ParamGroup,
-    Reader,
-    StoredArray,
-    UnknownObject,
 )
 
 FORMAT = "legacy Megatron-LM"
