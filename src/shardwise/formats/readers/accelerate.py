@@ -15,7 +15,6 @@ from shardwise.formats.readers import huggingface
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
 
-FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
 REGISTERED_OBJECT = "custom_checkpoint"
 TRAINER_STATE = "trainer_state.json"
@@ -96,7 +95,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = trainer_state.get("global_step")
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("hf", "torch-ranks"))
+READER = Reader("accelerate", recognise, read, overrides=("hf", "torch-ranks"))
 
 
 def _find_missing_files(tree: FileTree, contents: Collection[str]) -> dict[str, str]:

@@ -10,7 +10,6 @@ from shardwise.formats.reader import Builder, FileTree, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
 
-FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"
 _VERSION = "pytorch-lightning_version"
 _LIST_KEYS = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
@@ -50,7 +49,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = state.get("global_step")
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("dcp", "torch", "torch-ranks"))
+READER = Reader("Lightning", recognise, read, overrides=("dcp", "torch", "torch-ranks"))
 
 
 def _rename(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -21,7 +21,6 @@ from shardwise.formats.reader import (
     nest,
 )
 
-FORMAT = "torchsnapshot"
 MANIFEST = ".snapshot_metadata"
 MOST_PATH_PARTS = 64
 """The limit of keys in the path of a tensor or value."""
@@ -98,7 +97,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.world_size = max(1, manifest.world_size)
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader("torchsnapshot", recognise, read)
 
 
 class _EntryCollector:

@@ -22,8 +22,6 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, p
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
 
-FORMAT = "DeepSpeed"
-
 
 def read(tree: FileTree, builder: Builder) -> None:
     """Read a checkpoint of DeepSpeed's engine; no tensor is read.
@@ -205,7 +203,7 @@ def _name_of_value(key: str) -> str:
 
 
 READER = Reader(
-    FORMAT,
+    "DeepSpeed",
     has_native_files,
     read,
     # DeepSpeed's converter and trainers write other formats into the same directory.

@@ -31,7 +31,6 @@ from shardwise.formats.readers.deepspeed.states import (
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.zero import MASTER
 
-FORMAT = "DeepSpeed universal"
 _PARAMETER_FILE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 KEYS_OF_PARAMETER_SHAPE = (WEIGHTS_KEY, "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Keys whose tensors always have the shape of the parameter."""
@@ -225,4 +224,4 @@ def _add_untrained_weights(
         )
 
 
-READER = Reader(FORMAT, has_universal_files, read)
+READER = Reader("DeepSpeed universal", has_universal_files, read)
