@@ -18,7 +18,15 @@ SOURCE = Path(shardwise.__file__).parent
 TESTS = Path(__file__).parent
 RECORDS = ("dataclass", "Struct", "NamedTuple", "TypedDict")
 READERS = "formats.readers."
-FRONTS = ("testing", "integrations", "data", "errors", "ports", "formats.reader")
+FRONTS = (
+    "testing",
+    "integrations",
+    "data",
+    "errors",
+    "ports",
+    "formats.reader",
+    "formats.specification",
+)
 """The packages and modules that users import, besides the package itself."""
 
 Name = tuple[str, str]

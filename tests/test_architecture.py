@@ -57,9 +57,8 @@ LAYERS_OF_MEMORY = (
 LAYERS_OF_FORMATS = (
     ("opening",),
     ("reader", "specification"),
-    ("remap",),
+    ("remap", "specs"),
     ("foreign_builder", "checksums"),
-    ("specs",),
     ("language", "merge_ranks"),
     ("values",),
     ("nested",),
