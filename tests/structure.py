@@ -18,8 +18,16 @@ SOURCE = Path(shardwise.__file__).parent
 TESTS = Path(__file__).parent
 RECORDS = ("dataclass", "Struct", "NamedTuple", "TypedDict")
 READERS = "formats.readers."
-FRONTS = ("testing", "integrations", "data", "errors", "ports")
-"""The modules that users import, besides the package itself."""
+FRONTS = (
+    "testing",
+    "integrations",
+    "data",
+    "errors",
+    "ports",
+    "formats.reader",
+    "formats.specification",
+)
+"""The packages and modules that users import, besides the package itself."""
 
 Name = tuple[str, str]
 """A module, and a name that another module imports from it."""
@@ -178,7 +186,9 @@ def inner_imports_of(test: Path) -> list[str]:
     """The modules that a test file imports, except the fronts."""
     text = test.read_text(encoding="utf-8")
     found = re.findall(r"^\s*(?:from|import) shardwise\.([\w.]+)", text, re.MULTILINE)
-    return [module for module in found if module.split(".")[0] not in FRONTS]
+    return [
+        module for module in found if not f"{module}.".startswith(tuple(f"{f}." for f in FRONTS))
+    ]
 
 
 def measure() -> Figures:

@@ -27,8 +27,9 @@ LAYERS = (
     ("checkpoint", "opening"),
     ("saved_tensor",),
     ("notebook", "resizing"),
-    ("formats.readers", "sharing"),
+    ("sharing",),
     ("ports",),
+    ("formats.readers",),
     ("memory", "formats"),
     ("divergence", "tiers"),
     ("retention",),
@@ -56,10 +57,9 @@ LAYERS_OF_MEMORY = (
 )
 LAYERS_OF_FORMATS = (
     ("opening",),
-    ("specification",),
-    ("remap",),
+    ("reader", "specification"),
+    ("remap", "specs"),
     ("foreign_builder", "checksums"),
-    ("specs",),
     ("language", "merge_ranks"),
     ("values",),
     ("nested",),

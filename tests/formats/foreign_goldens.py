@@ -27,7 +27,7 @@ def describe(reader: Any, tree: FileTree, *args: Any, **options: Any) -> Layout:
     """Return what a reader describes; the reader is a module."""
     builder = Builder(tree)
     reader.read(tree, builder, *args, **options)
-    return builder.build(reader.FORMAT)
+    return builder.build(reader.READER.name)
 
 
 def values_of(place: Path) -> dict[str, Any]:

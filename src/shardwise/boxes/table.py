@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from shardwise.errors import FormatError
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -15,6 +17,8 @@ Rows = TypeVar("Rows", bound="Table")
 
 FILL = {"offset": 0, "shape": 1, "stride": 0, "offset_step": 0}
 """The columns `(n, D)`, and the number that they are padded with."""
+MOST_INTEGERS = 2**25
+"""The largest number of integers in a column of offsets or shapes: rows times dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,40 @@ class Table:
         )
 
 
-def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> IntArray:
-    """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right."""
+def check_table_size(rows: int, dims: int) -> None:
+    """Refuse a table that would take gigabytes, before it is allocated.
+
+    Each row has as many columns as the largest number of dimensions of any tensor.
+
+    Raises:
+        FormatError: rows times dimensions exceed `MOST_INTEGERS`.
+    """
+    if rows * dims > MOST_INTEGERS:
+        raise FormatError(
+            f"the checkpoint has {rows:,} pieces or tensors of up to {dims} dimensions, but at "
+            f"most {MOST_INTEGERS // dims:,} are supported: save from fewer ranks, or as several "
+            "checkpoints"
+        )
+
+
+def padded_rows(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> IntArray:
+    """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right.
+
+    Raises:
+        FormatError: the array would be too large; see `check_table_size`.
+    """
+    check_table_size(len(rows), dims)
     padded = [row + (fill,) * (dims - len(row)) for row in rows]
     return np.array(padded, np.int64).reshape(len(padded), dims)
 
 
 def pad_columns(columns: IntArray, dims: int, fill: int) -> IntArray:
-    """Return an array `(n, D)` padded on the right to `(n, dims)`."""
+    """Return an array `(n, D)` padded on the right to `(n, dims)`.
+
+    Raises:
+        FormatError: the array would be too large; see `check_table_size`.
+    """
+    check_table_size(len(columns), dims)
     missing = dims - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
 

@@ -6,10 +6,11 @@ central directory at the end lists all checksums.
 
 from __future__ import annotations
 
+import io
 import struct
-import zipfile
 from collections.abc import Sequence
 from functools import partial
+from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
 
 from shardwise.convert.plan import (
     BytesFromChecksums,
@@ -21,28 +22,13 @@ from shardwise.convert.plan import (
 from shardwise.manifest.checksums import crc32
 
 ALIGNMENT = 64
-MAX_UINT16, MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
-ENTRY_SIGNATURE, END_SIGNATURE = b"PK\x01\x02", b"PK\x05\x06"
-LOCATOR_SIGNATURE, END64_SIGNATURE = b"PK\x06\x07", b"PK\x06\x06"
-END_RECORD = struct.Struct("<4sHHHHIIH")
-LOCATOR_RECORD = struct.Struct("<4sIQI")
-END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
-ENTRY_RECORD = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR_MARK = b"PK\x07\x08"
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
-_ZIP64_FIELD = 1
-"""The id of the extra field with 64-bit numbers."""
 _PADDING_FIELD = struct.Struct("<2sH")
-_VERSION_PLAIN, _VERSION_ZIP64 = 20, 45
-"""Versions of the zip format that a reader needs, without and with 64-bit numbers."""
 _FLAG_UTF8, _FLAG_DATA_DESCRIPTOR = 0x800, 8
 """Flags of an entry: its name is UTF-8; its checksum follows its content."""
-_FIRST_DATE = 0x21
-"""1980-01-01, the first date that zip can represent."""
-_ENTRIES_PER_SEGMENT = 4096
 
-
-_Entry = tuple[zipfile.ZipInfo, int | None]
+_Entry = tuple[ZipInfo, int | None]
 """An entry of an archive, and the index of its checksum in `RangeChecksums`; None if the entry has
 its checksum already, as `ZipInfo.CRC`."""
 
@@ -66,8 +52,9 @@ class ArchiveBuilder:
         after it. The central directory repeats both.
         """
         file, size = self._file, size_of(content)
-        is_large = size > zipfile.ZIP64_LIMIT
-        entry = zipfile.ZipInfo(name)
+        is_large = size > ZIP64_LIMIT
+        entry = ZipInfo(name)
+        entry.create_system = 0
         entry.header_offset = file.size - self._start
         entry.file_size = entry.compress_size = size
         has_descriptor = isinstance(content, TensorPart) and size > 0
@@ -77,6 +64,7 @@ class ArchiveBuilder:
         padding = -end % ALIGNMENT
         entry.extra = _PADDING_FIELD.pack(b"FB", padding) + b"Z" * padding
         file.add(entry.FileHeader(is_large))
+        entry.extra = b""  # the directory does not repeat the padding
         if isinstance(content, TensorPart) and has_descriptor:
             checksum_index = file.add_with_checksum(content)
             file.add(_make_descriptor(checksum_index, size))
@@ -86,61 +74,44 @@ class ArchiveBuilder:
             self._entries.append((entry, None))
 
     def close(self) -> None:
-        """Append the central directory, and the records that say where it is.
-
-        An archive ends with these parts; `_add_end_records` adds the last three:
-
-            directory entries, one for each entry of the archive
-            64-bit end record, which has all counts and offsets   (only large archives)
-            locator, which has the offset of the 64-bit record    (only large archives)
-            end record, with 16 and 32 bits for counts and offsets
-        """
-        file = self._file
-        start = file.size - self._start
-        for low in range(0, len(self._entries), _ENTRIES_PER_SEGMENT):
-            entries = self._entries[low : low + _ENTRIES_PER_SEGMENT]
-            size = len(_encode_directory(entries, None))
-            file.add(BytesFromChecksums(size, partial(_encode_directory, entries)))
-        self._add_end_records(start)
-
-    def _add_end_records(self, start: int) -> None:
-        """Append the end records of a directory that begins at `start`."""
-        file, count = self._file, len(self._entries)
-        end = file.size - self._start
-        size = end - start
-        if count >= MAX_UINT16 or end >= MAX_UINT32:
-            # The record states its own size, but without the 4 bytes of the signature and the
-            # 8 bytes of this number.
-            stated_size = END64_RECORD.size - 12
-            fields = (_VERSION_ZIP64, _VERSION_ZIP64, 0, 0, count, count, size, start)
-            file.add(END64_RECORD.pack(END64_SIGNATURE, stated_size, *fields))
-            file.add(LOCATOR_RECORD.pack(LOCATOR_SIGNATURE, 0, end, 1))
-        # The largest number in a field of the end record means: see the 64-bit record.
-        count = min(count, MAX_UINT16)
-        size, start = min(size, MAX_UINT32), min(start, MAX_UINT32)
-        file.add(END_RECORD.pack(END_SIGNATURE, 0, 0, count, count, size, start, 0))
+        """Append the central directory, and the records that say where it is."""
+        encode = partial(_encode_directory, self._entries, self._file.size - self._start)
+        self._file.add(BytesFromChecksums(len(encode(None)), encode))
 
 
 def _make_descriptor(checksum_index: int, size: int) -> BytesFromChecksums:
-    layout = _DESCRIPTOR64 if size > zipfile.ZIP64_LIMIT else _DESCRIPTOR
+    layout = _DESCRIPTOR64 if size > ZIP64_LIMIT else _DESCRIPTOR
     return BytesFromChecksums(
         layout.size, lambda sums: layout.pack(_DESCRIPTOR_MARK, sums[checksum_index], size, size)
     )
 
 
-def _encode_directory(entries: Sequence[_Entry], sums: RangeChecksums | None) -> bytes:
-    """Return the directory records of entries; without sums, a placeholder of the same size."""
-    records = []
-    for entry, checksum_index in entries:
-        name, header = entry.filename.encode(), entry.header_offset
-        zip64 = [n for n in (entry.file_size, entry.file_size, header) if n >= MAX_UINT32]
-        extra = (
-            struct.pack(f"<HH{len(zip64)}Q", _ZIP64_FIELD, 8 * len(zip64), *zip64) if zip64 else b""
-        )
-        needed = _VERSION_ZIP64 if zip64 else _VERSION_PLAIN
-        crc = entry.CRC if sums is None or checksum_index is None else sums[checksum_index]
-        size = min(entry.file_size, MAX_UINT32)
-        head = (needed, needed, entry.flag_bits, 0, 0, _FIRST_DATE, crc, size, size)
-        rest = (len(name), len(extra), 0, 0, 0, 0, min(header, MAX_UINT32))
-        records.append(ENTRY_RECORD.pack(ENTRY_SIGNATURE, *head, *rest) + name + extra)
-    return b"".join(records)
+def _encode_directory(entries: Sequence[_Entry], start: int, sums: RangeChecksums | None) -> bytes:
+    """Return the central directory and the records at the end of an archive.
+
+    Args:
+        entries: the entries.
+        start: the offset of the directory in the archive.
+        sums: the checksums; None for a placeholder of the same size.
+    """
+    end = _EndOfFile(start)
+    with ZipFile(end, "w") as archive:  # writes the directory when it is closed
+        for entry, checksum_index in entries:
+            if sums is not None and checksum_index is not None:
+                entry.CRC = sums[checksum_index]
+            archive.filelist.append(entry)
+    return end.getvalue()
+
+
+class _EndOfFile(io.BytesIO):
+    """The bytes of a file from an offset on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self._start = start
+
+    def tell(self) -> int:
+        return self._start + super().tell()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._start + super().seek(offset - (0 if whence else self._start), whence)

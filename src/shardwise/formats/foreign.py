@@ -14,7 +14,6 @@ from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import FormatError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import check_table_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,6 @@ def build_catalogue(
     dtypes = list(dict.fromkeys(array.dtype for array in arrays))
     name_index = {name: i for i, name in enumerate(names)}
     max_ndim = max((len(array.shape) for array in arrays), default=0)
-    check_table_size(len(rows), max_ndim)
 
     def column(values: Iterable[int]) -> IntArray:
         return np.array(list(values), np.int64)
@@ -217,8 +215,8 @@ def build_catalogue(
         file=column(file_index(array.file) for array in arrays),
         start=column(array.start for array in arrays),
         ndim=column(len(array.shape) for array in arrays),
-        shape=padded_rows((array.shape for array in arrays), max_ndim, 1),
-        stride=padded_rows((array.stride for array in arrays), max_ndim, 0),
+        shape=padded_rows([array.shape for array in arrays], max_ndim, 1),
+        stride=padded_rows([array.stride for array in arrays], max_ndim, 0),
         coordinate=np.array([coordinate for _, _, coordinate in rows], np.int64).reshape(
             len(rows), len(axes)
         ),

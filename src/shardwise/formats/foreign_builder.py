@@ -14,27 +14,11 @@ from shardwise.boxes import Box
 from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import (
-    Row,
-    StoredArray,
-    StoredTensor,
-    build_catalogue,
-    hide_terms,
-)
-from shardwise.formats.language import Spec, apply_spec
+from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
 from shardwise.formats.merge_ranks import merge_ranks, select_sample
-from shardwise.formats.nested import (
-    STORED,
-    NestedState,
-    name_leaves,
-    name_parameters,
-)
-from shardwise.formats.optimizers import (
-    ParamGroup,
-    merge_param_groups,
-)
+from shardwise.formats.nested import STORED, NestedState, name_leaves, name_parameters
+from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.pieces import Block, pieces_of_boxes, pieces_of_ranges
-from shardwise.formats.specs import load_builtin
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
@@ -61,6 +45,7 @@ class Builder:
         tree: the files of the checkpoint.
 
     Attributes:
+        tree: the files.
         step: the training step. Readers may assign any value from a file: if it is not an integer
             of at least 0, the step counts as unknown.
         world_size: the number of ranks that wrote the checkpoint; 1 if unknown.
@@ -74,7 +59,7 @@ class Builder:
         self.world_size = 1
         self.missing_files: dict[str, str] = {}
         self.left_out: list[str] = []
-        self._tree = tree
+        self.tree = tree
         self._files: dict[str, int] = {}
         self._tensors: list[TensorEntry] = []
         self._index: dict[str, int] = {}
@@ -367,7 +352,7 @@ class Builder:
         """
         for file, _ in states:
             self.add_file(file)
-        merged, differing = merge_ranks(states, str(self._tree), self._have_same_bytes)
+        merged, differing = merge_ranks(states, str(self.tree), self._have_same_bytes)
         self.left_out += [f"{name}: its value differs between ranks" for name in differing]
         self.add_state(merged if isinstance(merged, dict) else {"value": merged})
 
@@ -379,7 +364,7 @@ class Builder:
         return self._read_array(one) == self._read_array(other)
 
     def _read_array(self, array: StoredArray) -> bytes:
-        with self._tree.open_range(array.file) as file:
+        with self.tree.open_range(array.file) as file:
             return file.read(array.start, math.prod(array.shape) * array.itemsize)
 
     def add_content(self, tensor: torch.Tensor) -> StoredArray:
@@ -395,43 +380,15 @@ class Builder:
         """Add a file, which may have values but no tensors; return its index."""
         return self._files.setdefault(name, len(self._files))
 
-    def add_described(
-        self,
-        rules: Spec | str,
-        axes: Mapping[str, int],
-        rows: Iterable[Row],
-        sizes: Mapping[str, int],
-    ) -> Mapping[tuple[str, int], Sequence[str]]:
-        """Add the tensors that a specification makes of the arrays of all ranks.
-
-        Args:
-            rules: the parsed specification, or the name of a built-in one.
-            axes: the axes of the ranks and their sizes.
-            rows: the name of each array, the array, and the coordinate of its rank.
-            sizes: the numbers that the specification declares with `let`.
-
-        Returns:
-            For the file and the start of each stored box, the names of the tensors that have it.
-
-        Raises:
-            MismatchError: the rules do not fit; `problems` lists everything that is wrong.
-        """
-        rules = load_builtin(rules) if isinstance(rules, str) else rules
-        catalogue = build_catalogue(axes, rows, self.add_file)
-        layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(self._tree))
+    def add_layout(self, layout: Layout) -> None:
+        """Add the tensors and pieces of a layout, whose files are numbered as by `add_file`."""
         first = len(self._tensors)
         for i, entry in enumerate(layout.tensors, first):
             self._index.setdefault(entry.name, i)
         self._tensors += layout.tensors
         self.left_out += layout.left_out
-        files = list(self._files)
-        names: dict[tuple[str, int], list[str]] = {}
         for pieces, replica in ((layout.pieces, False), (layout.replicas, True)):
             self._tables[replica].append(replace(pieces, tensor=pieces.tensor + first))
-            columns = (pieces.file, pieces.start, pieces.tensor)
-            for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
-                names.setdefault((files[file], start), []).append(layout.tensors[tensor].name)
-        return names
 
     def build(self, format: str) -> Layout:  # noqa: A002 - the name in `Layout`
         """Return the layout of everything that was added.
@@ -450,7 +407,7 @@ class Builder:
         files = tuple(
             StoredFile(name, len(self._content), bytes(self._content))
             if name == INLINE_FILE
-            else self._tree.file(name)
+            else self.tree.file(name)
             for name in self._files
         )
         return Layout(

@@ -6,10 +6,11 @@ those of shardwise like those of other packages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING
 
 from shardwise.errors import (
     CheckpointNotFoundError,
@@ -21,13 +22,15 @@ from shardwise.errors import (
 from shardwise.formats.containers.pickle_errors import UnknownClassError
 from shardwise.formats.encoding import decode_layout
 from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.specification import Specification
+from shardwise.formats.reader import Builder, Reader
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.validate import validate_layout
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.store import Store, name_of
+
+if TYPE_CHECKING:
+    from shardwise.formats.specification import Specification
 
 MOST_SUGGESTIONS = 8
 """The most directories that a message suggests to open instead."""
@@ -35,24 +38,6 @@ MOST_SUGGESTIONS = 8
 
 GROUP = "shardwise.readers"
 """The group of entry points by which other packages add readers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A foreign format.
-
-    Attributes:
-        name: the name of the format in messages.
-        recognise: returns whether files look like this format. It reads a few bytes at most.
-        read: adds all tensors and values of the files to a builder. It reads no tensor.
-        overrides: the keys of other formats to ignore if this format is recognised. Their readers
-            recognise the same files.
-    """
-
-    name: str
-    recognise: Callable[[FileTree], bool]
-    read: Callable[[FileTree, Builder], None]
-    overrides: tuple[str, ...] = ()
 
 
 def _built_in(key: str, module: str, name: str = "READER") -> EntryPoint:
@@ -77,13 +62,37 @@ _BUILT_IN = (
 )
 
 
-def load_readers() -> Mapping[str, Reader]:
+_PARTS_OF_NAMES = {
+    "megatron": (".metadata",),
+    "bytecheckpoint": (".metadata",),
+    "torchsnapshot": (".snapshot_metadata",),
+    "dcp": (".metadata", ".distcp"),
+    "deepspeed": ("_states.pt", "latest"),
+    "deepspeed-universal": ("zero/",),
+    "megatron-legacy": ("mp_rank_", "model", "distrib_optim", "latest_checkpointed_iteration"),
+    "accelerate": ("optimizer", "model", "adapter"),
+    "hf-shards": ("shard-",),
+    "fsdp-ranks": ("_world_size_",),
+}
+"""If no file has one of these texts in its name, the reader need not be imported and asked."""
+
+
+def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
     """Return all readers by their keys: `dcp` in `format="dcp"`. Import them.
 
+    Args:
+        tree: leave out readers of shardwise that cannot recognise these files, by their names.
+
     Raises:
+        CheckpointNotFoundError: the place of the files does not exist.
         StateError: the reader of another package cannot be imported, or has the key of another one.
     """
-    return {key: _load_reader(point) for key, point in _find_points().items()}
+    names = None if tree is None else "\n".join(tree.sizes)
+    return {
+        key: _load_reader(point)
+        for key, point in _find_points().items()
+        if names is None or any(part in names for part in _PARTS_OF_NAMES.get(key, ("",)))
+    }
 
 
 @lru_cache
@@ -140,7 +149,7 @@ def find_readers(tree: FileTree) -> dict[str, Reader]:
         CheckpointNotFoundError: the place does not exist.
     """
     found = {
-        key: reader for key, reader in load_readers().items() if _recognises(key, reader, tree)
+        key: reader for key, reader in load_readers(tree).items() if _recognises(key, reader, tree)
     }
     overridden = {key for reader in found.values() for key in reader.overrides}
     return {key: reader for key, reader in found.items() if key not in overridden}

@@ -15,7 +15,6 @@ from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import FormatError
 from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.pieces import check_table_size
 
 MOST_PIECES_OF_ARRAY = 4096
 """The most pieces that an array is cut into. Arrays are cut if elements share bytes (`expand`)."""
@@ -62,7 +61,6 @@ def pieces_of_boxes(
             start = array.start + elements * array.itemsize
             rows.append((tensor, file, start, place, shape, stride))
     max_ndim = max((len(row[3]) for row in rows), default=0)
-    check_table_size(len(rows), max_ndim)
     columns = np.array([row[:3] for row in rows], np.int64).reshape(len(rows), 3)
     offsets = padded_rows([row[3] for row in rows], max_ndim, 0)
     shapes = padded_rows([row[4] for row in rows], max_ndim, 1)

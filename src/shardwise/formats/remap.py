@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import find_overlaps, row_major_strides
-from shardwise.boxes.table import BoolArray, IntArray, pad_columns
+from shardwise.boxes.table import BoolArray, IntArray
 from shardwise.errors import StateError
 from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec
@@ -119,10 +119,8 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     Raises:
         StateError: a new tensor joins or splits dimensions across the borders of shards.
     """
-    old = old.padded(layout.dims)
-    dims = old.offset.shape[1]
-    old_shapes = pad_columns(layout.shapes, dims, 1)
-    shapes, strides = old_shapes[new.file], row_major_strides(old_shapes)[new.file]
+    dims = layout.dims
+    shapes, strides = layout.shapes[new.file], row_major_strides(layout.shapes)[new.file]
     itemsize = layout.itemsizes
     first_element = new.start // itemsize[new.file]
     first_offset = first_element[:, None] // strides % shapes

@@ -16,9 +16,9 @@ from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.formats.containers.torch_files import read_torch_file
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import Row, StoredArray, StoredPart
+from shardwise.formats.foreign import Row, StoredArray, StoredPart, build_catalogue
 from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.language import Spec, parse
+from shardwise.formats.language import Spec, apply_spec, parse
 from shardwise.formats.remap import remap
 from shardwise.formats.specs import builtin_names, load_builtin
 from shardwise.manifest.layout import Layout
@@ -57,7 +57,7 @@ class Specification:
         builder = Builder(tree)
         for file in files:
             builder.add_file(file)
-        builder.add_described(self.rules, axes, rows, self.sizes)
+        add_described(builder, self.rules, axes, rows, self.sizes)
         builder.add_values(values)
         builder.world_size = math.prod(axes.values())
         return builder.build(f"files of ranks, {self.files}")
@@ -114,6 +114,41 @@ def spec(
             "the text of a specification, which has a `->` on each line"
         )
     return Specification(parse(path.read_text(encoding="utf-8"), str(path)), sizes, files)
+
+
+def add_described(
+    builder: Builder,
+    rules: Spec | str,
+    axes: Mapping[str, int],
+    rows: Sequence[Row],
+    sizes: Mapping[str, int],
+) -> Mapping[tuple[str, int], Sequence[str]]:
+    """Add the tensors that a specification makes of the arrays of all ranks.
+
+    Args:
+        builder: receives the tensors.
+        rules: the parsed specification, or the name of a built-in one.
+        axes: the axes of the ranks and their sizes.
+        rows: the name of each array, the array, and the coordinate of its rank.
+        sizes: the numbers that the specification declares with `let`.
+
+    Returns:
+        For the file and the start of each stored box, the names of the tensors that have it.
+
+    Raises:
+        MismatchError: the rules do not fit; `problems` lists everything that is wrong.
+    """
+    rules = load_builtin(rules) if isinstance(rules, str) else rules
+    catalogue = build_catalogue(axes, rows, builder.add_file)
+    layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(builder.tree))
+    builder.add_layout(layout)
+    files = {builder.add_file(array.file): array.file for _, array, _ in rows}
+    names: dict[tuple[str, int], list[str]] = {}
+    for pieces in (layout.pieces, layout.replicas):
+        columns = (pieces.file, pieces.start, pieces.tensor)
+        for file, start, tensor in zip(*(column.tolist() for column in columns), strict=True):
+            names.setdefault((files[file], start), []).append(layout.tensors[tensor].name)
+    return names
 
 
 def _read_rank_files(

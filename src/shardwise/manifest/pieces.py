@@ -14,7 +14,14 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import row_major_strides
-from shardwise.boxes.table import BoolArray, IntArray, Table, count_up, padded_rows
+from shardwise.boxes.table import (
+    BoolArray,
+    IntArray,
+    Table,
+    check_table_size,
+    count_up,
+    padded_rows,
+)
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 from shardwise.manifest.layout import Pieces
@@ -22,8 +29,6 @@ from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry, d
 
 Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 SHORTEST_RUN = 3
-MOST_INTEGERS = 2**25
-"""The largest number of integers in a column of offsets or shapes: rows times dimensions."""
 
 
 class Repeat(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -66,22 +71,6 @@ class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unkn
     """
 
     pieces: tuple[PieceEntry, ...] = ()
-
-
-def check_table_size(rows: int, dims: int) -> None:
-    """Refuse a table that would take gigabytes. Call this function before allocating the table.
-
-    Each row has as many columns as the largest number of dimensions of any tensor.
-
-    Raises:
-        FormatError: rows times dimensions exceed `MOST_INTEGERS`.
-    """
-    if rows * dims > MOST_INTEGERS:
-        raise FormatError(
-            f"the checkpoint has {rows:,} pieces or tensors of up to {dims} dimensions, but at "
-            f"most {MOST_INTEGERS // dims:,} are supported: save from fewer ranks, or as several "
-            "checkpoints"
-        )
 
 
 @dataclass(frozen=True, slots=True)

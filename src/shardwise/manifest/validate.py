@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.table import BoolArray, IntArray
+from shardwise.boxes.table import BoolArray, IntArray, check_table_size
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
@@ -20,7 +20,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest, TensorEntry
 from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
-from shardwise.manifest.pieces import Runs, check_table_size, decode_tensors, expand_runs
+from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
 from shardwise.store import Store
 
 MOST_PIECES = 2**24
@@ -278,8 +278,6 @@ def _check_pieces(layout: Layout) -> Layout:
     for index in layout.terms:
         if not 0 <= index < len(stored):
             raise FormatError(f"a term belongs to tensor {index}, which does not exist")
-    for rows in (len(layout.tensors), len(layout.pieces), len(layout.replicas)):
-        check_table_size(rows, layout.dims)
     layout = replace(
         layout,
         pieces=layout.pieces.padded(layout.dims),

@@ -129,8 +129,8 @@ def _boxes_of_structure(
 def _block(tensors: Sequence[int], rows: Sequence[tuple[Box, int, bool]], ndim: int) -> _Block:
     return _Block(
         tensors,
-        padded_rows((box.offset for box, _, _ in rows), ndim, 0),
-        padded_rows((box.shape for box, _, _ in rows), ndim, 1),
+        padded_rows([box.offset for box, _, _ in rows], ndim, 0),
+        padded_rows([box.shape for box, _, _ in rows], ndim, 1),
         np.array([number for _, number, _ in rows], np.int64),
         np.array([is_own for _, _, is_own in rows], bool),
     )

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box, boxes_of_range, find_uncovered_tensors
-from shardwise.boxes.table import IntArray, padded_rows
+from shardwise.boxes.table import IntArray, check_table_size, padded_rows
 from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.manifest.data_file import encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import check_table_size, encode_tensors
+from shardwise.manifest.pieces import encode_tensors
 from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
 from shardwise.plan.structure import Description, Structure, World
 

@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.formats import opening
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.file_tree import FileTree
-from shardwise.ports.reader import Reader
+from shardwise.formats.reader import Reader
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 KEY = "reader-under-test"

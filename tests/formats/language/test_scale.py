@@ -6,7 +6,8 @@ import time
 from itertools import product
 from pathlib import Path
 
-from shardwise.ports.reader import Builder, FileTree, StoredArray
+from shardwise.formats.reader import Builder, FileTree, StoredArray
+from shardwise.formats.specification import add_described
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000
@@ -57,7 +58,7 @@ def test_a_trillion_parameters_on_4096_ranks(tmp_path: Path) -> None:
     rows = simulated(layers=1)
     builder = Builder(FileTree(tmp_path))
     begin = time.process_time()
-    builder.add_described("megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
+    add_described(builder, "megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
     spent = time.process_time() - begin
     assert len(rows) > 120_000
     tensors = list(builder.tensor_names())

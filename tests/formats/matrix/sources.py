@@ -256,40 +256,40 @@ def stored_settings(place: Path) -> dict[str, Settings]:
 
 def _sources() -> Iterable[Source]:
     for kind in ("ddp", "fsdp1", "fsdp2", "fsdp2_uneven", "hsdp", "tp", "fsdp_tp"):
-        yield Source(f"dcp-{kind}", dcp.FORMAT, partial(of_dcp, kind))
-    yield Source("torch.save", torch_save.FORMAT, partial(of_torch_save, True))
-    yield Source("torch.save-legacy", torch_save.FORMAT, partial(of_torch_save, False))
+        yield Source(f"dcp-{kind}", dcp.READER.name, partial(of_dcp, kind))
+    yield Source("torch.save", torch_save.READER.name, partial(of_torch_save, True))
+    yield Source("torch.save-legacy", torch_save.READER.name, partial(of_torch_save, False))
     for kind in ("fsdp2_uneven",) if OLD_TORCH else ("fsdp2_uneven", "fsdp_tp"):
-        yield Source(
-            f"torch.save-by-ranks-{kind}", torch_save.RANKS_FORMAT, partial(of_ranks, kind, False)
-        )
-    yield Source("fsdp-ranks", fsdp_ranks.FORMAT, partial(of_ranks, "hsdp", True))
+        make = partial(of_ranks, kind, False)
+        yield Source(f"torch.save-by-ranks-{kind}", torch_save.RANKS_READER.name, make)
+    yield Source("fsdp-ranks", fsdp_ranks.READER.name, partial(of_ranks, "hsdp", True))
     for sharded, kind in ((True, "sharded"), (False, "whole")):
         make = partial(of_accelerate, sharded)
-        yield Source(f"accelerate-{kind}", accelerate.FORMAT, make)
-        yield Source(f"lightning-{kind}", lightning.FORMAT, partial(of_lightning, sharded))
-    yield Source("hf-shards", huggingface.SHARDED_FORMAT, of_shards)
+        yield Source(f"accelerate-{kind}", accelerate.READER.name, make)
+        yield Source(f"lightning-{kind}", lightning.READER.name, partial(of_lightning, sharded))
+    yield Source("hf-shards", huggingface.SHARDED_READER.name, of_shards)
     for suffix in (".safetensors", ".bin"):
         for count in (1, 3):
             make = partial(of_hugging_face, suffix, count)
-            yield Source(f"hf-{count}{suffix}", huggingface.FORMAT, make)
+            yield Source(f"hf-{count}{suffix}", huggingface.READER.name, make)
     for case, ranks in DEEPSPEED:
         make = partial(of_deepspeed, case, ranks, False)
-        yield Source(f"deepspeed-{case}-{ranks}", deepspeed.FORMAT, make)
+        yield Source(f"deepspeed-{case}-{ranks}", deepspeed.READER.name, make)
     for case in ("experts-zero1", "pipeline-zero1"):
-        yield Source(f"deepspeed-{case}", deepspeed.FORMAT, partial(of_deepspeed_in_parallel, case))
+        make = partial(of_deepspeed_in_parallel, case)
+        yield Source(f"deepspeed-{case}", deepspeed.READER.name, make)
     for case in ("zero1-bfloat16", "zero3-sub-groups"):
         make = partial(of_deepspeed, case, 2, True)
-        yield Source(f"universal-{case}", universal.FORMAT, make)
+        yield Source(f"universal-{case}", universal.READER.name, make)
     for kind in ("plain", "fully_reshardable", "fully_sharded_model_space"):
-        yield Source(f"megatron-{kind}", megatron.FORMAT, partial(of_megatron, kind))
+        yield Source(f"megatron-{kind}", megatron.READER.name, partial(of_megatron, kind))
     for kind in ("float32", "distributed-bfloat16", "interleaved", "experts"):
         make = partial(of_legacy_megatron, kind)
-        yield Source(f"megatron-legacy-{kind}", megatron_legacy.FORMAT, make)
-    yield Source("bytecheckpoint", bytecheckpoint.FORMAT, of_bytecheckpoint)
+        yield Source(f"megatron-legacy-{kind}", megatron_legacy.READER.name, make)
+    yield Source("bytecheckpoint", bytecheckpoint.READER.name, of_bytecheckpoint)
     for root in ("fsdp", "plain"):
         make = partial(of_torchsnapshot, root)
-        yield Source(f"torchsnapshot-{root}", torchsnapshot.FORMAT, make)
+        yield Source(f"torchsnapshot-{root}", torchsnapshot.READER.name, make)
 
 
 DEEPSPEED = (

@@ -10,12 +10,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from shardwise.formats.readers import huggingface
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
+from shardwise.formats.readers.huggingface import READER as PUBLISHED_MODEL
 
-FORMAT = "accelerate"
 FSDP_MODEL, OPTIMIZER, SCHEDULER = "pytorch_model_fsdp", "optimizer", "scheduler"
 REGISTERED_OBJECT = "custom_checkpoint"
 TRAINER_STATE = "trainer_state.json"
@@ -45,7 +44,7 @@ def recognise(tree: FileTree) -> bool:
     has_run_files = any(
         _TRAINING_RUN_FILE.fullmatch(n) or _RANDOM_STATE_FILE.fullmatch(n) for n in tree.sizes
     )
-    return has_run_files and huggingface.recognise(tree)
+    return has_run_files and PUBLISHED_MODEL.recognise(tree)
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -70,9 +69,9 @@ def read(tree: FileTree, builder: Builder) -> None:
         if (match := _DCP_METADATA_FILE.fullmatch(name) or _TORCH_FILE.fullmatch(name)) is not None
     }
     contents = {match[1] for match in parts.values()}
-    has_published_weights = huggingface.recognise(tree)
+    has_published_weights = PUBLISHED_MODEL.recognise(tree)
     if has_published_weights and FSDP_MODEL not in contents:
-        huggingface.read(tree, builder)
+        PUBLISHED_MODEL.read(tree, builder)
     for name, match in parts.items():
         key = _make_state_key(match[1], match[2])
         if name.endswith(METADATA):
@@ -96,7 +95,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = trainer_state.get("global_step")
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("hf", "torch-ranks"))
+READER = Reader("accelerate", recognise, read, overrides=("hf", "torch-ranks"))
 
 
 def _find_missing_files(tree: FileTree, contents: Collection[str]) -> dict[str, str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from shardwise.formats.reader import Builder, FileTree, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, Reader
 
-FORMAT = "ByteCheckpoint"
 PARTS = ("model", "optimizer")
 _EXTRA_STATE = re.compile(r"extra_state/extra_state_rank_(\d{1,7})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,15})")
@@ -45,4 +44,4 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = int(step[1]) if step else None
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader("ByteCheckpoint", recognise, read)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     CheckpointNotFoundError,
     FileRange,
@@ -25,7 +25,6 @@ from shardwise.ports.reader import (
     read_header,
 )
 
-FORMAT = "Hugging Face"
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"
 _SHARD_FILE_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
@@ -85,7 +84,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         )
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader("Hugging Face", recognise, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,6 @@ def _require_indexed_tensors(
         )
 
 
-SHARDED_FORMAT = "Hugging Face sharded by DCP"
 _SHARDED_FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
 
@@ -236,7 +234,9 @@ def read_sharded(tree: FileTree, builder: Builder) -> None:
         builder.add_array(f"model.{tensor}", StoredTensor(dtype, shape, tuple(parts)))
 
 
-SHARDED_READER = Reader(SHARDED_FORMAT, recognise_sharded, read_sharded, overrides=("hf",))
+SHARDED_READER = Reader(
+    "Hugging Face sharded by DCP", recognise_sharded, read_sharded, overrides=("hf",)
+)
 
 
 def _require_files_of_all_ranks(tree: FileTree, names: list[str]) -> None:

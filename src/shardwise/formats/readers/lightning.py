@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.formats.reader import Builder, FileTree, Reader
 from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_state
-from shardwise.ports.reader import Builder, FileTree, Reader
 
-FORMAT = "Lightning"
 UNSHARDED_FILE = "meta.pt"
 _VERSION = "pytorch-lightning_version"
 _LIST_KEYS = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
@@ -50,7 +49,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = state.get("global_step")
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("dcp", "torch", "torch-ranks"))
+READER = Reader("Lightning", recognise, read, overrides=("dcp", "torch", "torch-ranks"))
 
 
 def _rename(state: Mapping[Any, Any]) -> dict[Any, Any]:

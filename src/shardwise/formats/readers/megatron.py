@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
-from shardwise.formats.readers.dcp.reader import read_contents
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     FileTree,
     FormatError,
@@ -22,8 +20,9 @@ from shardwise.ports.reader import (
     StoredArray,
     StoredTensor,
 )
+from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.reader import read_contents
 
-FORMAT = "Megatron-Core torch_dist"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 """The item that replaces `common.pt` since Megatron-Core 0.19."""
@@ -85,7 +84,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step = common.get("iteration")
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("dcp",))
+READER = Reader("Megatron-Core torch_dist", recognise, read, overrides=("dcp",))
 
 
 def _check_backend(tree: FileTree) -> None:

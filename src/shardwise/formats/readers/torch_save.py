@@ -6,10 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 
-FORMAT = "a file of torch.save"
-RANKS_FORMAT = "torch.save by each rank"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _RANK_IN_NAME = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar))", re.IGNORECASE)
 _NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
@@ -40,7 +38,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.add_ranks([(name, tree.load(name))])
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader("a file of torch.save", recognise, read)
 
 
 def recognise_ranks(tree: FileTree) -> bool:
@@ -87,7 +85,7 @@ def read_ranks(tree: FileTree, builder: Builder) -> None:
     ]
 
 
-RANKS_READER = Reader(RANKS_FORMAT, recognise_ranks, read_ranks)
+RANKS_READER = Reader("torch.save by each rank", recognise_ranks, read_ranks)
 
 
 def _find_files(tree: FileTree) -> dict[tuple[str, str], dict[int, str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     FileTree,
     FormatError,
@@ -21,7 +21,6 @@ from shardwise.ports.reader import (
     nest,
 )
 
-FORMAT = "torchsnapshot"
 MANIFEST = ".snapshot_metadata"
 MOST_PATH_PARTS = 64
 """The limit of keys in the path of a tensor or value."""
@@ -98,7 +97,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.world_size = max(1, manifest.world_size)
 
 
-READER = Reader(FORMAT, recognise, read)
+READER = Reader("torchsnapshot", recognise, read)
 
 
 class _EntryCollector:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import shardwise as sw
-import shardwise.ports.reader as port
+import shardwise.formats.reader as port
 from shardwise import FormatError, StateError
 
 Path: TypeAlias = tuple[str | int, ...]

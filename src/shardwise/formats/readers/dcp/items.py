@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from shardwise.formats.readers.dcp.metadata import Metadata, item_key, parse_index
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Box,
     FilePart,
     FileRange,
@@ -22,6 +21,7 @@ from shardwise.ports.reader import (
     StoredArray,
     UnknownObject,
 )
+from shardwise.formats.readers.dcp.metadata import Metadata, item_key, parse_index
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = b"PK\x07\x08"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Box,
     FilePart,
     FileTree,

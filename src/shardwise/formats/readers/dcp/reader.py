@@ -6,15 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
-from shardwise.formats.readers.dcp.metadata import (
-    METADATA,
-    Ints,
-    Metadata,
-    item_key,
-    read_metadata,
-)
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Box,
     Builder,
     CheckpointNotFoundError,
@@ -28,8 +20,15 @@ from shardwise.ports.reader import (
     UnknownObject,
     nest,
 )
+from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
+from shardwise.formats.readers.dcp.metadata import (
+    METADATA,
+    Ints,
+    Metadata,
+    item_key,
+    read_metadata,
+)
 
-FORMAT = "PyTorch DCP"
 _DATA_FILE = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
 _LIGHTNING_KEY = re.compile(r"state_dict|optimizer_\d{1,4}")
 """Top-level keys in Lightning's DCP files; the file `meta.pt` has the rest of the state."""
@@ -51,13 +50,13 @@ def read(tree: FileTree, builder: Builder) -> None:
     """
     if tree.single_file is not None:
         raise CheckpointNotFoundError(
-            f"{tree} is a part of a checkpoint of {FORMAT}: open {tree.parent}"
+            f"{tree} is a part of a checkpoint of PyTorch DCP: open {tree.parent}"
         )
     if METADATA not in tree.sizes:
         raise CheckpointNotFoundError(
-            f"{tree} has no {METADATA}, which {FORMAT} writes last: its save was never finished, "
-            "or the file was not copied (`cp *` skips names that start with a dot): copy the file, "
-            "or open another checkpoint"
+            f"{tree} has no {METADATA}, which PyTorch DCP writes last: its save was never "
+            "finished, or the file was not copied (`cp *` skips names that start with a dot): copy "
+            "the file, or open another checkpoint"
         )
     state = read_state(tree, builder)
     builder.add_state(state, is_ordered=False)
@@ -67,7 +66,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         )
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("torch",))
+READER = Reader("PyTorch DCP", recognise, read, overrides=("torch",))
 
 
 def read_contents(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
-from shardwise.ports.reader import CheckpointNotFoundError, FileTree, FormatError
+from shardwise.formats.reader import CheckpointNotFoundError, FileTree, FormatError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 WEIGHTS_KEY, HYPERPARAMETERS_FILE = "fp32", "optimizer_state.pt"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from shardwise.formats.reader import Builder, FormatError, ParamGroup, StoredArray
 from shardwise.formats.readers.deepspeed.states import STEP, ModelState, Number
 from shardwise.formats.readers.deepspeed.tensor_parallel import (
     Placement,
@@ -17,7 +18,6 @@ from shardwise.formats.readers.deepspeed.zero import (
     FlatGroup,
     ranges_of_slices,
 )
-from shardwise.ports.reader import Builder, FormatError, ParamGroup, StoredArray
 
 
 def tensor_name(parameter: str, key: str) -> str:

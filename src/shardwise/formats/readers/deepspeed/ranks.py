@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from shardwise.formats.reader import Builder, FileRange, FileTree, FormatError, StoredArray
 from shardwise.formats.readers.deepspeed.files import (
     RankKey,
     TagFiles,
@@ -31,7 +32,6 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import (
     parse_placement_rule,
     place_whole,
 )
-from shardwise.ports.reader import Builder, FileRange, FileTree, FormatError, StoredArray
 
 MOST_FILES_SHOWN = 4
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

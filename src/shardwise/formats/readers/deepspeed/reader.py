@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
     has_native_files,
@@ -20,9 +21,6 @@ from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCAL
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import find_flat_groups
-from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader
-
-FORMAT = "DeepSpeed"
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -205,7 +203,7 @@ def _name_of_value(key: str) -> str:
 
 
 READER = Reader(
-    FORMAT,
+    "DeepSpeed",
     has_native_files,
     read,
     # DeepSpeed's converter and trainers write other formats into the same directory.

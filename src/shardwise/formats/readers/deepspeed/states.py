@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from shardwise.ports.reader import FormatError, PickledInstance, StoredArray
+from shardwise.formats.reader import FormatError, PickledInstance, StoredArray
 
 STEP = "step"
 """The key of the count of steps in the state of an optimizer."""

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from shardwise.formats.reader import Box, FormatError
 from shardwise.formats.readers.deepspeed.states import Count, Shape, convert_entry
-from shardwise.ports.reader import Box, FormatError
 
 MOST_REPEATS = 3
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")

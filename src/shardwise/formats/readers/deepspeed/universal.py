@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader, StoredArray
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
     WEIGHTS_KEY,
@@ -29,9 +30,7 @@ from shardwise.formats.readers.deepspeed.states import (
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.zero import MASTER
-from shardwise.ports.reader import Builder, FileTree, FormatError, ParamGroup, Reader, StoredArray
 
-FORMAT = "DeepSpeed universal"
 _PARAMETER_FILE = re.compile(r"zero/(.+)/([^/]+)\.pt")
 KEYS_OF_PARAMETER_SHAPE = (WEIGHTS_KEY, "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Keys whose tensors always have the shape of the parameter."""
@@ -225,4 +224,4 @@ def _add_untrained_weights(
         )
 
 
-READER = Reader(FORMAT, has_universal_files, read)
+READER = Reader("DeepSpeed universal", has_universal_files, read)

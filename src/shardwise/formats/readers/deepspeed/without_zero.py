@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardwise.formats.reader import Builder, FormatError, ParamGroup, StoredArray
 from shardwise.formats.readers.deepspeed.manifest import (
     add_flat_group,
     add_param_groups,
@@ -20,7 +21,6 @@ from shardwise.formats.readers.deepspeed.states import (
 )
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
 from shardwise.formats.readers.deepspeed.zero import MASTER, find_flat_groups
-from shardwise.ports.reader import Builder, FormatError, ParamGroup, StoredArray
 
 MOST_PREFIXES = 10_000
 """The limit of what `assign_by_shape` remembers for each parameter."""

@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.formats.reader import FormatError, StoredArray
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
-from shardwise.ports.reader import FormatError, StoredArray
 
 Int: TypeAlias = npt.NDArray[np.int64]
 _MOST_ELEMENTS = 2**62

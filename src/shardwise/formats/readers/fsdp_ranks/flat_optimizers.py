@@ -13,12 +13,12 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, TypeAlias
 
-from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
-from shardwise.ports.reader import (
+from shardwise.formats.reader import (
     Builder,
     StoredArray,
     StoredPart,
 )
+from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
@@ -13,9 +14,7 @@ from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     is_whole_optimizer,
     name_parameters,
 )
-from shardwise.ports.reader import Builder, FileTree, FormatError, Reader
 
-FORMAT = "FSDP files of each rank (verl)"
 MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"
 _FILE = re.compile(
     rf"({MODEL}|{OPTIMIZER}|{EXTRA_STATE})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt"
@@ -72,7 +71,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     builder.step, builder.world_size = _find_step(tree), max(map(len, files.values()))
 
 
-READER = Reader(FORMAT, recognise, read, overrides=("torch-ranks",))
+READER = Reader("FSDP files of each rank (verl)", recognise, read, overrides=("torch-ranks",))
 
 
 def _convert_optimizers(by_kind: dict[str, list[Any]], builder: Builder) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeAlias
 
+from shardwise.formats.reader import FormatError, StoredArray
 from shardwise.formats.readers.megatron_legacy.ranks import (
     EMBEDDING,
     OUTPUT,
@@ -15,7 +16,6 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     Parameter,
     Rank,
 )
-from shardwise.ports.reader import FormatError, StoredArray
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 MASTER = "param"

@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardwise.formats.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    ParamGroup,
+    Reader,
+    StoredArray,
+    UnknownObject,
+)
 from shardwise.formats.readers.megatron_legacy.optimizers import (
     GROUPS,
     MASTER,
@@ -36,18 +45,8 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     read_ranks,
     require_files,
 )
-from shardwise.ports.reader import (
-    Builder,
-    FileTree,
-    FormatError,
-    ParamGroup,
-    Reader,
-    StoredArray,
-    UnknownObject,
-)
+from shardwise.formats.specification import add_described
 
-FORMAT = "legacy Megatron-LM"
-SPEC_NAME = "megatron"
 _OF_WEIGHTS = ("model.", "module.")
 
 Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
@@ -82,7 +81,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     for paths in files.ranks.values():
         for path in paths.values():
             builder.add_file(path)
-    names = builder.add_described(SPEC_NAME, axes, rows, {"gates": gates})
+    names = add_described(builder, "megatron", axes, rows, {"gates": gates})
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
@@ -302,4 +301,4 @@ def _select_plain_args(builder: Builder, args: Mapping[str, Any]) -> dict[str, A
     return plain
 
 
-READER = Reader(FORMAT, has_rank_files, read)
+READER = Reader("legacy Megatron-LM", has_rank_files, read)
