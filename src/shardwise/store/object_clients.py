@@ -14,9 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import StoreError
+from shardwise.store.names import StoreUrl
 from shardwise.store.object_errors import translate_errors
 from shardwise.store.retry import RETRY_SECONDS
-from shardwise.store.store_url import StoreUrl
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

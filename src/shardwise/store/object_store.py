@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
     OPTIONS,
@@ -27,7 +27,6 @@ from shardwise.store.store import (
     StoreTraits,
     WritableFile,
 )
-from shardwise.store.store_url import StoreUrl, parse_url
 from shardwise.store.unfinished_uploads import abort_idle_uploads
 from shardwise.store.uploads import SmallUpload, UploadStream
 
@@ -74,12 +73,12 @@ class ObjectStore:
 
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
-        check_name(name, str(self))
+        check_name(name, self)
         return ObjectStore(self.url.below(name), self._client)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is known about an object; None for a prefix of others."""
-        check_path(path, str(self))
+        check_path(path, self)
         if not (self.url.path or path):
             return None
         try:
@@ -112,7 +111,7 @@ class ObjectStore:
 
     def open(self, path: str, size: int | None = None) -> ObjectReader:
         """Open an object."""
-        check_path(path, str(self))
+        check_path(path, self)
         if size is None:
             size = self._head(path)["size"]
         return ObjectReader(self._client, self._key(path), size)
@@ -151,7 +150,7 @@ class ObjectStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
-        check_name(key, str(self))
+        check_name(key, self)
         return read_object(self._client, self._key(key), limit=limit)
 
     def list(self) -> list[str]:
@@ -181,7 +180,7 @@ class ObjectStore:
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
-        check_name_to_write(key, str(self))
+        check_name_to_write(key, self)
         return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
@@ -285,7 +284,7 @@ class ObjectStore:
             StoreError: the name is invalid.
             PermissionError: this is a web server, which can only be read.
         """
-        check_name_to_write(name, str(self))
+        check_name_to_write(name, self)
         key = self._key(name)
         if self._is_web:
             place = self._client.place(key)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.names import parse_url
 from shardwise.store.store import (
     Buffer,
     FileStatus,
@@ -23,7 +24,6 @@ from shardwise.store.store import (
     ViewableFile,
     WritableFile,
 )
-from shardwise.store.store_url import parse_url
 
 RETRY_SECONDS = 180.0
 WARNING_SECONDS = 10.0
