@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from itertools import filterfalse
 from pathlib import Path
 
-from shardwise.errors import StoreError
 from shardwise.store.local_files import (
     ALIGNMENT,
     LocalReader,
@@ -29,7 +28,13 @@ from shardwise.store.local_files import (
     write_atomically,
 )
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
-from shardwise.store.store import FileStatus, StoreTraits, TransferOptions, not_a_directory
+from shardwise.store.store import (
+    FileStatus,
+    StoreTraits,
+    TransferOptions,
+    not_a_directory,
+    too_many_files,
+)
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
@@ -105,10 +110,7 @@ class LocalStore:
                 if path.is_file():
                     found[name if prefix == "./" else prefix + name] = _status_of(path)
             if len(found) > limit:
-                raise StoreError(
-                    f"{self.path}: the directory contains more than the supported {limit} files; "
-                    "open the directory of one checkpoint"
-                )
+                raise too_many_files(self.path, limit)
         return dict(sorted(found.items()))
 
     def stat(self, path: str) -> FileStatus | None:

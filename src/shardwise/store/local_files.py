@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from shardwise.errors import StoreError
-from shardwise.store.store import Buffer
+from shardwise.store.store import Buffer, too_large
 
 ALIGNMENT = 4096
 STALE_ATTEMPTS = 10
@@ -285,11 +285,7 @@ def read_regular(path: Path, limit: int, *, private: bool = False) -> bytes:
                 "trusted; if it is yours: chmod 600"
             )
         if status.st_size > limit:
-            raise StoreError(
-                f"{path} has {status.st_size} bytes, but at most {limit} are expected: it is "
-                "damaged, or another program wrote it: copy it from an intact source, or load "
-                "another checkpoint"
-            )
+            raise too_large(path, status.st_size, limit)
         return file.read(status.st_size)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from shardwise.errors import StoreError
 
 LONGEST_NAME = 255
+RETRY_SECONDS = 180.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"secret|passw|token|credential|signature|(^|_)(key|sas|sig)", re.IGNORECASE)
@@ -89,6 +90,15 @@ class StoreUrl:
     def name(self) -> str:
         """The last component of the path."""
         return self.path.rpartition("/")[2]
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long a failed request is repeated.
+
+        Raises:
+            StoreError: the option `retry` is not a number of seconds.
+        """
+        return self.number("retry", RETRY_SECONDS, smallest=0.0)
 
     def below(self, name: str) -> StoreUrl:
         """Return the URL one level below, with the same options."""

@@ -113,7 +113,8 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         return _open_file_url(path)
     from shardwise.store.retry import Retry, RetryingStore
 
-    return RetryingStore(_open_remote(path, scheme), Retry.of_url(path))
+    store = _open_remote(path, scheme)
+    return RetryingStore(store, Retry(parse_url(path, None, needs_host=False).retry_seconds))
 
 
 def _open_remote(url: str, scheme: str) -> Store:

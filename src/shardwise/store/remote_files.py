@@ -21,6 +21,8 @@ from shardwise.store.store import (
     Buffer,
     FileStatus,
     StoreTraits,
+    too_large,
+    too_many_files,
 )
 
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
@@ -159,10 +161,7 @@ class RemoteFileStore(ABC):
                 elif not leases.is_lease(name):
                     found[prefix + name] = status
             if len(found) > limit:
-                raise StoreError(
-                    f"{self}: the directory contains more than the supported {limit} files; open "
-                    "the directory of one checkpoint"
-                )
+                raise too_many_files(self, limit)
         return dict(sorted(found.items()))
 
     def open(self, path: str, size: int | None = None) -> _Reader:
@@ -234,11 +233,7 @@ class RemoteFileStore(ABC):
         check_name(key, self)
         size, read = self._open(self._join(key), None)
         if size > limit:
-            raise StoreError(
-                f"{self}: {key} has {size} bytes, but at most {limit} are expected: it is "
-                "damaged, or another program wrote it: copy it from an intact source, or load "
-                "another checkpoint"
-            )
+            raise too_large(f"{self}: {key}", size, limit)
         return read(0, size)
 
     def list(self) -> list[str]:
