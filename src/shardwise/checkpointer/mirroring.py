@@ -13,8 +13,8 @@ from shardwise.events import Recorder
 from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
-from shardwise.tiers.watch import MirrorWatch
-from shardwise.tiers.worker import MirrorWorker
+from shardwise.tiers.mirroring import MirrorWorker
+from shardwise.tiers.record import MirrorWatch
 
 STOP_TIMEOUT = 10.0
 log = logging.getLogger("shardwise")

@@ -23,7 +23,6 @@ from shardwise.memory.home import Home, Run
 from shardwise.memory.rank_locks import has_trainers
 from shardwise.memory.records import StorageTask
 from shardwise.store import open_store
-from shardwise.tiers.decide import SavedSteps
 from shardwise.tiers.mirroring import Mirroring
 
 # All in seconds.
@@ -157,6 +156,6 @@ def _tiers_of(task: StorageTask) -> object:
     return task.root, task.mirror, task.keep
 
 
-def _saved_steps(run: Run) -> SavedSteps:
+def _saved_steps(run: Run) -> tuple[int | None, list[int]]:
     task = read_mirror_task(run)
-    return SavedSteps(task.newest, frozenset(task.damaged)) if task else SavedSteps()
+    return (task.newest, task.damaged) if task else (None, [])
