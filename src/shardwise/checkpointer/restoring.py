@@ -29,10 +29,11 @@ from shardwise.memory.remote.assembled import MEMORY_ORIGINS
 from shardwise.ports.hooks import RestoreReport
 from shardwise.retention import Best, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
-from shardwise.tiers.store import MIRROR, ROOT, TieredStore
+from shardwise.tiers.store import TieredStore
 
 MOST_NODES_SHOWN = 3
 START = "start"
+ROOT, MIRROR = TieredStore.names
 """The source and the origin of what `start_from` names, in a `RestoreReport`."""
 LoadFromStore = Callable[[Store], LoadReport]
 """Loads the state from a store."""

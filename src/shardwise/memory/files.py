@@ -81,7 +81,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: there is no such file, and `flags` do not create it.
-        NotRegularFileError: the path names a link, a directory, a named pipe or a device.
+        StoreError: the path names a link, a directory, a named pipe or a device.
     """
     fd = open_regular(path, flags, 0o600)
     try:

@@ -13,7 +13,7 @@ from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory.files import lock_directory, opened, regular_files
 from shardwise.memory.home import Home, Run
-from shardwise.store.local_files import NotRegularFileError, open_regular, try_lock
+from shardwise.store.local_files import open_regular, try_lock
 
 LOCK_TIMEOUT = 10.0
 _RANK = re.compile(r"[0-9]{5,9}")
@@ -167,6 +167,6 @@ def _lock_file(run: Run, rank: int) -> Path:
 
 
 def _is_locked(path: Path) -> bool:
-    with suppress(FileNotFoundError, NotRegularFileError), opened(path) as fd:
+    with suppress(FileNotFoundError, StoreError), opened(path) as fd:
         return not try_lock(fd, shared=True)
     return False

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count, FileEntry
 from shardwise.memory.files import encode_record
 from shardwise.memory.redundancy.placement import Protection
-from shardwise.retention import Keep, PlainKeep
+from shardwise.retention import Keep
 from shardwise.tiers.options import MirrorRequest
 
 # The types of the fields of records. A record with another value is damaged.
@@ -121,7 +121,7 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         root: the root of the checkpoints.
-        keep: the retention rules of the root.
+        keep: the retention rules of the root, as plain values.
         mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
             remove checkpoints, and only those that they have copied.
         newest: the step that was saved last; None if no step was saved yet. Newer steps are not
@@ -131,10 +131,13 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     root: str
-    keep: PlainKeep = {}
+    keep: dict[str, Any] = {}
     mirror: MirrorRequest | None = None
     newest: Count | None = None
     damaged: list[int] = []
+
+    def __post_init__(self) -> None:
+        Keep.decode(self.keep)
 
     @property
     def is_needed(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.events import repr_of_set_fields
-from shardwise.retention import Keep, PlainKeep
+from shardwise.retention import Keep
 from shardwise.store import Store, open_store
 
 SMALLEST_BUDGET = 1 << 20
@@ -60,13 +61,16 @@ class MirrorRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         place: a path or URL that every process can open.
-        keep: the retention rules of the mirror.
+        keep: the retention rules of the mirror, as plain values.
         budget: bytes per second; None for no limit.
     """
 
     place: str
-    keep: PlainKeep = {}
+    keep: dict[str, Any] = {}
     budget: int | None = None
+
+    def __post_init__(self) -> None:
+        Keep.decode(self.keep)
 
     @classmethod
     def of(cls, mirror: Mirror) -> MirrorRequest:

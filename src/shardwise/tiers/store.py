@@ -25,7 +25,6 @@ from shardwise.tiers.copying import saved_manifest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-ROOT, MIRROR = "root", "mirror"
 log = logging.getLogger("shardwise")
 
 
@@ -38,8 +37,12 @@ class TieredStore(ReadOnlyStore):
 
     Args:
         root, mirror: the tiers. The root is asked first.
+
+    Attributes:
+        names: the names of the tiers, by which `origins` counts bytes.
     """
 
+    names = "root", "mirror"
     why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
 
     def __init__(self, root: Store, mirror: Store) -> None:
@@ -57,7 +60,7 @@ class TieredStore(ReadOnlyStore):
         counts for itself.
         """
         with self._count_lock:
-            return dict(zip((ROOT, MIRROR), self._bytes_read, strict=True))
+            return dict(zip(self.names, self._bytes_read, strict=True))
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""

@@ -24,14 +24,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from shardwise.errors import FormatError
+from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.names import MANIFEST, check_file_name, step_of_directory
 from shardwise.memory.files import LARGEST_RECORD
 from shardwise.memory.home import list_steps, open_below
 from shardwise.memory.identity import make_run_token
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
-from shardwise.store.local_files import NotRegularFileError, open_regular, write_atomically
+from shardwise.store.local_files import open_regular, write_atomically
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
@@ -359,7 +359,7 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     try:
         with open_below(home, "runs", run, step) as directory:
             return os.fdopen(open_regular(name, dir_fd=directory), "rb", buffering=0)
-    except NotRegularFileError:
+    except StoreError:  # not a regular file
         return None
     except OSError as error:
         if error.errno in _NO_REGULAR_FILE_ERRORS:
