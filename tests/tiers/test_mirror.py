@@ -18,8 +18,9 @@ from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirroring import Mirroring, MirrorWorker
-from shardwise.tiers.record import MIRROR_FILE, MirrorRecord, MirrorWatch
+from shardwise.tiers.record import MIRROR_FILE, MirrorRecord
 from shardwise.tiers.store import TieredStore
+from shardwise.tiers.watch import MirrorWatch
 from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 
 COUNT = 400_000  # elements of a tensor: 1.6 MB, 25 blocks

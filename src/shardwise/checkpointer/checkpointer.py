@@ -48,7 +48,7 @@ from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.tiers.options import Mirror
-from shardwise.tiers.record import MirrorWatch
+from shardwise.tiers.watch import MirrorWatch
 
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification

@@ -14,7 +14,7 @@ from shardwise.memory.records import StorageTask
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
 from shardwise.tiers.mirroring import MirrorWorker
-from shardwise.tiers.record import MirrorWatch
+from shardwise.tiers.watch import MirrorWatch
 
 STOP_TIMEOUT = 10.0
 log = logging.getLogger("shardwise")

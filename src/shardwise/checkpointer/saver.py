@@ -18,7 +18,7 @@ from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.plan.save import PlanCache
 from shardwise.retention import apply_retention
 from shardwise.store import Store
-from shardwise.tiers.record import MirrorWatch
+from shardwise.tiers.watch import MirrorWatch
 
 
 class Saver(Protocol):

@@ -7,17 +7,13 @@ read it.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 
 import msgspec
 
-from shardwise.deadline import Deadline
 from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import StoreError
-from shardwise.events import Recorder
-from shardwise.manifest.names import step_directory, step_of_directory
+from shardwise.manifest.names import step_of_directory
 from shardwise.store import (
     LocalStore,
     Store,
@@ -27,16 +23,10 @@ from shardwise.store import (
     publish_private,
     read_private,
 )
-from shardwise.tiers.copying import saved_manifest
 from shardwise.tiers.store import TieredStore
 
 MIRROR_FILE = "mirror.json"
 LARGEST_RECORD = 1 << 26
-# All in seconds.
-FAILURE_TIMEOUT = 60.0
-LONGEST_COPY = 600.0
-REPORT_PERIOD = 600.0
-PAUSE, LONGEST_PAUSE = 0.01, 0.5
 log = logging.getLogger("shardwise")
 
 
@@ -114,132 +104,6 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
         reasons = [self.failure, *reasons] if self.failure else reasons
         more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
         return "; ".join([*reasons[:3], *more])
-
-
-class MirrorWatch:
-    """Follows the mirror of a root.
-
-    Args:
-        root: the root.
-        clock: seconds since 1970.
-        sleep: sleeps for a number of seconds.
-    """
-
-    def __init__(
-        self,
-        root: Store,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._root = root
-        self._now, self._sleep = clock, sleep
-        self._reported: Set[tuple[int, str]] | None = None
-        self._reported_at = 0.0
-
-    def record(self) -> MirrorRecord | None:
-        """Return the state of the mirror; None if it is unknown."""
-        with suppress(OSError):
-            return MirrorRecord.read(self._root)
-        return None
-
-    def describe_problem(self) -> str:
-        """Return which checkpoints the mirror lacks, and why; "" if the mirror does not fail."""
-        record = self.record()
-        if record is None or record.failing_since is None:
-            return ""
-        minutes = max(0.0, self._now() - record.failing_since) / 60
-        pinned = (
-            f"; of them, {len(record.pinned)} stay in {self._root} only until they are copied"
-            if record.pinned
-            else ""
-        )
-        return (
-            f"the mirror {record.place} has failed for {minutes:.0f} min. Checkpoints that it "
-            f"lacks: {len(record.waiting)}{pinned}. Reason: {record.why_failing()}"
-        )
-
-    def report(self, recorder: Recorder) -> None:
-        """Record copies since the last call as events, and log a failing mirror."""
-        record = self.record()
-        if record is None:
-            self._reported = self._reported or set()
-            return
-        done = {(step, each.save_id): each.seconds for step, each in record.steps.items()}
-        reported = done.keys() if self._reported is None else self._reported
-        for copied, seconds in done.items():
-            if copied not in reported:
-                recorder.add("mirror", seconds)
-        self._reported = done.keys()
-        if record.failing_since is None:
-            self._reported_at = 0.0
-        elif self._now() - self._reported_at >= REPORT_PERIOD:
-            self._reported_at = self._now()
-            log.error("%s", self.describe_problem())
-
-    def wait(self, step: int, timeout: float | None) -> None:
-        """Wait until the mirror has the checkpoint that the root has of a step.
-
-        Returns at once if the root no longer has the step: a checkpoint is removed from the root
-        only after it was copied, or if the rules of the mirror drop it.
-
-        Raises:
-            TimeoutError: `timeout` seconds have passed.
-            StoreError: without `timeout`, the mirror has failed for `LONGEST_COPY` seconds.
-        """
-        start = self._now()
-        for _ in self._attempts():
-            record = self.record()
-            if self._is_mirrored(record, step):
-                return
-            seconds = self._now() - start
-            if timeout is not None and seconds >= timeout:
-                raise TimeoutError(
-                    f"step {step} is not in the mirror after {timeout:g} s; the copy continues: "
-                    f"wait again, with a longer timeout. {self.describe_problem()}".rstrip()
-                )
-            since = record and record.failing_since
-            if timeout is None and since and self._now() - since >= LONGEST_COPY:
-                raise StoreError(
-                    f"step {step} is not in the mirror: {self.describe_problem()}; remove the "
-                    "cause, and the copy is tried again"
-                )
-
-    def wait_until_current(self, step: int | None) -> str:
-        """Wait until the mirror has all checkpoints that it should have.
-
-        Returns early if the mirror has failed for `FAILURE_TIMEOUT` seconds, or if no copy has
-        ended for `LONGEST_COPY` seconds.
-
-        Args:
-            step: the step that was saved last; None if none was saved.
-
-        Returns:
-            Why the mirror lacks checkpoints; "" if it lacks none.
-        """
-        before: MirrorRecord | None = None
-        changed_at = self._now()
-        for _ in self._attempts():
-            record = self.record()
-            if record is not None and not record.waiting and self._is_mirrored(record, step):
-                return ""
-            now = self._now()
-            if record != before:
-                before, changed_at = record, now
-            if record is not None and record.failing_since is not None:
-                if now - record.failing_since >= FAILURE_TIMEOUT:
-                    return self.describe_problem()
-            elif now - changed_at >= LONGEST_COPY:
-                return f"no checkpoint was copied to the mirror for {LONGEST_COPY:.0f} s"
-        return ""
-
-    def _is_mirrored(self, record: MirrorRecord | None, step: int | None) -> bool:
-        """Return whether the mirror has the save of a step that the root has, if it has one."""
-        manifest = None if step is None else saved_manifest(self._root.at(step_directory(step)))
-        return manifest is None or (record is not None and record.has(step or 0, manifest.save_id))
-
-    def _attempts(self) -> Iterator[None]:
-        deadline = Deadline(None, self._now, self._sleep)
-        return deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE)
 
 
 def open_with_mirror(store: Store) -> Store:

@@ -18,7 +18,7 @@ from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
-from shardwise.tiers.record import MirrorWatch
+from shardwise.tiers.watch import MirrorWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
 RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0

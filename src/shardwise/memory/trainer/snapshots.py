@@ -46,7 +46,7 @@ from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.plan.save import PlanCache
 from shardwise.retention import committed_steps
 from shardwise.store import Store
-from shardwise.tiers.record import MirrorWatch
+from shardwise.tiers.watch import MirrorWatch
 
 log = logging.getLogger("shardwise")
 
