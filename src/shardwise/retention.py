@@ -37,8 +37,6 @@ from shardwise.store.local_files import NotRegularFileError
 
 Metrics = Mapping[str, float | None]
 Duration = str | timedelta
-PlainKeep = dict[str, int | str | dict[str, int | str] | None]
-"""The fields of a `Keep` as plain values, for the records of agents."""
 
 log = logging.getLogger("shardwise")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
-from shardwise.store.object_reader import ObjectReader
+from shardwise.store.object_store import ObjectReader
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks
 from tests.formats.test_trainers import assert_loads, lightning_state, trained

@@ -103,6 +103,15 @@ def test_values_that_no_trainer_and_no_agent_writes_are_damage(
         decode_record(encoded, type(record), "it")
 
 
+@pytest.mark.parametrize("keep", [{"last": -1}, {"last": [1]}, {"best": 1}, {"unknown": 1}])
+def test_rules_that_no_trainer_writes_are_damage(keep: dict[str, Any]) -> None:
+    for record in (StorageTask(root="/r"), MirrorRequest("/m")):
+        fields = {**msgspec.structs.asdict(record), "keep": keep}
+        struct = msgspec.defstruct("_AnyRules", [(name, Any) for name in fields])
+        with pytest.raises(StoreError, match=r"^it: the record is damaged: "):
+            decode_record(encode_record(struct(**fields)), type(record), "it")
+
+
 def values(step: int) -> torch.Tensor:
     return torch.full((9,), float(step))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from shardwise.memory.registry import (
     read_entries,
 )
 from shardwise.memory.remote.client import AgentClient
-from shardwise.store import LocalStore, private
+from shardwise.store import LocalStore
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import end_agents, until
 
@@ -102,7 +103,7 @@ def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, 
 def test_no_token_is_written_where_files_are_not_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(private, "is_private", lambda found: False)
+    monkeypatch.setattr(stat, "S_IMODE", lambda mode: 0o777)  # as on a file system without modes
     with caplog.at_level(logging.WARNING, "shardwise"):
         Registration(home_of_run(tmp_path), HERE).update()
     assert "does not enforce file modes" in caplog.text

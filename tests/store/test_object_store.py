@@ -21,7 +21,7 @@ from shardwise.errors import StoreError
 from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of
 from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
-from shardwise.store.unfinished_uploads import abort_idle_uploads
+from shardwise.store.uploads import abort_idle_uploads
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
     BUCKET,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.retention import CheckpointInfo
-from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
+from shardwise.tiers.decide import TierPlan, decide_tiers
 
 ALL = sw.Keep()
 
@@ -95,8 +95,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_table(case: Case) -> None:
     root, mirror = tier(case.root, loss=case.loss), tier(case.mirror, loss=case.loss)
-    saved = SavedSteps(case.newest, frozenset(case.damaged))
-    assert decide_tiers(root, mirror, saved, case.keep, case.mirror_keep) == TierPlan(
+    assert decide_tiers(
+        root, mirror, case.keep, case.mirror_keep, case.newest, case.damaged
+    ) == TierPlan(
         copy=case.copy,
         remove_from_root=case.from_root,
         remove_from_mirror=case.from_mirror,
@@ -135,7 +136,7 @@ def test_it_ends_and_nothing_is_lost(
         if root[step].save_id == mirror[step].save_id:
             mirror[step] = root[step]  # the same save has the same time and metrics
     for _ in range(40):
-        plan = decide_tiers(root, mirror, SavedSteps(newest), keep, mirror_keep)
+        plan = decide_tiers(root, mirror, keep, mirror_keep, newest)
         assert not set(plan.remove_from_root) & set(plan.copy)
         for step in plan.remove_from_root:
             wanted = step in mirror_keep.steps_to_keep(
@@ -149,7 +150,7 @@ def test_it_ends_and_nothing_is_lost(
         if not plan.copy:
             break
         mirror = {**mirror, plan.copy[0]: root[plan.copy[0]]}
-    plan = decide_tiers(root, mirror, SavedSteps(newest), keep, mirror_keep)
+    plan = decide_tiers(root, mirror, keep, mirror_keep, newest)
     assert plan == TierPlan(copy=(), remove_from_root=(), remove_from_mirror=(), pinned=())
     if before:
         last = max((s for s in before if newest is None or s <= newest), default=None)

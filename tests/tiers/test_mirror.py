@@ -17,12 +17,10 @@ from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
-from shardwise.tiers.decide import SavedSteps
-from shardwise.tiers.mirroring import Mirroring
+from shardwise.tiers.mirroring import Mirroring, MirrorWorker
 from shardwise.tiers.record import MIRROR_FILE, MirrorRecord
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
-from shardwise.tiers.worker import MirrorWorker
 from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 
 COUNT = 400_000  # elements of a tensor: 1.6 MB, 25 blocks
@@ -68,6 +66,10 @@ def mirror(tmp_path: Path) -> Path:
 
 def mirroring(root: Path, mirror: Path, keep: sw.Keep, mirror_keep: sw.Keep) -> Mirroring:
     return Mirroring(LocalStore(root), keep, sw.Mirror(mirror, keep=mirror_keep))
+
+
+def nothing_saved() -> tuple[None, tuple[()]]:
+    return None, ()
 
 
 def test_every_checkpoint_is_copied_and_the_record_says_so(root: Path, mirror: Path) -> None:
@@ -333,7 +335,7 @@ def test_a_broken_copy_is_continued(root: Path, mirror: Path) -> None:
     calls: list[str] = []
     store = Outage(mirror, threading.Event(), calls)
     each = Mirroring(LocalStore(root), sw.Keep(), sw.Mirror(store))
-    assert each.catch_up(SavedSteps)
+    assert each.catch_up(nothing_saved)
     assert calls.count("create") == 1
     assert [each.record.steps[step].bytes > 0 for step in (1, 2)] == [True, False]
     for step in (1, 2):
@@ -344,11 +346,11 @@ def test_a_damaged_checkpoint_does_not_stop_the_others(root: Path, mirror: Path)
     save(root, 1, 2, 3)
     flip(data_file(root, 2), 70_000)
     each = mirroring(root, mirror, LAST, sw.Keep())
-    assert not each.catch_up(lambda: SavedSteps(3))
+    assert not each.catch_up(lambda: (3, ()))
     assert committed_steps(LocalStore(mirror)) == [1, 3]
     assert committed_steps(LocalStore(root)) == [2, 3]
     assert "damaged" in each.record.failures[2]
-    assert each.catch_up(lambda: SavedSteps(3, frozenset({2})))
+    assert each.catch_up(lambda: (3, {2}))
 
 
 def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path) -> None:
@@ -363,10 +365,10 @@ def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path)
             raise PermissionError(1, "AccessDenied", key)
 
     each = Mirroring(LocalStore(root), LAST, sw.Mirror(WithoutDelete(mirror), keep=LAST))
-    assert each.catch_up(lambda: SavedSteps(2))  # step 3 is of another branch
+    assert each.catch_up(lambda: (2, ()))  # step 3 is of another branch
     assert committed_steps(target) == [2, 3]
     save(root, 4)
-    assert not each.catch_up(lambda: SavedSteps(4))
+    assert not each.catch_up(lambda: (4, ()))
     assert committed_steps(target) == [2, 3, 4]
     assert "cannot remove step 2 from the mirror" in each.record.failure
     assert committed_steps(LocalStore(root)) == [4]
@@ -377,19 +379,19 @@ def test_only_one_process_mirrors_a_root(root: Path, mirror: Path) -> None:
     first, second = (mirroring(root, mirror, LAST, sw.Keep()) for _ in range(2))
     inside, release = threading.Event(), threading.Event()
 
-    def wait() -> SavedSteps:
+    def wait() -> tuple[None, tuple[()]]:
         inside.set()
         release.wait(20.0)
-        return SavedSteps()
+        return nothing_saved()
 
     thread = threading.Thread(target=first.catch_up, args=(wait,))
     thread.start()
     assert inside.wait(20.0)
-    assert not second.catch_up(SavedSteps)
+    assert not second.catch_up(nothing_saved)
     assert not mirror.exists()
     release.set()
     thread.join(20.0)
-    assert second.catch_up(SavedSteps)
+    assert second.catch_up(nothing_saved)
     assert committed_steps(LocalStore(mirror)) == [1]
 
 
@@ -397,9 +399,9 @@ def test_a_checkpoint_that_is_read_stays_until_later(root: Path, mirror: Path) -
     save(root, 1, 2)
     each = mirroring(root, mirror, LAST, LAST)
     with LocalStore(root / step_directory(1)).lock(MANIFEST, shared=True):
-        assert each.catch_up(lambda: SavedSteps(2))
+        assert each.catch_up(lambda: (2, ()))
         assert committed_steps(LocalStore(root)) == [1, 2]
-    assert each.catch_up(lambda: SavedSteps(2))
+    assert each.catch_up(lambda: (2, ()))
     assert committed_steps(LocalStore(root)) == [2]
 
 
@@ -409,9 +411,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_failure_for_others(
     save(root, 1, 2)
     each = mirroring(root, mirror, sw.Keep(), sw.Keep())
     with LocalStore(root / step_directory(2)).lock(MANIFEST):
-        assert not each.catch_up(SavedSteps)
+        assert not each.catch_up(nothing_saved)
     assert committed_steps(LocalStore(mirror)) == [1]
-    assert each.catch_up(SavedSteps)
+    assert each.catch_up(nothing_saved)
     assert committed_steps(LocalStore(mirror)) == [1, 2]
 
 
@@ -421,7 +423,7 @@ def test_leftovers_in_the_mirror_are_removed(root: Path, mirror: Path) -> None:
     left.mkdir(parents=True)
     (left / f"r00000-{'0' * 16}.safetensors").write_bytes(b"part")
     (left / "notes.txt").write_text("mine")
-    assert mirroring(root, mirror, sw.Keep(), sw.Keep()).catch_up(SavedSteps)
+    assert mirroring(root, mirror, sw.Keep(), sw.Keep()).catch_up(nothing_saved)
     assert [path.name for path in left.iterdir()] == ["notes.txt"]
 
 

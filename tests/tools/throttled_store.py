@@ -72,7 +72,7 @@ class ThrottledStore(LocalStore):
 
     def open(self, path: str, size: int | None = None) -> _ThrottledReader:
         """Open a regular file."""
-        return _ThrottledReader(self._path_to_read(path), self._meter)
+        return _ThrottledReader(self.path / path, self._meter)
 
 
 class _ThrottledReader(LocalReader):

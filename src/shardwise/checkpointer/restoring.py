@@ -31,6 +31,7 @@ from shardwise.store import Store
 from shardwise.tiers.store import TieredStore
 
 MOST_NODES_SHOWN = 3
+ROOT, MIRROR = TieredStore.names
 START = "start"
 """The source and the origin of what `start_from` names, in a `RestoreReport`."""
 LoadFromStore = Callable[[Store], LoadReport]

@@ -26,8 +26,7 @@ from shardwise.errors import StoreError
 from shardwise.memory.home import Home, Run
 from shardwise.memory.identity import make_run_token, serves_own_host_only
 from shardwise.memory.records import AgentInfo
-from shardwise.store import Store, open_store
-from shardwise.store.private import publish_private, read_private
+from shardwise.store import Store, open_store, publish_private, read_private
 
 NODES_DIRECTORY = "nodes"
 LARGEST_ENTRY = 1 << 14

@@ -20,10 +20,9 @@ from shardwise.store import (
     open_store,
 )
 from shardwise.store.leases import LeasesIn, is_lease
-from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import REMOTE_TRANSFER, Buffer
-from shardwise.store.store_url import StoreUrl, parse_url
 
 __all__ = [
     "REMOTE_TRANSFER",

@@ -13,9 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.names import parse_url
 from shardwise.store.remote_files import Entry, ReadRange, RemoteFileStore, RequestStream
 from shardwise.store.store import FileStatus, not_a_directory
-from shardwise.store.store_url import parse_url
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -8,16 +8,17 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import filterfalse
 from pathlib import Path
 
-from shardwise.errors import StoreError
 from shardwise.store.local_files import (
     ALIGNMENT,
     LocalReader,
     LocalWriter,
     NotRegularFileError,
     is_node_local,
+    nearest_existing,
     open_regular,
     read_regular,
     refresh_directory,
@@ -26,9 +27,14 @@ from shardwise.store.local_files import (
     try_lock,
     write_atomically,
 )
-from shardwise.store.names import check_name, check_name_to_write, check_path
-from shardwise.store.store import FileStatus, StoreTraits, TransferOptions, not_a_directory
-from shardwise.store.store_url import StoreUrl
+from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
+from shardwise.store.store import (
+    FileStatus,
+    StoreTraits,
+    TransferOptions,
+    not_a_directory,
+    too_many_files,
+)
 
 _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 
@@ -79,7 +85,7 @@ class LocalStore:
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""
-        check_name(name, str(self.path))
+        check_name(name, self.path)
         return self.at_path(self.path / name)
 
     def at_path(self, path: Path) -> LocalStore:
@@ -104,15 +110,13 @@ class LocalStore:
                 if path.is_file():
                     found[name if prefix == "./" else prefix + name] = _status_of(path)
             if len(found) > limit:
-                raise StoreError(
-                    f"{self.path}: the directory contains more than the supported {limit} files; "
-                    "open the directory of one checkpoint"
-                )
+                raise too_many_files(self.path, limit)
         return dict(sorted(found.items()))
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is at a path. Links are followed; anything but a directory is a file."""
-        full = self._path_to_read(path)
+        check_path(path, self.path)
+        full = self.path / path
         if not os.path.lexists(full):
             refresh_directory(full.parent)
         try:
@@ -124,29 +128,32 @@ class LocalStore:
 
     def open(self, path: str, size: int | None = None) -> LocalReader:
         """Open a regular file. Symbolic links are refused."""
-        full = self._path_to_read(path)
-        return repeat_if_stale(full.parent, lambda: LocalReader(full, self._cached_reads))
+        check_path(path, self.path)
+        full = self.path / path
+        return repeat_if_stale(full.parent, partial(LocalReader, full, self._cached_reads))
 
     def create(self, key: str, size: int, *, replace: bool = False) -> LocalWriter:
         """Create a file of `size` bytes; with `replace`, under a temporary name until it ends."""
-        path = self._path_to_write(key)
-        temporary = self._path_to_write(f"{key}.part") if replace else path
+        check_name_to_write(key, self.path)
+        path = temporary = self.path / key
         self._create_directory()
         if replace:
+            check_name_to_write(f"{key}.part", self.path)
+            temporary = self.path / f"{key}.part"
             temporary.unlink(missing_ok=True)
         return LocalWriter(temporary, size, path, page_cache=self._page_cache)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""
-        path = self._path_to_write(key)
+        check_name_to_write(key, self.path)
         self._create_directory()
-        with write_atomically(path, mode=0o666, replace=replace, durable=True) as file:
+        with write_atomically(self.path / key, mode=0o666, replace=replace, durable=True) as file:
             file.write(data)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        check_name(key, str(self.path))
-        return repeat_if_stale(self.path, lambda: read_regular(self.path / key, limit))
+        check_name(key, self.path)
+        return repeat_if_stale(self.path, partial(read_regular, self.path / key, limit))
 
     def list(self) -> list[str]:
         """Return the names of all files and directories, sorted.
@@ -154,7 +161,7 @@ class LocalStore:
         Files that NFS keeps for readers after they were deleted are left out.
         """
         try:
-            return sorted(n for n in os.listdir(self.path) if not _DELETED_IN_NFS.fullmatch(n))
+            return sorted(filterfalse(_DELETED_IN_NFS.fullmatch, os.listdir(self.path)))
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
@@ -166,7 +173,8 @@ class LocalStore:
         A directory stays if it has files that NFS keeps for readers. A later call removes it.
         """
         if key:
-            self._path_to_write(key).unlink(missing_ok=True)
+            check_name_to_write(key, self.path)
+            (self.path / key).unlink(missing_ok=True)
             return
         try:
             os.rmdir(self.path)
@@ -183,15 +191,15 @@ class LocalStore:
         Raises:
             NotRegularFileError: without `shared`, the path exists and is not a regular file.
         """
-        if shared:
-            flags = os.O_RDONLY
-        else:
+        check_name_to_write(key, self.path)
+        path, flags = self.path / key, os.O_RDONLY
+        if not shared:
             flags = os.O_RDWR | os.O_CREAT
             with suppress(FileExistsError):  # it existed, but another process removed it
                 self._create_directory()
         fd = -1
         try:
-            fd = open_regular(self._path_to_write(key), flags)
+            fd = open_regular(path, flags)
         except (FileNotFoundError, NotADirectoryError):
             pass  # no yield here, because errors of the block would be chained to this one
         except NotRegularFileError:
@@ -201,43 +209,33 @@ class LocalStore:
             yield False
             return
         try:
-            yield _try_lock(fd, shared=shared) and _is_at(self._path_to_write(key), fd)
+            yield _lock_at(path, fd, shared=shared)
         finally:
             os.close(fd)
 
     def _create_directory(self) -> None:
         """Create the directory and its parents durably."""
-        missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        existing = nearest_existing(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        for each in missing:
+        created = self.path
+        while created != existing:
             with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
-                sync_directory(each.parent)
-
-    def _path_to_read(self, path: str) -> Path:
-        check_path(path, str(self.path))
-        return self.path / path
-
-    def _path_to_write(self, name: str) -> Path:
-        check_name_to_write(name, str(self.path))
-        return self.path / name
+                sync_directory(created.parent)
+            created = created.parent
 
 
-def _try_lock(fd: int, *, shared: bool) -> bool:
-    """Lock an open file, unless another process has locked it, or has deleted it on NFS.
+def _lock_at(path: Path, fd: int, *, shared: bool) -> bool:
+    """Lock an open file; return whether it is locked, and its path still names it.
 
-    A file system without locks raises other errors. Then the file counts as locked.
+    A file system without locks raises an error. Then the file counts as locked. NFS renames an open
+    file that is deleted, so the number of links does not show whether the path names it.
     """
     try:
-        return try_lock(fd, shared=shared)
+        if not try_lock(fd, shared=shared):
+            return False
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.ESTALE)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Return whether a path still names an open file, rather than a new file or no file.
-
-    NFS renames an open file that is deleted, so the number of links is not enough.
-    """
+        if error.errno in (errno.EACCES, errno.ESTALE):  # NFS: another process has deleted the file
+            return False
     refresh_directory(path.parent)
     try:
         opened, named = os.fstat(fd), os.stat(path, follow_symlinks=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from shardwise.errors import StoreError
-from shardwise.store.store import Buffer
+from shardwise.store.store import Buffer, too_large
 
 ALIGNMENT = 4096
 STALE_ATTEMPTS = 10
@@ -101,22 +101,19 @@ class LocalWriter:
     def write_at(self, offset: int, data: Buffer) -> None:
         view = data.data
         while view:
-            written = self._write(view, offset)
+            try:
+                written = os.pwrite(self._fd, view, offset)
+            except OSError as error:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    raise
+                # The file system does not support O_DIRECT after all, or a write was short before.
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                continue
             if self._page_cache:
                 start_writeback(self._fd, offset, written)
             offset += written
             view = view[written:]
-
-    def _write(self, view: memoryview, offset: int) -> int:
-        try:
-            return os.pwrite(self._fd, view, offset)
-        except OSError as error:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            # The file system does not support O_DIRECT after all, or a write was short before.
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            return os.pwrite(self._fd, view, offset)
 
     def commit(self) -> None:
         os.ftruncate(self._fd, self._size)
@@ -155,18 +152,15 @@ class LocalReader:
     def read_at(self, offset: int, out: Buffer) -> int:
         done = 0
         view = out.data
-        while done < len(view):
-            try:
-                count = self._read(view[done:], offset + done)
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-                raise FileNotFoundError(
-                    errno.ENOENT, "deleted or replaced while it was read", str(self._path)
-                ) from error
-            if count == 0:
-                break
-            done += count
+        try:
+            while done < len(view) and (count := self._read(view[done:], offset + done)):
+                done += count
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(
+                errno.ENOENT, "deleted or replaced while it was read", str(self._path)
+            ) from error
         return done
 
     def _read(self, view: memoryview, offset: int) -> int:
@@ -252,10 +246,17 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
     return bool(status == 0 and found[0] >= pages)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest directory above that exists."""
+    for each in (path, *path.parents):
+        if each.exists():
+            break
+    return each
+
+
 def is_node_local(path: Path) -> bool:
     """Return whether a path is on a disk or in the memory of this node; False if unknown."""
-    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    device = existing.stat().st_dev
+    device = nearest_existing(path.absolute()).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
@@ -265,31 +266,33 @@ def is_node_local(path: Path) -> bool:
     return False
 
 
-def read_regular(
-    path: Path,
-    limit: int,
-    check: Callable[[Path, os.stat_result], object] = lambda path, status: None,
-) -> bytes:
+def read_regular(path: Path, limit: int, *, private: bool = False) -> bytes:
     """Return the content of a small regular file.
 
     Args:
-        check: called with the path and the status of the open file, before it is read.
+        private: refuse a file that others may have written.
 
     Raises:
         NotRegularFileError: as for `open_regular`.
-        StoreError: the file has more than `limit` bytes.
+        StoreError: the file has more than `limit` bytes; or, with `private`, it belongs to another
+            user, or others may read or write it.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         status = os.fstat(file.fileno())
-        check(path, status)
-        size = status.st_size
-        if size > limit:
+        if private and not is_private(status):
             raise StoreError(
-                f"{path} has {size} bytes, but at most {limit} are expected: it is damaged, or "
-                "another program wrote it: copy it from an intact source, or load another "
-                "checkpoint"
+                f"{path} belongs to another user, or others may read or write it, so it is not "
+                "trusted; if it is yours: chmod 600"
             )
-        return file.read(size)
+        if status.st_size > limit:
+            raise too_large(path, status.st_size, limit)
+        return file.read(status.st_size)
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Return whether a regular file belongs to this user, and no other user may access it."""
+    is_own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+    return is_own and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 @contextmanager
@@ -322,37 +325,29 @@ def write_atomically(
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        if not replace:
-            _link(temporary, path)
-            if durable:
-                sync_directory(Path(directory))
-            os.unlink(temporary)
-            return
-        try:
-            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        except IsADirectoryError as error:
-            raise StoreError(
-                f"{path} cannot be written, as it is a directory: remove it"
-            ) from error
+        if replace:
+            try:
+                os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            except IsADirectoryError as error:
+                raise StoreError(
+                    f"{path} cannot be written, as it is a directory: remove it"
+                ) from error
+        else:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                # If the answer of an NFS server was lost, its client has asked again, and the name
+                # was taken by the first request. Then the file has two links.
+                if os.stat(temporary).st_nlink < 2:
+                    raise
         if durable:
             sync_directory(Path(directory))
+        if not replace:
+            os.unlink(temporary)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=dir_fd)
         raise
-
-
-def _link(source: str, target: str | os.PathLike[str]) -> None:
-    """Give a file a second name, unless the name is taken.
-
-    If the answer of an NFS server is lost, its client asks again, and the second answer is that the
-    name is taken. If the file has two links, the first request has given it this name.
-    """
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        if os.stat(source).st_nlink < 2:
-            raise
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

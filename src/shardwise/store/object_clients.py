@@ -14,9 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import StoreError
+from shardwise.store.names import StoreUrl
 from shardwise.store.object_errors import translate_errors
-from shardwise.store.retry import RETRY_SECONDS
-from shardwise.store.store_url import StoreUrl
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -88,7 +87,7 @@ class Client:
             )
         with self._lock:
             if (pid, repeats) not in self._opened:
-                seconds = retry_seconds(self.url)
+                seconds = self.url.retry_seconds
                 limit = seconds if repeats else min(seconds, SHORT_RETRY_SECONDS)
                 self._opened[pid, repeats] = _open_client(self.url, _retry_config(limit))
             return self._opened[pid, repeats]
@@ -328,16 +327,11 @@ def _is_loopback(endpoint: str) -> bool:
 
 def longest_request(url: StoreUrl) -> float:
     """Return how long a request of obstore can take with all its retries, in seconds."""
-    return retry_seconds(url) + _request_seconds(url)
+    return url.retry_seconds + _request_seconds(url)
 
 
 def _request_seconds(url: StoreUrl) -> float:
     return url.number("timeout", REQUEST_SECONDS, smallest=0.1)
-
-
-def retry_seconds(url: StoreUrl) -> float:
-    """Return for how long a failed request is repeated."""
-    return url.number("retry", RETRY_SECONDS, smallest=0.0)
 
 
 def _retry_config(seconds: float) -> RetryConfig:

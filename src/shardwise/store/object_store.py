@@ -6,9 +6,11 @@ import errno
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.errors import StoreError
+import numpy as np
+
+from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store import leases
-from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
     OPTIONS,
@@ -16,20 +18,20 @@ from shardwise.store.object_clients import (
     longest_request,
 )
 from shardwise.store.object_errors import http_status
-from shardwise.store.object_reader import ObjectReader, read_object
 from shardwise.store.retry import Retry
 from shardwise.store.sequential import SequentialWriter
 from shardwise.store.store import (
     LOCK_EXPIRY,
     READING_GRACE,
     REMOTE_TRANSFER,
+    Buffer,
     FileStatus,
     StoreTraits,
     WritableFile,
+    too_large,
+    too_many_files,
 )
-from shardwise.store.store_url import StoreUrl, parse_url
-from shardwise.store.unfinished_uploads import abort_idle_uploads
-from shardwise.store.uploads import SmallUpload, UploadStream
+from shardwise.store.uploads import SmallUpload, UploadStream, abort_idle_uploads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +42,8 @@ PART_MIB = 16
 MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
 SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
+LONGEST_REQUEST = 64 << 20
+READ_ATTEMPTS = 3
 NO_LISTINGS = (400, 404, 405, 501)
 """The statuses of web servers that cannot list directories."""
 
@@ -74,12 +78,12 @@ class ObjectStore:
 
     def at(self, name: str) -> ObjectStore:
         """Return the store one level below."""
-        check_name(name, str(self))
+        check_name(name, self)
         return ObjectStore(self.url.below(name), self._client)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is known about an object; None for a prefix of others."""
-        check_path(path, str(self))
+        check_path(path, self)
         if not (self.url.path or path):
             return None
         try:
@@ -94,16 +98,13 @@ class ObjectStore:
 
         def collect(store: Any) -> None:
             found.clear()
-            for page in _obstore().list(store, self.url.path or None):
+            for page in store.list(self.url.path or None):
                 for each in page:
                     name = each["path"][start:]
                     if name and not leases.is_lease(name.rpartition("/")[2]):
                         found[name] = _status_of(each)
                 if len(found) > limit:
-                    raise StoreError(
-                        f"{self}: there are more than the supported {limit} files below; open "
-                        "the prefix of one checkpoint"
-                    )
+                    raise too_many_files(self, limit)
 
         self._client.request("list", self.url.path, collect)
         if not found and (status := self.stat("")) is not None:
@@ -112,7 +113,7 @@ class ObjectStore:
 
     def open(self, path: str, size: int | None = None) -> ObjectReader:
         """Open an object."""
-        check_path(path, str(self))
+        check_path(path, self)
         if size is None:
             size = self._head(path)["size"]
         return ObjectReader(self._client, self._key(path), size)
@@ -122,7 +123,7 @@ class ObjectStore:
         path = self._key_to_write(key)
         if not replace and self.stat(key) is not None:
             raise self._exists_error(path)
-        part, retry = self._part_bytes(size), Retry.of_url(str(self.url))
+        part, retry = self._part_bytes(size), Retry(self.url.retry_seconds)
         if size <= part:
             return SmallUpload(size, lambda data: retry.call(lambda: self._put(path, data)))
         stream = UploadStream(self._client, path, retry, part=part, requests=self._requests)
@@ -151,8 +152,23 @@ class ObjectStore:
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small object."""
-        check_name(key, str(self))
-        return read_object(self._client, self._key(key), limit=limit)
+        check_name(key, self)
+        path = self._key(key)
+        place = self._client.place(path)
+
+        def get(store: Any) -> bytes:
+            result = store.get(path)
+            size = result.meta["size"]
+            if size > limit:
+                raise too_large(place, size, limit)
+            content = bytes(result.bytes())
+            if len(content) != size:
+                raise StoreUnavailableError(
+                    f"{place}: the server sent {len(content)} of {size} bytes; try again"
+                )
+            return content
+
+        return self._client.request("read", path, get)
 
     def list(self) -> list[str]:
         """Return the names of all objects and prefixes one level below, sorted, without leases.
@@ -177,11 +193,11 @@ class ObjectStore:
             return
         path = self._key_to_write(key)
         with suppress(FileNotFoundError):
-            self._client.request("delete", path, lambda store: _obstore().delete(store, path))
+            self._client.request("delete", path, lambda store: store.delete(path))
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
-        check_name_to_write(key, str(self))
+        check_name_to_write(key, self)
         return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
@@ -223,9 +239,7 @@ class ObjectStore:
     def _head(self, path: str) -> ObjectMeta:
         """Return the size and time of an object at any level below; of this URL itself for ""."""
         key = self._key(path)
-        found: ObjectMeta = self._client.request(
-            "read", key, lambda store: _obstore().head(store, key)
-        )
+        found: ObjectMeta = self._client.request("read", key, lambda store: store.head(key))
         return found
 
     def _list(self) -> tuple[set[str], Mapping[str, ObjectMeta]]:
@@ -233,7 +247,7 @@ class ObjectStore:
         found = self._client.request(
             "list",
             self.url.path,
-            lambda store: _obstore().list_with_delimiter(store, self.url.path or None),
+            lambda store: store.list_with_delimiter(self.url.path or None),
         )
         start = len(self.url.path) + 1 if self.url.path else 0
         objects: dict[str, ObjectMeta] = {each["path"][start:]: each for each in found["objects"]}
@@ -249,7 +263,7 @@ class ObjectStore:
         self._client.request(
             "write",
             key,
-            lambda store: _obstore().put(store, key, data, mode=mode, use_multipart=False),
+            lambda store: store.put(key, data, mode=mode, use_multipart=False),
         )
 
     @property
@@ -285,7 +299,7 @@ class ObjectStore:
             StoreError: the name is invalid.
             PermissionError: this is a web server, which can only be read.
         """
-        check_name_to_write(name, str(self))
+        check_name_to_write(name, self)
         key = self._key(name)
         if self._is_web:
             place = self._client.place(key)
@@ -295,6 +309,50 @@ class ObjectStore:
     def _exists_error(self, key: str) -> FileExistsError:
         place = self._client.place(key)
         return FileExistsError(errno.EEXIST, "the object exists already", place)
+
+
+class ObjectReader:
+    """An object, which is read by requests for ranges.
+
+    Args:
+        client: the client of its bucket.
+        key: its key.
+        size: its size, in bytes.
+    """
+
+    def __init__(self, client: Client, key: str, size: int) -> None:
+        self._client, self._key = client, key
+        self.size = size
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        end = min(offset + len(out), self.size)
+        for low in range(offset, end, LONGEST_REQUEST):
+            high = min(low + LONGEST_REQUEST, end)
+            out[low - offset : high - offset] = self._request(low, high)
+        return max(0, end - offset)
+
+    def view(self, offset: int, count: int) -> Buffer:
+        end = min(offset + count, self.size)
+        return self._request(offset, end) if offset < end else np.zeros(0, np.uint8)
+
+    def _request(self, low: int, high: int) -> Buffer:
+        for _ in range(READ_ATTEMPTS):
+            data = self._client.request(
+                f"read bytes {low}:{high}",
+                self._key,
+                lambda store: store.get_range(self._key, start=low, end=high),
+            )
+            found: Buffer = np.frombuffer(memoryview(data), np.uint8)
+            if len(found) == high - low:
+                return found
+        raise StoreError(
+            f"{self._client.place(self._key)}: cannot read bytes {low}:{high}: the server sent "
+            f"{len(found)} bytes instead of {high - low}; it ignores ranges, or cuts its answers: "
+            "use another server"
+        )
+
+    def close(self) -> None:
+        pass
 
 
 def parse_object_url(place: str) -> StoreUrl:
@@ -309,10 +367,3 @@ def parse_object_url(place: str) -> StoreUrl:
 
 def _status_of(found: ObjectMeta) -> FileStatus:
     return FileStatus(found["size"], found["e_tag"] or str(found["last_modified"].timestamp()))
-
-
-def _obstore() -> Any:
-    """Return obstore, which is imported when an object store is first used."""
-    import obstore
-
-    return obstore

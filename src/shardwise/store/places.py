@@ -1,4 +1,4 @@
-"""Open the store at a path or URL, and ask what is there."""
+"""Functions for all stores: open the one at a path or URL, ask what is there, keep secrets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from pathlib import Path
 
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.store.local import LocalStore
+from shardwise.store.local_files import (
+    is_private,
+    nearest_existing,
+    read_regular,
+    write_atomically,
+)
+from shardwise.store.names import parse_url, scheme_of
 from shardwise.store.store import Store
-from shardwise.store.store_url import StoreUrl, parse_url, scheme_of
 
 PLUGINS = "shardwise.stores"
 OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
@@ -98,15 +104,17 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         ) from error
     if path.startswith("~"):
         raise StoreError(f"{path!r}: only shells expand ~; pass os.path.expanduser({path!r})")
-    _refuse_shortened_url(path)
     scheme = scheme_of(path)
     if scheme is None:
+        if ":" in path:
+            _refuse_shortened_url(path)
         return LocalStore(path)
     if scheme == "file":
         return _open_file_url(path)
     from shardwise.store.retry import Retry, RetryingStore
 
-    return RetryingStore(_open_remote(path, scheme), Retry.of_url(path))
+    store = _open_remote(path, scheme)
+    return RetryingStore(store, Retry(parse_url(path, None, needs_host=False).retry_seconds))
 
 
 def _open_remote(url: str, scheme: str) -> Store:
@@ -138,9 +146,7 @@ def _refuse_shortened_url(path: str) -> None:
     Raises:
         StoreError: a known scheme and a colon begin the path, without `//`.
     """
-    scheme, colon, rest = path.partition(":")
-    if not colon or rest.startswith("//"):
-        return
+    scheme, _, rest = path.partition(":")
     if scheme.lower() in (*OBJECT_SCHEMES, *_OTHER_SCHEMES):
         slashes = "///" if scheme.lower() == "file" else "//"
         url = f"{scheme}:{slashes}{rest.lstrip('/')}"
@@ -185,8 +191,10 @@ def is_file(store: Store) -> bool:
 
 def name_of(store: Store) -> str:
     """Return the last component of the path of a place; "" at the top."""
-    url = _url_of(store)
-    return str(store).rstrip("/").rpartition("/")[2] if url is None else url.name
+    place = str(store)
+    if scheme_of(place) is None:
+        return place.rstrip("/").rpartition("/")[2]
+    return parse_url(place, None, needs_host=False).name
 
 
 def parent_of(store: Store) -> Store | None:
@@ -195,22 +203,17 @@ def parent_of(store: Store) -> Store | None:
     Returns:
         The store; None at the top, and if its path or URL cannot be opened.
     """
-    url = _url_of(store)
-    if url is None:
-        path = Path(str(store))
+    place = str(store)
+    if scheme_of(place) is None:
+        path = Path(place)
         return LocalStore(path.parent) if path.parent != path else None
+    url = parse_url(place, None, needs_host=False)
     if not url.path:
         return None
     try:
         return open_store(str(replace(url, path=url.path.rpartition("/")[0])))
     except StoreError:
         return None
-
-
-def _url_of(store: Store) -> StoreUrl | None:
-    """Return the URL of a store; None if it is a path."""
-    place = str(store)
-    return None if scheme_of(place) is None else parse_url(place, None, needs_host=False)
 
 
 def is_writable(store: Store) -> bool:
@@ -222,7 +225,7 @@ def is_writable(store: Store) -> bool:
         StoreUnavailableError: the storage does not answer, so this is unknown.
     """
     if isinstance(store, LocalStore):
-        return os.access(_existing(store.path), os.W_OK)
+        return os.access(nearest_existing(store.path), os.W_OK)
     from shardwise.store.leases import lease_name
 
     name = lease_name("writable")  # listings leave it out
@@ -241,7 +244,7 @@ def free_bytes(store: Store) -> int | None:
     """Return the bytes that this user can still write; None if unknown."""
     if not isinstance(store, LocalStore):
         return None
-    statistics = os.statvfs(_existing(store.path))
+    statistics = os.statvfs(nearest_existing(store.path))
     return statistics.f_bavail * statistics.f_frsize if statistics.f_blocks else None
 
 
@@ -275,9 +278,43 @@ def lock_for_reading(store: Store, key: str) -> AbstractContextManager[bool]:
     return store.lock(key, shared=True)
 
 
-def _existing(path: Path) -> Path:
-    """Return a path, or the nearest directory above that exists."""
-    return next(each for each in (path, *path.parents) if each.exists())
+def publish_private(store: Store, key: str, data: bytes, public_data: bytes) -> bool:
+    """Create or replace a small file atomically and durably, which only its owner can read.
+
+    On a file system, such a file has mode 0600. In other stores, single files have no owner: a user
+    who may read the place may read the file.
+
+    Args:
+        public_data: the content if the file system does not enforce file modes.
+
+    Returns:
+        Whether only the owner can read the file, so that it has `data`.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
+    if not isinstance(store, LocalStore):
+        store.publish(key, data, replace=True)
+        return True
+    store.path.mkdir(parents=True, exist_ok=True)
+    with write_atomically(store.path / key, durable=True) as file:
+        is_hidden = is_private(os.fstat(file.fileno()))
+        file.write(data if is_hidden else public_data)
+    return is_hidden
+
+
+def read_private(store: Store, key: str, *, limit: int) -> bytes:
+    """Return the content of a small file, unless others may have written it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StoreError: the file belongs to another user, or others may read or write it; or it is not
+            a regular file, or has more than `limit` bytes.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(store, LocalStore):
+        return store.read(key, limit=limit)
+    return read_regular(store.path / key, limit, private=True)
 
 
 def why_no_directory(store: Store) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.store import leases
-from shardwise.store.names import check_name, check_name_to_write, check_path
+from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import (
     LOCK_EXPIRY,
@@ -21,8 +21,9 @@ from shardwise.store.store import (
     Buffer,
     FileStatus,
     StoreTraits,
+    too_large,
+    too_many_files,
 )
-from shardwise.store.store_url import StoreUrl
 
 PUBLISH_PAUSE = 0.2  # seconds between two attempts to publish a file that others publish too
 
@@ -134,12 +135,12 @@ class RemoteFileStore(ABC):
 
     def at(self, name: str) -> RemoteFileStore:
         """Return the directory one level below."""
-        check_name(name, str(self))
+        check_name(name, self)
         return type(self)(self.url.below(name), self._clients)
 
     def stat(self, path: str) -> FileStatus | None:
         """Return what is at a path."""
-        check_path(path, str(self))
+        check_path(path, self)
         try:
             return self._find(self._join(path))[0]
         except (FileNotFoundError, NotADirectoryError):
@@ -160,15 +161,12 @@ class RemoteFileStore(ABC):
                 elif not leases.is_lease(name):
                     found[prefix + name] = status
             if len(found) > limit:
-                raise StoreError(
-                    f"{self}: the directory contains more than the supported {limit} files; open "
-                    "the directory of one checkpoint"
-                )
+                raise too_many_files(self, limit)
         return dict(sorted(found.items()))
 
     def open(self, path: str, size: int | None = None) -> _Reader:
         """Open a file."""
-        check_path(path, str(self))
+        check_path(path, self)
         return _Reader(*self._open(self._join(path), size))
 
     def create(self, key: str, size: int, *, replace: bool = False) -> SequentialWriter:
@@ -232,14 +230,10 @@ class RemoteFileStore(ABC):
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file."""
-        check_name(key, str(self))
+        check_name(key, self)
         size, read = self._open(self._join(key), None)
         if size > limit:
-            raise StoreError(
-                f"{self}: {key} has {size} bytes, but at most {limit} are expected: it is "
-                "damaged, or another program wrote it: copy it from an intact source, or load "
-                "another checkpoint"
-            )
+            raise too_large(f"{self}: {key}", size, limit)
         return read(0, size)
 
     def list(self) -> list[str]:
@@ -263,7 +257,7 @@ class RemoteFileStore(ABC):
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
         """Lock a file by a lease. There are no shared locks."""
-        check_name_to_write(key, str(self))
+        check_name_to_write(key, self)
         return self._leases().hold(key)
 
     def _leases(self) -> leases.LeasesIn:
@@ -288,7 +282,7 @@ class RemoteFileStore(ABC):
         return f"{self.path.rstrip('/')}/{relative}".rstrip("/") or "/"
 
     def _path_to_write(self, name: str) -> str:
-        check_name_to_write(name, str(self))
+        check_name_to_write(name, self)
         return self._join(name)
 
 

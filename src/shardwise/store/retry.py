@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.store.names import RETRY_SECONDS
 from shardwise.store.store import (
     Buffer,
     FileStatus,
@@ -23,9 +24,7 @@ from shardwise.store.store import (
     ViewableFile,
     WritableFile,
 )
-from shardwise.store.store_url import parse_url
 
-RETRY_SECONDS = 180.0
 WARNING_SECONDS = 10.0
 LATE_SECONDS = 10.0
 """How long a server may not find what was just written."""
@@ -61,16 +60,6 @@ class Retry:
 
     def __reduce__(self) -> tuple[type[Retry], tuple[float, float]]:
         return type(self), (self.seconds, self._warning_seconds)
-
-    @classmethod
-    def of_url(cls, place: str) -> Retry:
-        """Return what the option `retry` of a URL says.
-
-        Raises:
-            StoreError: the option is not a number of seconds.
-        """
-        url = parse_url(place, None, needs_host=False)
-        return cls(url.number("retry", RETRY_SECONDS, smallest=0.0))
 
     def call(self, act: Callable[[], T], is_late: Callable[[], bool] = lambda: False) -> T:
         """Return the result of an operation, which may be repeated.

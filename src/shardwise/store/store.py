@@ -323,6 +323,22 @@ class ReadOnlyStore:
         return StoreError(f"{self} is read-only: {self.why_read_only}")
 
 
+def too_large(place: object, size: int, limit: int) -> StoreError:
+    """Return the error for a small file that has more bytes than it can have."""
+    return StoreError(
+        f"{place} has {size} bytes, but at most {limit} are expected: it is damaged, or another "
+        "program wrote it: copy it from an intact source, or load another checkpoint"
+    )
+
+
+def too_many_files(place: object, limit: int) -> StoreError:
+    """Return the error of `Store.walk` for a place with more than `limit` files."""
+    return StoreError(
+        f"{place}: there are more than the supported {limit} files below; open the directory of "
+        "one checkpoint"
+    )
+
+
 def not_a_directory(place: str) -> NotADirectoryError:
     """Return the error for a file at the path or URL where the files of a store should be."""
     message = "a file is where a directory is needed: move or remove it, or use another path"

@@ -13,25 +13,13 @@ The decision is a pure function of what the tiers have. These rules hold for eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardwise.retention import CheckpointInfo, Keep
 
-
-@dataclass(frozen=True, slots=True)
-class SavedSteps:
-    """What a trainer knows about its root.
-
-    Attributes:
-        newest: the step that was saved last; None if this run has not saved yet. If None, nothing
-            is removed.
-        damaged: steps of the root that are known to be damaged in both tiers. They are neither
-            copied nor removed, and do not count for the rules of the root.
-    """
-
-    newest: int | None = None
-    damaged: frozenset[int] = frozenset()
+SavedSteps = tuple[int | None, Collection[int]]
+"""What a trainer knows about its root: `newest` and `damaged`, as for `decide_tiers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +41,26 @@ class TierPlan:
 def decide_tiers(
     root: Mapping[int, CheckpointInfo],
     mirror: Mapping[int, CheckpointInfo],
-    saved: SavedSteps,
     keep: Keep,
     mirror_keep: Keep,
+    newest: int | None,
+    damaged: Collection[int] = (),
 ) -> TierPlan:
     """Return what to copy and what to remove.
 
     Args:
         root, mirror: the checkpoints of each tier, by step. Checkpoints with a damaged manifest are
             left out.
-        saved: what the trainer knows.
         keep: the rules of the root.
         mirror_keep: the rules of the mirror.
+        newest: the step that was saved last; None if this run has not saved yet. If None, nothing
+            is removed.
+        damaged: steps of the root that are known to be damaged in both tiers. They are neither
+            copied nor removed, and do not count for the rules of the root.
     """
-    root = {step: each for step, each in root.items() if step not in saved.damaged}
+    root = {step: each for step, each in root.items() if step not in damaged}
     all_checkpoints = {**mirror, **root}
-    last_step = saved.newest if saved.newest is not None else max(all_checkpoints, default=0)
+    last_step = newest if newest is not None else max(all_checkpoints, default=0)
     newer_than_last = {step for step in all_checkpoints if step > last_step}
 
     wanted = _steps_to_keep(all_checkpoints, mirror_keep, last_step) | newer_than_last
@@ -78,7 +70,7 @@ def decide_tiers(
         if step not in mirror or mirror[step].save_id != each.save_id
     }
     waiting = missing & wanted
-    if saved.newest is None:
+    if newest is None:
         dropped_by_root, dropped_by_mirror = set[int](), set[int]()
     else:
         dropped_by_root = (

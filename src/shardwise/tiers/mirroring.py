@@ -1,11 +1,14 @@
-"""`Mirroring`: compares a root with its mirror, then copies and removes checkpoints."""
+"""Keep a mirror like its root: compare both, then copy and remove checkpoints.
+
+`Mirroring` does this once, and `MirrorWorker` does it again and again in a thread.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import msgspec
@@ -13,10 +16,11 @@ import msgspec
 from shardwise.engine.copy_file import FileCopier
 from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
-from shardwise.manifest.names import step_directory, step_of_directory
+from shardwise.manifest.names import is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import (
     CheckpointInfo,
     Keep,
+    committed_steps,
     remove_checkpoint,
     remove_checkpoints,
 )
@@ -25,10 +29,74 @@ from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.record import MirroredStep, MirrorRecord
-from shardwise.tiers.tier import REREAD_PERIOD, Tier
+from shardwise.tiers.store import saved_manifest
 
 LOCK = "mirroring.lock"
+# All in seconds.
+REREAD_PERIOD = 600.0
+CHECK_PERIOD = 60.0
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
 log = logging.getLogger("shardwise.mirror")
+
+
+class Tier:
+    """The checkpoints of a tier.
+
+    A manifest is read again if its directory has changed, and after `REREAD_PERIOD` seconds.
+
+    Args:
+        store: the tier.
+        others_write: whether other processes save to this tier, so that directories change.
+        clock: a monotonic clock, in seconds.
+
+    Attributes:
+        known: the checkpoints with intact manifests and all files, by step.
+        with_leftovers: the steps of `known` that also have files of other saves.
+    """
+
+    def __init__(
+        self, store: Store, *, others_write: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._others_write = others_write
+        self._clock = clock
+        self._read_at = clock()
+        self._names: dict[int, list[str]] = {}
+        self.known: dict[int, CheckpointInfo] = {}
+        self.with_leftovers: set[int] = set()
+
+    def read(self) -> dict[int, CheckpointInfo]:
+        """List the tier, and return its checkpoints."""
+        if self._clock() - self._read_at > REREAD_PERIOD:
+            self.known, self._names, self._read_at = {}, {}, self._clock()
+        found = {step: self._read_checkpoint(step) for step in committed_steps(self._store)}
+        self.known = {step: each for step, each in found.items() if each is not None}
+        self._names = {step: each for step, each in self._names.items() if step in self.known}
+        return self.known
+
+    def forget(self, step: int) -> None:
+        """Read a step again next time."""
+        self.known.pop(step, None)
+
+    def _read_checkpoint(self, step: int) -> CheckpointInfo | None:
+        """Return a checkpoint; None if its manifest is damaged, or if a file of it is missing.
+
+        The names of data files contain the id of the save, so another save changes the names.
+        """
+        store = self._store.at(step_directory(step))
+        if step in self.known and not self._others_write:
+            return self.known[step]
+        names = store.list()
+        if step in self.known and self._names.get(step) == names:
+            return self.known[step]
+        manifest = saved_manifest(store)
+        files = set() if manifest is None else {each.name for each in manifest.files}
+        if manifest is None or files - set(names):
+            return None
+        if any(is_file_of_save(name) and name not in files for name in names):
+            self.with_leftovers.add(step)
+        self._names[step] = names
+        return CheckpointInfo.of(manifest)
 
 
 class MirroringStopped(Exception):  # noqa: N818
@@ -109,11 +177,11 @@ class Mirroring:
     def _catch_up(self, saved: Callable[[], SavedSteps]) -> bool:
         failures: dict[int, str] = {}
         while True:
-            saved_steps = saved()
-            plan, failure = self._make_plan(saved_steps)
+            newest, damaged = saved()
+            plan, failure = self._make_plan(newest, damaged)
             is_reachable = not failure
             failure = failure or self._remove_from_mirror(plan)
-            self._remove_from_root(plan, saved_steps.newest)
+            self._remove_from_root(plan, newest)
             self._update_record(plan, failures, failure)
             step = next((each for each in plan.copy if each not in failures), None)
             if step is None or not is_reachable:
@@ -126,7 +194,7 @@ class Mirroring:
                 failures[step] = describe_error(error)
                 self._root_tier.forget(step)
 
-    def _make_plan(self, saved_steps: SavedSteps) -> tuple[TierPlan, str]:
+    def _make_plan(self, newest: int | None, damaged: Collection[int]) -> tuple[TierPlan, str]:
         """Return what to do; and why the mirror cannot be listed, or "".
 
         If the mirror cannot be listed, use the last list that could be read: remove only
@@ -141,7 +209,8 @@ class Mirroring:
                 self._remove_leftovers()
         except OSError as error:
             failure, mirror = describe_error(error), self._mirror_tier.known
-        return decide_tiers(root, mirror, saved_steps, self._keep, self._mirror_keep), failure
+        plan = decide_tiers(root, mirror, self._keep, self._mirror_keep, newest, damaged)
+        return plan, failure
 
     def _copy(self, step: int) -> None:
         start = time.monotonic()
@@ -229,3 +298,83 @@ class Mirroring:
                 self._written_record = self.record
             except OSError as error:
                 log.warning("cannot write the state of the mirror to %s: %s", self._root, error)
+
+
+class MirrorWorker:
+    """Keeps a mirror of a root up to date in a thread.
+
+    Args:
+        root, keep, mirror: as for `Mirroring`.
+        wall_clock: seconds since 1970.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        keep: Keep,
+        mirror: Mirror,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mirroring = Mirroring(root, keep, mirror, wall_clock)
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._saved: SavedSteps = None, ()
+        self._due_at = clock()
+        self._failures = 0
+        self._has_unseen_steps = True
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._work, name="shardwise-mirror", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def set_saved(self, newest: int | None, damaged: Collection[int] = ()) -> None:
+        """Report what was saved to the root, as for `decide_tiers`; the thread copies it soon."""
+        with self._changed:
+            self._saved = newest, frozenset(damaged)
+            self._has_unseen_steps = True
+            if not self._failures:
+                self._due_at = self._clock()
+            self._changed.notify_all()
+
+    def attempt(self) -> bool:
+        """Bring the mirror up to date; return whether that succeeded. The thread calls this."""
+        with self._changed:
+            self._has_unseen_steps = False
+        try:
+            is_current = self.mirroring.catch_up(lambda: self._saved)
+        except Exception:
+            log.exception("mirroring failed; trying again")
+            is_current = False
+        with self._changed:
+            self._failures = 0 if is_current else self._failures + 1
+            delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
+            wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
+            self._due_at = self._clock() + wait
+            self._changed.notify_all()
+        return is_current
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the thread between two chunks; return whether it ended within the timeout."""
+        self.mirroring.stop()
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while self._wait():
+            self.attempt()
+
+    def _wait(self) -> bool:
+        """Wait until an attempt is due; return False if the thread stops."""
+        with self._changed:
+            while not self._is_stopping and (left := self._due_at - self._clock()) > 0:
+                self._changed.wait(left)
+            return not self._is_stopping

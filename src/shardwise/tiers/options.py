@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -12,7 +13,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.options import check_integer
 from shardwise.events import repr_of_set_fields
 from shardwise.manifest.manifest import Count
-from shardwise.retention import Keep, PlainKeep, apply_retention
+from shardwise.retention import Keep, apply_retention
 from shardwise.store import Store, open_store
 from shardwise.tiers.decide import SavedSteps
 
@@ -63,13 +64,16 @@ class MirrorRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         place: a path or URL that every process can open.
-        keep: the retention rules of the mirror.
+        keep: the retention rules of the mirror, as plain values.
         budget: bytes per second; None for no limit.
     """
 
     place: str
-    keep: PlainKeep = {}
+    keep: dict[str, Any] = {}
     budget: int | None = None
+
+    def __post_init__(self) -> None:
+        Keep.decode(self.keep)
 
     @classmethod
     def of(cls, mirror: Mirror) -> MirrorRequest:
@@ -87,7 +91,7 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         root: the root of the checkpoints.
-        keep: the retention rules of the root.
+        keep: the retention rules of the root, as plain values.
         mirror: the mirror of the root, or None. With a mirror, the threads that copy to it also
             remove checkpoints, and only those that they have copied.
         newest: the step that was saved last; None if no step was saved yet. Newer steps are not
@@ -97,10 +101,13 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     root: str
-    keep: PlainKeep = {}
+    keep: dict[str, Any] = {}
     mirror: MirrorRequest | None = None
     newest: Count | None = None
     damaged: list[int] = []
+
+    def __post_init__(self) -> None:
+        Keep.decode(self.keep)
 
     @property
     def is_needed(self) -> bool:
@@ -115,7 +122,7 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saved_steps(self) -> SavedSteps:
         """What the task says about the steps of the root."""
-        return SavedSteps(self.newest, frozenset(self.damaged))
+        return self.newest, self.damaged
 
     def remove_old(self, root: Store, should_continue: Callable[[], bool] = lambda: True) -> None:
         """Remove the checkpoints of the root that its rules do not keep.

@@ -14,8 +14,15 @@ import msgspec
 from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
-from shardwise.store import LocalStore, Store, name_of, open_store, parent_of
-from shardwise.store.private import publish_private, read_private
+from shardwise.store import (
+    LocalStore,
+    Store,
+    name_of,
+    open_store,
+    parent_of,
+    publish_private,
+    read_private,
+)
 from shardwise.tiers.store import TieredStore
 
 MIRROR_FILE = "mirror.json"

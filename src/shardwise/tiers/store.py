@@ -36,8 +36,12 @@ class TieredStore(ReadOnlyStore):
 
     Args:
         root, mirror: the tiers. The root is asked first.
+
+    Attributes:
+        names: the names of the tiers, by which `origins` counts bytes.
     """
 
+    names = "root", "mirror"
     why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
 
     def __init__(self, root: Store, mirror: Store) -> None:
@@ -55,8 +59,7 @@ class TieredStore(ReadOnlyStore):
         counts for itself.
         """
         with self._count_lock:
-            root, mirror = self._bytes_read
-            return {"root": root, "mirror": mirror}
+            return dict(zip(self.names, self._bytes_read, strict=True))
 
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""

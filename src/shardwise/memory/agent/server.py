@@ -353,7 +353,7 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
     try:
         with open_below(home, "runs", run, step) as directory:
             return os.fdopen(open_regular(name, dir_fd=directory), "rb", buffering=0)
-    except StoreError:
+    except StoreError:  # not a regular file
         return None
     except OSError as error:
         if error.errno in _NO_REGULAR_FILE_ERRORS:
