@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
-from shardwise.adapters.optimizer_state import Group
+from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import STEP, Group, read_state, write_state
+from shardwise.adapters.optimizer_groups import STEP, Group, read_state, write_state
 from shardwise.boxes import Box
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames

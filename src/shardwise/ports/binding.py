@@ -107,7 +107,7 @@ class Binding:
         """
 
     def parameters(self) -> Iterable[Parameter]:
-        """Return the parameters that an optimizer may hold, with their names in the module.
+        """Return the parameters of a module that an optimizer may hold, with their names in it.
 
         From them, an optimizer in the same state learns the names and the sharding of its state.
         """
