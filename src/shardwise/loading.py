@@ -26,8 +26,7 @@ from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
-from shardwise.state.leaves import ParameterOrder
-from shardwise.state.overlaps import copy_overlapping
+from shardwise.state.leaves import ParameterOrder, copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 

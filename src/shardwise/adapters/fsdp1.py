@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardwise.adapters.modules import ModuleBinding, Part, has_fsdp1
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import FlatRange, Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle

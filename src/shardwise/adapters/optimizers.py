@@ -28,10 +28,9 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import tensor_of_array
+from shardwise.state.tensors import Parameter, tensor_of_array
 
 
 class OptimizerBinding(Binding):

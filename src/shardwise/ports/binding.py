@@ -22,10 +22,9 @@ from shardwise.state.leaves import (
     Shards,
     TensorLeaf,
 )
-from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import tensor_leaf
+from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
 
 __all__ = [
     "Bind",
