@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardwise.adapters import bind_state
+from shardwise.adapters import local_state_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
@@ -23,13 +23,11 @@ from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
-from shardwise.loading import LoadOptions, State, load_state, unite_local_states
-from shardwise.manifest.names import check_name
+from shardwise.loading import LoadOptions, State, load_state
 from shardwise.opening import OpenOptions, open_any, refuse_as_destination
 from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
-from shardwise.state.leaves import LocalState
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.tiers.record import open_with_mirror
 
@@ -264,17 +262,3 @@ def _warn_of_lone_ranks(ranks: int) -> None:
         "were the only rank. Call torch.distributed.init_process_group first",
         ranks,
     )
-
-
-def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
-    """Return the local state: the tensors and values that this rank saves of a state.
-
-    Raises:
-        StateError: a value cannot be saved, or its name is not allowed in a manifest.
-    """
-    local_state = unite_local_states(
-        each.local_state() for each in bind_state(state, allow_pickle=allow_pickle)
-    )
-    for name in local_state.names():
-        check_name(name)
-    return local_state

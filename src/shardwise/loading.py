@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.adapters import bind_state
+from shardwise.adapters import bind_state, unite_local_states
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
 from shardwise.engine.match import Matched, agree_on_match, match_targets
 from shardwise.engine.rounds import Round
-from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
@@ -27,8 +26,7 @@ from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
-from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.overlaps import copy_overlapping
+from shardwise.state.leaves import ParameterOrder, copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 
@@ -212,25 +210,6 @@ def _match_state(
         elif binding.kind == "optimizer":
             names_by_owner[binding.name] = [*part.names()]
     return match_targets(targets, saved, selection, names_by_owner, cast=cast)
-
-
-def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
-    """Unite the local states of all bindings.
-
-    Raises:
-        StateError: two values have the same name.
-    """
-    whole = LocalState()
-    seen: set[str] = set()
-    for part in parts:
-        for name in part.names():
-            if name in seen:
-                raise StateError(
-                    f"{name!r}: two values of the state have this name; rename a key of the state"
-                )
-            seen.add(name)
-        whole.add(part)
-    return whole
 
 
 def _restore_values(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.adapters.modules import ModuleBinding, has_fsdp1, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import (
     ObjectBinding,
@@ -21,19 +22,18 @@ from shardwise.adapters.values import (
     bind_dict_item,
 )
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.manifest.names import check_name
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.ports.binding import Bind, Binding, Context
-from shardwise.state.leaves import Shards
+from shardwise.state.leaves import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue, Stateful
 
 State = MutableMapping[str, object]
 GROUP = "shardwise.bindings"
-_ORDER_OF_KINDS = {"module": 0, "optimizer": 1, "value": 2}
 _BUILT_IN = {
     "shardwise.adapters.trainable": "trainable",
     "deepspeed": "deepspeed",
     "megatron": "megatron",
-    "torch.distributed.fsdp": "fsdp1",
 }
 """Modules of `adapters` with a function `bind`, by the module that defines the types they bind."""
 
@@ -50,8 +50,9 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             '{"model": model, "optimizer": optimizer}'
         )
     bindings: list[Binding] = []
+    functions = [*_functions_of_imported_modules()]
     try:
-        for binding in _bind_dict(state, "", bindings, allow_pickle):
+        for binding in _bind_dict(state, "", bindings, functions, allow_pickle):
             bindings.append(binding)  # noqa: PERF402 - other bindings look at the list so far
     except RecursionError as error:
         raise StateError(
@@ -59,7 +60,39 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"contains itself, under one of the keys {[*state]}: remove the reference of the dict "
             "to itself, or flatten it"
         ) from error
-    return sorted(bindings, key=lambda binding: _ORDER_OF_KINDS[binding.kind])
+    return sorted(bindings, key=attrgetter("kind"))  # in the order of the alphabet
+
+
+def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
+    """Return the local state: the tensors and values that this rank saves of a state.
+
+    Raises:
+        StateError: a value cannot be saved, or its name is not allowed in a manifest.
+    """
+    bindings = bind_state(state, allow_pickle=allow_pickle)
+    local_state = unite_local_states([binding.local_state() for binding in bindings])
+    for name in local_state.names():
+        check_name(name)
+    return local_state
+
+
+def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
+    """Unite the local states of all bindings.
+
+    Raises:
+        StateError: two values have the same name.
+    """
+    whole = LocalState()
+    seen: set[str] = set()
+    for part in parts:
+        for name in part.names():
+            if name in seen:
+                raise StateError(
+                    f"{name!r}: two values of the state have this name; rename a key of the state"
+                )
+            seen.add(name)
+        whole.add(part)
+    return whole
 
 
 def torch_optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
@@ -74,12 +107,35 @@ def torch_optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
     return [optimizer for binding in bindings for optimizer in binding.optimizers]
 
 
+def _functions_of_imported_modules() -> Iterator[Bind]:
+    """Yield the functions that bind types of modules that are imported, those of plugins first."""
+    for module, plugin in find_plugins(GROUP).items():
+        if module in sys.modules:
+            yield load_plugin(plugin)
+    for module, adapter in _BUILT_IN.items():
+        if module in sys.modules:
+            yield import_module(f"shardwise.adapters.{adapter}").bind
+
+
 def _bind_dict(
-    container: State, prefix: str, bindings: list[Binding], allow_pickle: bool
+    container: State,
+    prefix: str,
+    bindings: list[Binding],
+    functions: Sequence[Bind],
+    allow_pickle: bool,
 ) -> Iterator[Binding]:
+    """Yield bindings for the items of a dict, and for those of the dicts in it.
+
+    Args:
+        container: the dict.
+        prefix: the prefix of the names of all items.
+        bindings: the bindings of the whole state so far.
+        functions: the functions that bind types of plugins and frameworks.
+        allow_pickle: whether the user allows pickled values.
+    """
 
     def bind(name: str, value: object) -> Binding | None:
-        return _bind_object(name, value, context)
+        return _bind_object(name, value, context, functions)
 
     context = Context(bindings, prefix, allow_pickle, bind)
     for key, value in container.items():
@@ -91,20 +147,26 @@ def _bind_dict(
         name = f"{prefix}{key}"
         if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
             yield TensorBinding(name, value)  # checked first: a state may have thousands of tensors
-        elif (binding := _bind_object(name, value, context)) is not None:
+        elif (binding := _bind_object(name, value, context, functions)) is not None:
             yield binding
         elif _is_nested_state(value):
-            yield from _bind_dict(cast(State, value), f"{name}.", bindings, allow_pickle)
+            yield from _bind_dict(cast(State, value), f"{name}.", bindings, functions, allow_pickle)
         else:
             yield bind_dict_item(container, key, name, allow_pickle=allow_pickle)
 
 
-def _bind_object(name: str, value: object, context: Context) -> Binding | None:
+def _bind_object(
+    name: str, value: object, context: Context, functions: Sequence[Bind]
+) -> Binding | None:
     """Return the binding of an object that the load changes in place; None for plain values."""
-    for bind in _functions_of_imported_modules():
+    for bind in functions:
         if (binding := bind(name, value, context)) is not None:
             return binding
     if modules := modules_in(value):
+        if has_fsdp1(modules):
+            from shardwise.adapters.fsdp1 import FSDP1Binding  # imports torch.distributed.fsdp
+
+            return FSDP1Binding(name, modules, context)
         return ModuleBinding(name, modules, context)
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
     if parts and all(isinstance(part, Optimizer) for part in parts):
@@ -116,16 +178,6 @@ def _bind_object(name: str, value: object, context: Context) -> Binding | None:
             name, value.state_dict, value.load_state_dict, allow_pickle=context.allow_pickle
         )
     return None
-
-
-def _functions_of_imported_modules() -> Iterator[Bind]:
-    """Yield the functions that bind types of modules that are imported, those of plugins first."""
-    for module, plugin in find_plugins(GROUP).items():
-        if module in sys.modules:
-            yield load_plugin(plugin)
-    for module, adapter in _BUILT_IN.items():
-        if module in sys.modules:
-            yield import_module(f"shardwise.adapters.{adapter}").bind
 
 
 def _is_nested_state(value: object) -> bool:

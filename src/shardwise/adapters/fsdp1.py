@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.adapters.modules import ModuleBinding, Part, modules_in
+from shardwise.adapters.modules import ModuleBinding, Part, has_fsdp1
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.ports.binding import Context
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import FlatRange, Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
-
-
-def bind(name: str, value: object, context: Context) -> ModuleBinding | None:
-    """Return the binding of modules of which some part is wrapped in FullyShardedDataParallel."""
-    modules = modules_in(value)
-    return FSDP1Binding(name, modules, context) if any(map(_is_fsdp1, modules)) else None
 
 
 class FSDP1Binding(ModuleBinding):
@@ -50,12 +43,13 @@ class FSDP1Binding(ModuleBinding):
                     handle.reshard(free_unsharded_flat_param=True)
         return super().all_targets(saved, selection)
 
-    def _entries(self, part: Part) -> Iterator[tuple[str, object]]:
-        if not _is_fsdp1(part.module):
-            yield from super()._entries(part)
-            return
-        yield from self._fsdp1_entries(part)
-        yield from part.set_entries({})  # The state_dict() of FSDP1 would gather the parameters.
+    def _entries(
+        self, part: Part, entries: Mapping[str, object] | None = None
+    ) -> Iterator[tuple[str, object]]:
+        if has_fsdp1([part.module]):
+            yield from self._fsdp1_entries(part)
+            entries = {}  # state_dict() would gather the parameters
+        yield from super()._entries(part, entries)
 
     def _fsdp1_entries(self, module_part: Part) -> Iterator[tuple[str, object]]:
         module = module_part.module
@@ -105,10 +99,6 @@ def _flat_parameters(
                 )
             )
         yield flat, prefix, ranges
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:

@@ -38,9 +38,9 @@ from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
+from shardwise.state.tensors import Parameter
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"

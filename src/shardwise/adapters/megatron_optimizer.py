@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import STEP, Group, read_state, write_state
+from shardwise.adapters.optimizer_groups import STEP, Group, read_state, write_state
 from shardwise.boxes import Box
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.parameters import FlatRange
 from shardwise.state.plain_values import decode
+from shardwise.state.tensors import FlatRange
 
 MASTER_KEY = "param"
 """The key of the master weights in a bucket."""

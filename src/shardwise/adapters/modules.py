@@ -5,7 +5,9 @@ Names lack the prefixes of wrappers (DDP, torch.compile).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,9 @@ from shardwise.errors import StateError, user_code
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import is_dtensor, is_instance, tensor_leaf
+from shardwise.state.tensors import Parameter, is_dtensor, is_instance, tensor_leaf
 
 EXTRA_STATE = "_extra_state"
 _INCOMPLETE = "The load is incomplete: tensors are loaded, optimizers and values may be old"
@@ -49,6 +50,15 @@ def modules_in(value: object) -> list[nn.Module]:
     return modules
 
 
+def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a part of the modules is wrapped in FullyShardedDataParallel."""
+    return any(
+        is_instance(part, "torch.distributed.fsdp", "FullyShardedDataParallel")
+        for module in modules
+        for part in module.modules()
+    )
+
+
 class Part:
     """One of the modules of a binding. It knows the names of the module's tensors.
 
@@ -66,46 +76,29 @@ class Part:
     Attributes:
         entries: all entries of the state dict but extra state, by their paths.
         generated: the paths of the entries that `state_dict` made, by their names.
+        quantized: the layers of bitsandbytes.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.module = module
+        self.module = module = unwrap_data_parallel(module)
         self.entries: dict[str, object] = {}
         self.generated: dict[str, str] = {}
+        self.quantized: list[Layer] = []
         self._binding_name = name
-        self._quantized: list[Layer] = []
-        self._parents: dict[str, tuple[object, str]] = {"": (module, f"{name}.")}
+        self._prefixes = {"": f"{name}."}
+        self._inside_data_parallel: set[str] = set()
+        for path, part in module.named_modules(remove_duplicate=False):
+            if isinstance(part, (DataParallel, DistributedDataParallel)):
+                self._inside_data_parallel.add(f"{path}.module")
 
     def name(self, path: str) -> str:
         """Return the full name of a path in the module."""
-        parent_path, _, last_part = path.rpartition(".")
-        module, prefix = self._parent(parent_path)
-        return prefix[:-1] if _is_wrapper_part(module, last_part) else prefix + last_part
-
-    def _parent(self, path: str) -> tuple[object, str]:
-        """Return the module at a path, and the prefix of all names below the module."""
-        if path not in self._parents:
-            parent_path, _, last_part = path.rpartition(".")
-            module, prefix = self._parent(parent_path)
-            if not _is_wrapper_part(module, last_part):
-                prefix = f"{prefix}{last_part}."
-            self._parents[path] = getattr(module, last_part, None), prefix
-        return self._parents[path]
-
-    def set_entries(self, entries: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-        """Keep the entries of a state dict, and yield them by their names."""
-        own_tensors = set(map(id, [*self.module.parameters(), *self.module.buffers()]))
-        self._quantized = quantized_layers(self.module)
-        if self._quantized:
-            entries = {**entries, **dict(hidden_quantization(self._quantized, entries))}
-        self.entries, self.generated = {}, {}
-        for path, value in entries.items():
-            name = self.name(path)
-            if path.rpartition(".")[2] != EXTRA_STATE:
-                self.entries[path] = value
-                if id(value) not in own_tensors:
-                    self.generated[name] = path
-            yield name, value
+        parent, _, last_part = path.rpartition(".")
+        if parent not in self._prefixes:
+            self._prefixes[parent] = f"{self.name(parent)}."
+        prefix = self._prefixes[parent]
+        is_wrapped = last_part in _WRAPPER_PARTS or path in self._inside_data_parallel
+        return prefix[:-1] if is_wrapped else prefix + last_part
 
     def fit_to_checkpoint(self, local_state: LocalState, saved: SavedNames) -> None:
         """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that.
@@ -119,9 +112,9 @@ class Part:
                 allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
                 self.entries[path] = allocated
                 local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
-        if self._quantized:
+        if self.quantized:
             local_state.problems += problems_of_unquantized(
-                self._quantized, self._binding_name, saved
+                self.quantized, self._binding_name, saved
             )
 
     def restore_generated(self) -> None:
@@ -131,7 +124,7 @@ class Part:
             StateError: the module does not accept some of it.
         """
         with user_code(self._binding_name, f"load_state_dict(). {_INCOMPLETE}"):
-            restored = restore_quantized(self._quantized, self.entries)
+            restored = restore_quantized(self.quantized, self.entries)
             if restored.issuperset(self.generated.values()):
                 return
             rest = {path: value for path, value in self.entries.items() if path not in restored}
@@ -150,20 +143,15 @@ class Part:
 
     def allocate_meta_tensors(self, is_loaded: Callable[[str], bool]) -> None:
         """Allocate meta tensors in place, so that tied modules and optimizers refer to them."""
-        named_tensors = [
-            *self.module.named_parameters(remove_duplicate=False),
-            *self.module.named_buffers(remove_duplicate=False),
-        ]
-        meta_tensors = [
-            tensor
-            for path, tensor in named_tensors
-            if tensor.is_meta and is_loaded(self.name(path))
-        ]
+        module = self.module
+        meta_tensors: dict[int, torch.Tensor] = {}
+        for named in (module.named_parameters, module.named_buffers):
+            for path, tensor in named(remove_duplicate=False):
+                if tensor.is_meta and is_loaded(self.name(path)):
+                    meta_tensors[id(tensor)] = tensor
         if meta_tensors:
-            _refuse_meta_buffers(self.module, self._binding_name)
-        for tensor in meta_tensors:
-            if not tensor.is_meta:
-                continue  # allocated under another name
+            _refuse_meta_buffers(module, self._binding_name)
+        for tensor in meta_tensors.values():
             device = (
                 tensor.device_mesh.device_type if is_dtensor(tensor) else _device_for_meta_tensors()
             )
@@ -185,7 +173,7 @@ class ModuleBinding(Binding):
     def __init__(self, name: str, modules: Sequence[nn.Module], context: Context) -> None:
         self.name = name
         self._allow_pickle = context.allow_pickle
-        self._parts = [Part(name, unwrap_data_parallel(module)) for module in modules]
+        self._parts = [*map(partial(Part, name), modules)]
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
@@ -233,7 +221,8 @@ class ModuleBinding(Binding):
             part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
         for part in self._parts:
-            part.fit_to_checkpoint(local_state, saved)
+            if part.generated or part.quantized:
+                part.fit_to_checkpoint(local_state, saved)
         # The extra state of Megatron's modules may be None, and some formats leave it out.
         for name, value in [*local_state.objects.items()]:
             if value is None and name.endswith(EXTRA_STATE) and saved.kind(name) is None:
@@ -269,11 +258,30 @@ class ModuleBinding(Binding):
     def _decode(self, name: str, values: Mapping[str, JsonValue]) -> object:
         return decode(values[name], name, allow_pickle=self._allow_pickle)
 
-    def _entries(self, part: Part) -> Iterator[tuple[str, object]]:
-        """Yield the entries of a module by their names: tensors, leaves, and extra state."""
-        with user_code(self.name, "state_dict()"):
-            entries = part.module.state_dict(keep_vars=True)
-        yield from part.set_entries(entries)
+    def _entries(
+        self, part: Part, entries: Mapping[str, object] | None = None
+    ) -> Iterator[tuple[str, object]]:
+        """Yield the entries of a module by their names: tensors, leaves, and extra state.
+
+        Args:
+            part: the module. It keeps the entries.
+            entries: the entries by their paths. Default: the state dict of the module.
+        """
+        if entries is None:
+            with user_code(self.name, "state_dict()"):
+                entries = part.module.state_dict(keep_vars=True)
+        if "bitsandbytes" in sys.modules:
+            part.quantized = quantized_layers(part.module)
+            entries = {**entries, **dict(hidden_quantization(part.quantized, entries))}
+        own_tensors = set(map(id, [*part.module.parameters(), *part.module.buffers()]))
+        part.entries, part.generated = {}, {}
+        for path, value in entries.items():
+            name = part.name(path)
+            if path.rpartition(".")[2] != EXTRA_STATE:
+                part.entries[path] = value
+                if id(value) not in own_tensors:
+                    part.generated[name] = path
+            yield name, value
 
 
 def _refuse_meta_buffers(module: nn.Module, module_name: str) -> None:
@@ -309,9 +317,3 @@ def unwrap_data_parallel(module: nn.Module) -> nn.Module:
     while isinstance(module, (DataParallel, DistributedDataParallel)):
         module = module.module
     return module
-
-
-def _is_wrapper_part(module: object, part: str) -> bool:
-    if part == "module":
-        return isinstance(module, (DataParallel, DistributedDataParallel))
-    return part in _WRAPPER_PARTS

@@ -1,19 +1,120 @@
-"""Compare the saved hyperparameters with an optimizer's param groups."""
+"""The param groups of an optimizer: their state and hyperparameters in the form of checkpoints.
+
+In checkpoints, nested state has dotted keys, and step counts are tensors, as in torch's optimizers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_state import NOT_HYPERPARAMETERS, STEP, Group
 from shardwise.errors import StateError
 from shardwise.state.plain_values import JsonValue, find_differences
+from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
+STEP = "step"
+NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
+"""Keys of a param group that are not hyperparameters."""
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
 _DEEPSPEED_KEYS = {"bias_correction", STEP}
 """Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group of an optimizer.
+
+    Attributes:
+        optimizer: the optimizer.
+        settings: the group itself, an item of `optimizer.param_groups`.
+        parameters: its parameters.
+    """
+
+    optimizer: Optimizer
+    settings: MutableMapping[str, Any]
+    parameters: list[Parameter]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all original parameters, each of them once."""
+        found: dict[str, None] = {}
+        for parameter in self.parameters:
+            found.update(dict.fromkeys(parameter.names))
+        return tuple(found)
+
+
+def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
+    """Return where an optimizer counts its steps.
+
+    torch's optimizers have a tensor for each parameter, DeepSpeed's an integer for each parameter,
+    and those of Apex a number for each param group.
+    """
+    module = type(optimizer).__module__
+    if module.startswith("deepspeed.ops."):
+        return "integers"
+    return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
+
+
+def hyperparameters_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return the hyperparameters in the settings of a group, without the step count."""
+    step = (STEP,) if steps_are_in(optimizer) == "groups" else ()
+    left_out = (*NOT_HYPERPARAMETERS, *step)
+    return {key: value for key, value in settings.items() if key not in left_out}
+
+
+def read_state(group: Group, parameter: torch.Tensor) -> dict[str, object]:
+    """Return the state of a parameter by dotted keys, with the step count as a tensor."""
+    state = dict(flatten_keys(group.optimizer.state.get(parameter, {})))
+    place = steps_are_in(group.optimizer)
+    if state and place != "tensors":
+        count = state.get(STEP) if place == "integers" else group.settings.get(STEP)
+        if isinstance(count, (int, torch.Tensor)):
+            state[STEP] = torch.tensor(float(count), device="cpu")
+    return state
+
+
+def write_state(group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
+    """Set the state of a parameter, with the step count in the form that the optimizer uses."""
+    count, place = state.get(STEP), steps_are_in(group.optimizer)
+    if isinstance(count, torch.Tensor) and place == "integers":
+        state = {**state, STEP: int(count)}
+    elif isinstance(count, torch.Tensor) and place == "groups":
+        state = {key: value for key, value in state.items() if key != STEP}
+        current = group.settings.get(STEP)
+        group.settings[STEP] = (
+            current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
+        )
+    group.optimizer.state[parameter] = nest_keys(state)
+
+
+def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested dicts with dotted keys."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
+            yield from flatten_keys(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:
+    """Return nested dicts, given values with dotted keys."""
+    tree: dict[str, object] = {}
+    for name, value in leaves.items():
+        *path, last = name.split(".")
+        parent = tree
+        for part in path:
+            child = parent.setdefault(part, {})
+            if not isinstance(child, dict):
+                child = parent[part] = {}
+            parent = child
+        parent[last] = value
+    return tree
 
 
 def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
@@ -35,9 +136,7 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
             )
         value = group.get("value")
         if isinstance(value, dict):
-            value = dict(value)
-            for key in NOT_HYPERPARAMETERS:
-                value.pop(key, None)
+            value = {key: each for key, each in value.items() if key not in NOT_HYPERPARAMETERS}
         for member in group["members"]:
             settings[str(member)] = value
     return settings
@@ -57,9 +156,10 @@ def find_group_problems(
         members = group.names
         missing = [member for member in members if member not in settings]
         if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             yield (
-                f"{name}: the checkpoint has no hyperparameters for {_join_first_names(missing)}; "
-                f"to keep the current ones, use skip=[{name!r}]"
+                f"{name}: the checkpoint has no hyperparameters for {', '.join(missing[:3])}"
+                f"{more}; to keep the current ones, use skip=[{name!r}]"
             )
             continue
         for member in members[1:]:
@@ -100,22 +200,23 @@ def find_kind_problems(
     Another version of the same optimizer has more settings or fewer. Another kind has both:
     unexpected settings, and missing ones.
     """
-    defaults = {key for each in optimizers for key in each.defaults}
-    saved_keys = {key for each in settings.values() if isinstance(each, dict) for key in each}
-    present_keys = {key for each in optimizers for group in each.param_groups for key in group}
-    unexpected = {
-        key
-        for key in saved_keys - present_keys - _DEEPSPEED_KEYS
-        if not key.endswith(_SCHEDULER_SUFFIXES)
-    }
+    saved_keys: set[str] = set()
+    for saved in settings.values():
+        saved_keys.update(saved if isinstance(saved, dict) else ())
+    defaults: set[str] = set()
+    current_keys: set[str] = set()
+    for optimizer in optimizers:
+        defaults.update(optimizer.defaults)
+        current_keys.update(*optimizer.param_groups)
     missing = defaults - saved_keys - _DEEPSPEED_KEYS
-    if settings and unexpected and missing:
+    unexpected = [
+        key
+        for key in sorted(saved_keys - current_keys - _DEEPSPEED_KEYS)
+        if not key.endswith(_SCHEDULER_SUFFIXES)
+    ]
+    if unexpected and missing:
         yield (
             f"{name}: saved by another kind of optimizer, whose settings include "
-            f"{', '.join(sorted(unexpected))} and not {', '.join(sorted(missing))}: leave it "
+            f"{', '.join(unexpected)} and not {', '.join(sorted(missing))}: leave it "
             f"out with skip=[{name.removesuffix(GROUPS) + '*'!r}]"
         )
-
-
-def _join_first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -11,17 +11,14 @@ from torch.optim import Optimizer
 
 from shardwise.adapters.optimizer_groups import (
     GROUPS,
+    STEP,
+    Group,
     find_group_problems,
     find_kind_problems,
     find_prefix_problems,
-    settings_by_member,
-)
-from shardwise.adapters.optimizer_state import (
-    STEP,
-    Group,
     hyperparameters_of,
     read_state,
-    remove_step_count,
+    settings_by_member,
     steps_are_in,
     write_state,
 )
@@ -31,10 +28,9 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, ParameterOrder
-from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import tensor_of_array
+from shardwise.state.tensors import Parameter, tensor_of_array
 
 
 class OptimizerBinding(Binding):
@@ -115,9 +111,22 @@ class OptimizerBinding(Binding):
     def restore(self, values: Mapping[str, JsonValue]) -> None:
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
         for group, parameter, state, is_new in self._states:
-            self._restore_state(group, parameter, state, is_new, values)
+            plain_state: dict[str, object] = {}
+            prefix = f"{self.name}.{parameter.representative_name}"
+            for key, value in state.items():
+                name = f"{prefix}.{key}"
+                if not isinstance(value, torch.Tensor) and name in values:
+                    plain_state[key] = decode(
+                        values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
+                    )
+            if plain_state or is_new:
+                write_state(group, parameter.tensor, state | plain_state)
+            if not group.optimizer.state.get(parameter.tensor):
+                group.optimizer.state.pop(parameter.tensor, None)
         for group in self._groups:
-            remove_step_count(group)
+            optimizer, tensors = group.optimizer, group.settings["params"]
+            if steps_are_in(optimizer) == "groups" and not any(map(optimizer.state.get, tensors)):
+                group.settings.pop(STEP, None)
             if self._groups_name in values and group.parameters:
                 self._set_hyperparameters(group, group.parameters[0].names[0])
 
@@ -166,7 +175,7 @@ class OptimizerBinding(Binding):
         """Return the parameters of the state's modules that have these ids, by id."""
         found: dict[str, dict[int, Parameter]] = {}
         for binding in self._bindings:
-            for parameter in binding.parameters():
+            for parameter in binding.parameters() if binding.kind == "module" else ():
                 if id(parameter.tensor) in ids:
                     found.setdefault(binding.name, {}).setdefault(id(parameter.tensor), parameter)
         if len(found) == 1:
@@ -276,27 +285,6 @@ class OptimizerBinding(Binding):
                 new = None if entry is None else _allocate_state(parameter, group, key, entry)
                 state = {**state, key: new}
         return state
-
-    def _restore_state(
-        self,
-        group: Group,
-        parameter: Parameter,
-        state: dict[str, object],
-        is_new: bool,
-        values: Mapping[str, JsonValue],
-    ) -> None:
-        plain_state: dict[str, object] = {}
-        prefix = f"{self.name}.{parameter.representative_name}"
-        for key, value in state.items():
-            name = f"{prefix}.{key}"
-            if not isinstance(value, torch.Tensor) and name in values:
-                plain_state[key] = decode(
-                    values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
-                )
-        if plain_state or is_new:
-            write_state(group, parameter.tensor, state | plain_state)
-        if not group.optimizer.state.get(parameter.tensor):
-            group.optimizer.state.pop(parameter.tensor, None)
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise import api
-from shardwise.adapters import torch_optimizers_in
+from shardwise.adapters import local_state_of, torch_optimizers_in
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
 from shardwise.checkpointer.saver import Saver
@@ -291,7 +290,7 @@ class Saving:
     def _make_save(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
         staging_bytes = self._settings.staging_bytes
         arena = Arena() if staging_bytes is None else Arena(staging_bytes)
-        local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
+        local_state = local_state_of(state, allow_pickle=self._settings.allow_pickle)
         return SaveRequest(
             state=local_state, store=store, arena=arena, options=options, space_of=store
         )

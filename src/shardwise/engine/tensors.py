@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import add, mul
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -233,29 +234,34 @@ def describe_tensors(
     listed, ties = split_ties(leaves)
     fragments: list[Fragment] = []
     tensor: list[int] = []
-    for i, leaf in enumerate(listed):
+    names, dtypes, held = [], [], []
+    for index, leaf in enumerate(listed):
+        boxes = []
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
+            boxes.append(fragment.box)
             fragments.append(fragment)
-            tensor.append(i)
-    rules, rule_of, coordinates = find_rules(
-        [(leaf.shape, leaf.sharding, [each.box for each in leaf.fragments]) for leaf in listed]
-    )
+            tensor.append(index)
+        names.append(leaf.name)
+        dtypes.append(str(leaf.dtype).removeprefix("torch."))
+        held.append((leaf.shape, leaf.sharding, boxes))
+    rules, rule_of, coordinates = find_rules(held)
+    without_rule = []
+    for index, fragment in zip(tensor, fragments, strict=True):
+        if rule_of[index] < 0:
+            without_rule.append((index, fragment.box.offset, fragment.box.shape))
+    shapes = [shape for shape, _, _ in held]
     structure = Structure(
-        tuple(leaf.name for leaf in listed),
-        tuple(str(leaf.dtype).removeprefix("torch.") for leaf in listed),
-        tuple(leaf.shape for leaf in listed),
+        tuple(names),
+        tuple(dtypes),
+        tuple(shapes),
         rules,
         rule_of,
-        tuple(
-            (i, fragment.box.offset, fragment.box.shape)
-            for i, fragment in zip(tensor, fragments, strict=True)
-            if rule_of[i] < 0
-        ),
+        tuple(without_rule),
         tuple(ties),
         tuple(per_rank),
     )
-    dims = max((len(leaf.shape) for leaf in listed), default=0)
+    dims = max(map(len, shapes), default=0)
     description = Description(
         structure,
         coordinates,
@@ -322,6 +328,11 @@ class SpanCopier:
         strides: IntArray,
         targets: Sequence[TargetFragment],
     ) -> None:
+        dims = transfers.offset.shape[1]
+        target_offsets = padded_rows([target.offset for target in targets], dims, 0)
+        itemsizes = np.array([target.memory.itemsize for target in targets], np.int64)
+        start = transfers.offset - target_offsets[transfers.fragment]
+        stride = strides[transfers.piece] * itemsizes[transfers.fragment, np.newaxis]
         self._targets = targets
         self._first = spans.first.tolist()
         self._span_low = spans.low.tolist()
@@ -330,8 +341,9 @@ class SpanCopier:
         self._low = transfers.low.tolist()
         self._high = transfers.high.tolist()
         self._shape = transfers.shape.tolist()
-        self._offset = transfers.offset.tolist()
-        self._stride = strides[transfers.piece].tolist()
+        self._start = start.tolist()
+        self._stop = (start + transfers.shape).tolist()
+        self._stride = stride.tolist()
 
     def tensor_names(self, span: int) -> str:
         """Return the names of the tensors in a span, for an error message."""
@@ -351,29 +363,18 @@ class SpanCopier:
         high = low + len(data)
         for row in self._rows[self._first[span] : self._first[span + 1]]:
             target = self._targets[self._fragment[row]]
-            ndim = len(target.offset)
-            shape = tuple(self._shape[row][:ndim])
-            offset = [o - t for o, t in zip(self._offset[row], target.offset, strict=False)]
-            memory = target.memory
-            strides = tuple(s * memory.itemsize for s in self._stride[row][:ndim])
-            start = self._low[row] - low
-            if start >= 0 and self._high[row] <= high:
-                _copy_box(data, start, strides, memory, offset, shape)
+            memory, ndim = target.memory, len(target.offset)
+            shape, strides = tuple(self._shape[row][:ndim]), tuple(self._stride[row][:ndim])
+            start, stop = self._start[row][:ndim], self._stop[row][:ndim]
+            position = self._low[row] - low
+            if position >= 0 and self._high[row] <= high:
+                source: Array = np.ndarray(shape, memory.dtype, data, position, strides)
+                memory.write(tuple(map(slice, start, stop)), source)
                 continue
             # Only a part of the box is in this span.
-            for part in boxes_within(shape, strides, memory.itemsize, -start, high - low - start):
-                part_start = start + sum(o * s for o, s in zip(part.offset, strides, strict=True))
-                part_offset = [o + p for o, p in zip(offset, part.offset, strict=True)]
-                _copy_box(data, part_start, strides, memory, part_offset, part.shape)
-
-
-def _copy_box(
-    data: Buffer,
-    start: int,
-    strides: tuple[int, ...],
-    memory: TensorMemory,
-    offset: list[int],
-    shape: tuple[int, ...],
-) -> None:
-    source: npt.NDArray[np.generic] = np.ndarray(shape, memory.dtype, data, start, strides)
-    memory.write(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), source)
+            limits = -position, high - low - position
+            for part in boxes_within(shape, strides, memory.itemsize, *limits):
+                begin = position + sum(map(mul, part.offset, strides))
+                source = np.ndarray(part.shape, memory.dtype, data, begin, strides)
+                first = tuple(map(add, start, part.offset))
+                memory.write(tuple(map(slice, first, map(add, first, part.shape))), source)

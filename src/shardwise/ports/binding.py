@@ -22,10 +22,9 @@ from shardwise.state.leaves import (
     Shards,
     TensorLeaf,
 )
-from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import tensor_leaf
+from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
 
 __all__ = [
     "Bind",
@@ -107,7 +106,7 @@ class Binding:
         """
 
     def parameters(self) -> Iterable[Parameter]:
-        """Return the parameters that an optimizer may hold, with their names in the module.
+        """Return the parameters of a module that an optimizer may hold, with their names in it.
 
         From them, an optimizer in the same state learns the names and the sharding of its state.
         """

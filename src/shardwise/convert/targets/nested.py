@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.adapters.optimizer_state import nest_keys
+from shardwise.adapters.optimizer_groups import nest_keys
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
