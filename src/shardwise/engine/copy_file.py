@@ -64,7 +64,7 @@ def copy_verified(
     buffer = aligned_buffer(CHUNK)
     table_crc32 = 0
     with (
-        closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
+        closing(DataReader(source, StoredFile(entry.name, entry.size, entry=entry))) as verifier,
         closing(source.open(entry.name)) as file,
         create_durably(store, entry) as copy,
     ):

@@ -102,7 +102,7 @@ def plan_load(
     transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
     transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
     gap = largest_gap // block
-    spans = _choose_spans(transfers, layout.data_end, largest_read, gap, block)
+    spans = _choose_spans(transfers, layout.file_bounds[:, 2], largest_read, gap, block)
     return LoadPlan(transfers, spans, int(needed.sum()))
 
 
