@@ -246,6 +246,8 @@ def _restore_values(
     values = {name: saved.object(name) for name in matched.objects}
     for binding in bindings:
         binding.restore(values)
+    if not matched.per_rank:
+        return
     names = {name: saved.saved_name(name) for name in matched.per_rank}
     ranks = read_per_rank(store, saved.layout, list(names.values()), group, verify=verify)
     for binding in bindings:
