@@ -181,7 +181,7 @@ class Checkpoint(Mapping[str, Any]):
             StateError: a value was saved as pickle, or `only` or `skip` is not a list.
             CorruptionError: bytes differ from the saved bytes.
         """
-        selection = Selection.from_patterns(only, skip)
+        selection = Selection(only, skip)
         found = self._read([name for name in self if selection.selects(name)])
         nested: dict[str, Any] = {}
         for name, value in found.items():

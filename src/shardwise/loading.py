@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
-from shardwise.engine.match import Matched, agree_on_match, match_targets
+from shardwise.engine.match import MatchReport, combine_reports, make_report, match_targets
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
@@ -26,7 +26,7 @@ from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
-from shardwise.state.leaves import ParameterOrder, copy_overlapping
+from shardwise.state.leaves import LocalState, ParameterOrder, copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 
@@ -54,15 +54,6 @@ class LoadOptions:
     allow_pickle: bool = False
     read_once: bool | None = None
     staging_bytes: int | None = None
-
-    def check(self) -> None:
-        """Check the options that can be checked before a checkpoint is opened.
-
-        Raises:
-            StateError: `only`, `skip` or `rename` has the wrong type.
-        """
-        Selection.from_patterns(self.only, self.skip)
-        rename_function(self.rename)
 
     @property
     def settings(self) -> str:
@@ -96,26 +87,32 @@ def load_state(
     with ExitStack() as cleanup:
         with recorder.stage("open"):
             with Round(group, "beginning a load") as all_ranks:
-                options.check()
+                selection = Selection(options.only, options.skip)
+                rename = rename_function(options.rename)
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
                 place = get_store()
                 agree_on_place(all_ranks, place, open_options, options.settings)
             store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
-            saved, matched, unexpected = _match(layout, bindings, state, options, group)
+            saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
+            with Round(group, "matching names") as all_ranks:
+                targets, report = _match(bindings, saved, selection, state, cast=options.cast)
+                combine = partial(combine_reports, saved=saved, keys=state, strict=options.strict)
+                unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
         arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
-                reads = plan_reads(matched.leaves, saved, store, arena, verify=options.verify)
+                reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
             fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
             with recorder.stage("read"):
                 moved = fill()
             with recorder.stage("restore"):
-                _restore_values(bindings, matched, saved, store, group, verify=options.verify)
+                _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
+    filled = set(report.filled)
     return LoadReport(
         path=str(store),
         step=layout.step,
@@ -123,9 +120,9 @@ def load_state(
         bytes_read=moved.read,
         bytes_received=moved.received,
         files=len(set(reads.plan.spans.file.tolist())),
-        missing=tuple(matched.missing),
-        unexpected=unexpected,
-        optimizers=_filled_optimizers(bindings, matched),
+        missing=tuple(report.missing),
+        unexpected=tuple(unexpected),
+        optimizers=tuple(b.name for b in bindings if b.kind == "optimizer" and b.name in filled),
         seconds=recorder.seconds(),
     )
 
@@ -143,42 +140,26 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
     return ReadTogether(read_once)
 
 
-def _filled_optimizers(bindings: Sequence[Binding], matched: Matched) -> tuple[str, ...]:
-    names = (each.name for each in bindings if each.kind == "optimizer")
-    return tuple(name for name in names if matched.counts[name][1] > 0)
-
-
-def _match(
+def _saved_names(
     layout: Layout,
+    rename: Callable[[str], str],
     bindings: Sequence[Binding],
-    state: State,
-    options: LoadOptions,
+    resize: Mapping[str, str],
+    selection: Selection,
     group: Group,
-) -> tuple[SavedNames, Matched, tuple[str, ...]]:
-    """Match the state with the checkpoint on all ranks, before any tensor is written.
-
-    Returns:
-        The contents of the checkpoint, with the names and shapes that the state needs; what matches
-        on this rank; and the unexpected names.
-    """
-    rename = rename_function(options.rename)
-    selection = Selection.from_patterns(options.only, options.skip)
+) -> SavedNames:
+    """Return the contents of the checkpoint, with the names and shapes that the state needs."""
+    saved = SavedNames(layout, rename)
     resizing = None
-    if options.resize:
+    if resize:
         from shardwise.resizing import Resizing  # other loads need not import it
 
-        resizing = Resizing.from_patterns(options.resize, bindings, group)
-    orders = partial(_parameter_orders, bindings, SavedNames(layout, rename), resizing)
-    layout = name_parameters(layout, orders, group)
+        resizing = Resizing.from_patterns(resize, bindings, group)
+    orders = partial(_parameter_orders, bindings, saved, resizing)
+    named = name_parameters(layout, orders, group)
     if resizing is not None:
-        layout = resizing.apply(layout, SavedNames(layout, rename), selection)
-    saved = SavedNames(layout, rename)
-    with Round(group, "matching names") as all_ranks:
-        matched = _match_state(bindings, saved, selection, cast=options.cast)
-        unexpected = agree_on_match(
-            all_ranks, matched, saved, selection, state, strict=options.strict
-        )
-    return saved, matched, unexpected
+        named = resizing.apply(named, SavedNames(named, rename), selection)
+    return saved if named is layout else SavedNames(named, rename)
 
 
 def _parameter_orders(
@@ -196,10 +177,19 @@ def _parameter_orders(
     return found
 
 
-def _match_state(
-    bindings: Sequence[Binding], saved: SavedNames, selection: Selection, *, cast: bool
-) -> Matched:
-    """Match the values of the state on this rank with the checkpoint."""
+def _match(
+    bindings: Sequence[Binding],
+    saved: SavedNames,
+    selection: Selection,
+    keys: Iterable[str],
+    *,
+    cast: bool,
+) -> tuple[LocalState, MatchReport]:
+    """Match the values of the state on this rank with the checkpoint.
+
+    Returns:
+        The targets, of whose tensors only those that the checkpoint has; and the report.
+    """
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = unite_local_states(parts)
     targets.tensors = copy_overlapping(targets.tensors)
@@ -209,12 +199,15 @@ def _match_state(
             names_by_owner[binding.name] = [leaf.name for leaf in part.tensors]
         elif binding.kind == "optimizer":
             names_by_owner[binding.name] = [*part.names()]
-    return match_targets(targets, saved, selection, names_by_owner, cast=cast)
+    leaves, missing, problems = match_targets(targets, saved, cast=cast)
+    report = make_report(targets, saved, selection, names_by_owner, keys, missing, problems)
+    targets.tensors = leaves
+    return targets, report
 
 
 def _restore_values(
     bindings: Sequence[Binding],
-    matched: Matched,
+    targets: LocalState,
     saved: SavedNames,
     store: Files,
     group: Group,
@@ -222,14 +215,17 @@ def _restore_values(
     verify: bool,
 ) -> None:
     """Set the plain values that all ranks share, and the per-rank values."""
-    values = {name: saved.object(name) for name in matched.objects}
+    names = [*targets.objects, *targets.grouped]
+    values = {name: saved.object(name) for name in names if saved.has_object(name)}
     for binding in bindings:
         binding.restore(values)
-    names = {name: saved.saved_name(name) for name in matched.per_rank}
-    ranks = read_per_rank(store, saved.layout, list(names.values()), group, verify=verify)
+    per_rank = {n: saved.saved_name(n) for n in targets.per_rank if saved.has_per_rank(n)}
+    if not per_rank:
+        return
+    ranks = read_per_rank(store, saved.layout, list(per_rank.values()), group, verify=verify)
     for binding in bindings:
-        if binding.name in names:
-            binding.restore_ranks(ranks[names[binding.name]], group.rank, group.size)
+        if binding.name in per_rank:
+            binding.restore_ranks(ranks[per_rank[binding.name]], group.rank, group.size)
 
 
 def name_parameters(

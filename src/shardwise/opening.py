@@ -33,7 +33,7 @@ from shardwise.manifest.names import (
     step_directory,
     step_of_directory,
 )
-from shardwise.manifest.validate import layout_in
+from shardwise.manifest.validate import layout_of_manifest
 from shardwise.retention import Choice, choose_step, parse_choice
 from shardwise.state.tensors import is_instance
 from shardwise.store import (
@@ -150,7 +150,7 @@ def open_any(
         files, layout = (
             _check_foreign(store, own or encoded)
             if manifest is None
-            else (store, open_manifest(store, manifest, checks_sizes=group.rank == 0))
+            else (store, _open_manifest(store, manifest, checks_sizes=group.rank == 0))
         )
     if group.rank == 0:
         for name, file in layout.missing_files.items():
@@ -212,23 +212,26 @@ def read_manifest(store: Store) -> bytes:
         raise FormatError(str(error)) from error
 
 
-def open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
+def _open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
     """Decode and check the manifest of a shardwise checkpoint.
 
     Args:
         store: the files of the checkpoint.
         data: the content of the manifest.
-        checks_sizes: as for `layout_in`.
+        checks_sizes: whether to compare the sizes of files with the store before a very large table
+            of pieces is allocated. In a load, only one rank needs to.
 
     Raises:
         FormatError: the manifest is invalid.
-        CorruptionError: see `layout_in`.
+        CorruptionError: a file is missing whose size had to be compared.
     """
+    remedy = ""
     try:
         manifest = decode_manifest(data)
+        remedy = "; load another checkpoint"  # decoding errors end with their own
+        return layout_of_manifest(manifest, store if checks_sizes else None)
     except FormatError as error:
-        raise FormatError(f"{store}: {error}") from error
-    return layout_in(store, manifest, checks_sizes=checks_sizes)
+        raise FormatError(f"{store}: {error}{remedy}") from error
 
 
 def _describe_missing(store: Store) -> str:

@@ -97,7 +97,7 @@ def _select_contents(
     written in another dtype.
     """
     root, dtype = options.root, options.dtype
-    selection = Selection.from_patterns(options.only, options.skip)
+    selection = Selection(options.only, options.skip)
     if not layout.tensors:
         raise StateError(
             "nothing to write: the checkpoint has no tensors; choose another checkpoint"

@@ -159,8 +159,10 @@ def _kinds_by_name(layout: Layout) -> dict[str, str]:
 
 def _values_of(store: Files, layout: Layout) -> dict[str, object]:
     """Return the encoded values of all ranks, and a list of each value that differs by rank."""
-    per_rank = read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
-    return {**{entry.name: entry.value for entry in layout.objects}, **per_rank}
+    values: dict[str, object] = {entry.name: entry.value for entry in layout.objects}
+    if layout.per_rank:
+        values |= read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+    return values
 
 
 @dataclass(slots=True)

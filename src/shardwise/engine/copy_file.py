@@ -69,7 +69,9 @@ class FileCopier:
         buffer = aligned_buffer(CHUNK)
         table_crc32 = 0
         with (
-            closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
+            closing(
+                DataReader(source, StoredFile(entry.name, entry.size, entry=entry))
+            ) as verifier,
             closing(source.open(entry.name)) as file,
             _create_durably(store, entry) as copy,
         ):

@@ -71,11 +71,11 @@ class DataReader:
             raise CorruptionError(
                 f"{self._label} cannot be opened: {error}; copy it again from an intact source"
             ) from error
-        self._viewable = self._file if isinstance(self._file, ViewableFile) else None
+        self._copies = range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0)
         self._table: BlockTable | None = None
         self._verifies = verify
         try:
-            if not self._has_size(file.size):
+            if self._file.size != file.size and not self._has_copy_of(file.size):
                 raise CorruptionError(
                     f"{self._label} has {self._file.size} bytes, but {file.size} were saved: "
                     "the file was truncated or replaced; copy it again from an intact source"
@@ -108,34 +108,32 @@ class DataReader:
                 "read: load it again"
             ) from error
 
-    def _has_size(self, size: int) -> bool:
-        """Return whether the file, or another copy of it, has this size in bytes."""
-        file = self._file
-        if file.size == size:
-            return True
-        if not isinstance(file, ReplicatedFile):
-            return False
-        for number in range(file.copies):
+    def _has_copy_of(self, size: int) -> bool:
+        """Return whether one of the copies of the file has this size in bytes."""
+        for number in self._copies:
             with suppress(OSError, CorruptionError):
-                if file.copy_size(number) == size:
+                if isinstance(self._file, ReplicatedFile) and self._file.copy_size(number) == size:
                     return True
         return False
 
-    def read(self, low: int, high: int, buffer: Buffer) -> Buffer:
+    def read(self, low: int, high: int, buffer: Buffer, *, in_place: bool = False) -> Buffer:
         """Read and verify bytes `low:high`, which are whole blocks.
 
         Args:
             low, high: offsets in the file, in bytes.
             buffer: memory for the bytes.
+            in_place: if the file is in memory, return its bytes without a copy.
 
         Returns:
-            The part of `buffer` that holds the bytes.
+            The bytes, in `buffer` or in place.
 
         Raises:
             CorruptionError: bytes differ from the saved bytes.
         """
         high = end_of_read(self._stored, high)
         try:
+            if in_place and isinstance(self._file, ViewableFile):
+                return self.verify(low, self._file.view(low, high - low))
             self._fill(low, high, buffer)
             return self.verify(low, buffer[: high - low])
         except CorruptionError as error:
@@ -149,8 +147,7 @@ class DataReader:
 
     def _other_copy(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
         """Return bytes `low:high` from the first intact copy of the file; None if all are bad."""
-        file = self._file
-        for copy in range(file.copies if isinstance(file, ReplicatedFile) else 0):
+        for copy in self._copies:
             with suppress(CorruptionError, OSError):
                 self._fill(low, high, buffer, copy)
                 return self.verify(low, buffer[: high - low])
@@ -161,13 +158,11 @@ class DataReader:
 
         Each copy may be damaged in other blocks, so the blocks are read one by one.
         """
-        file = self._file
-        copies = range(file.copies if isinstance(file, ReplicatedFile) else 0)
         block = aligned_buffer(BLOCK)
 
         def fill(start: int) -> bool:
             stop = min(start + BLOCK, high)
-            for copy in copies:
+            for copy in self._copies:
                 with suppress(CorruptionError, OSError):
                     self._fill(start, stop, block, copy)
                     buffer[start - low : stop - low] = self.verify(start, block[: stop - start])
@@ -203,21 +198,23 @@ class DataReader:
             )
         return self.verify(low, data)
 
-    def read_in_place(self, low: int, high: int, buffer: Buffer) -> Buffer:
-        """Read bytes like `read`; but if the file is in memory, return its bytes without a copy.
-
-        Raises:
-            CorruptionError: bytes differ from the saved bytes.
-        """
-        if self._viewable is not None:
-            data = self._viewable.view(low, end_of_read(self._stored, high) - low)
-            with suppress(CorruptionError):  # then `read` tries other copies
-                return self.verify(low, data)
-        return self.read(low, high, buffer)
-
     def _fill(self, low: int, high: int, buffer: Buffer, copy: int | None = None) -> None:
-        aligned_size = min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))
-        count = self._read_at(low, buffer[:aligned_size], copy)
+        """Read from the file's copy with this index, or from the first copy that can be read."""
+        out = buffer[: min(-(-(high - low) // ALIGNMENT) * ALIGNMENT, len(buffer))]
+        try:
+            if copy is not None and isinstance(self._file, ReplicatedFile):
+                count = self._file.read_copy(copy, low, out)
+            else:
+                count = self._file.read_at(low, out)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                self._refuse_removed(error)
+            if error.errno != errno.EIO:
+                raise
+            raise CorruptionError(
+                f"{self._label} cannot be read at byte {low}, because the disk reports an "
+                "error; load another checkpoint or copy"
+            ) from error
         if count < high - low:
             raise CorruptionError(
                 f"{self._label}: expected data up to byte {high}, but the file ends at byte "
@@ -259,43 +256,24 @@ class DataReader:
         """Close the file."""
         self._file.close()
 
-    def _read_at(self, offset: int, buffer: Buffer, copy: int | None = None) -> int:
-        """Read from the file's copy with this index, or from the first copy that can be read."""
-        try:
-            if copy is not None and isinstance(self._file, ReplicatedFile):
-                return self._file.read_copy(copy, offset, buffer)
-            return self._file.read_at(offset, buffer)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                self._refuse_removed(error)
-            if error.errno != errno.EIO:
-                raise
-            raise CorruptionError(
-                f"{self._label} cannot be read at byte {offset}, because the disk reports an "
-                "error; load another checkpoint or copy"
-            ) from error
-
     def _read_table(self, entry: FileEntry) -> BlockTable:
+        """Read the checksums from the first copy of the file that has those of the manifest."""
+        try:
+            return self._table_in(entry, None)
+        except (CorruptionError, OSError):
+            for copy in self._copies:
+                with suppress(CorruptionError, OSError):
+                    return self._table_in(entry, copy)
+            raise
+
+    def _table_in(self, entry: FileEntry, copy: int | None) -> BlockTable:
         low = entry.checksums_at // ALIGNMENT * ALIGNMENT
         buffer = aligned_buffer(-(-(entry.size - low) // ALIGNMENT) * ALIGNMENT)
-        table = self._table_in(entry, low, buffer)
-        for copy in range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0):
-            if table is None:
-                with suppress(CorruptionError, OSError):
-                    table = self._table_in(entry, low, buffer, copy)
-        if table is None:
+        self._fill(low, entry.size, buffer, copy)
+        encoded = buffer[entry.checksums_at - low : entry.size - low]
+        if crc32(encoded) != entry.checksums_crc32:
             raise CorruptionError(
                 f"{self._label}: its checksums differ from those in the manifest, because the file "
                 "was altered or belongs to another save; copy it again from an intact source"
             )
-        return table
-
-    def _table_in(
-        self, entry: FileEntry, low: int, buffer: Buffer, copy: int | None = None
-    ) -> BlockTable | None:
-        """Return the checksums in one copy of the file; None if the manifest's differ."""
-        count = self._read_at(low, buffer, copy)
-        encoded = buffer[entry.checksums_at - low : count]
-        if crc32(encoded) != entry.checksums_crc32:
-            return None
         return BlockTable(encoded.view("<u4"))

@@ -32,7 +32,7 @@ from shardwise.events import format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.load import LoadPlan, Spans, plan_load, wanted_columns
+from shardwise.plan.load import LoadPlan, Spans, plan_load
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.state.plain_values import JsonValue
@@ -151,15 +151,31 @@ class RankReads:
         Raises:
             CorruptionError: bytes differ from the saved bytes; the target is partly written.
         """
-        spans = self.plan.spans
+        spans, arena = self.plan.spans, self.arena
+        copier = self.copier(spans)
+        threads = arena.threads_of(ranks_on_node)
+        if self.are_mapped:  # then only the processors limit the speed
+            threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
+        remaining = iter(range(len(spans.file)))  # shared by all threads
+        failed = threading.Event()
+
+        def work() -> None:
+            try:
+                with arena.buffer() as buffer:
+                    for span in remaining:
+                        if failed.is_set():
+                            return
+                        data = read_span(spans, span, readers, copier, buffer, in_place=True)
+                        copier.copy(span, data)
+            except BaseException:
+                failed.set()
+                raise
+
         with ExitStack() as cleanup:
             readers = self.open_readers(spans.file, cleanup)
-            threads = self.arena.threads_of(ranks_on_node)
-            if self.are_mapped:  # then only the processors limit the speed
-                threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
-            read_alone(spans, self.copier(spans), readers, self.arena, threads)
+            run_in_threads(work, min(threads, len(spans.file)))
         self.finish()
-        return self.plan.bytes_read
+        return int((spans.high - spans.low).sum())
 
     def finish(self) -> None:
         """Move values to their final memory, after all fragments are filled."""
@@ -184,30 +200,28 @@ def plan_reads(
         StateError: a tensor has no memory.
     """
     layout = saved.layout
-    stored = [
-        each
-        for leaf in _leaves_to_read(leaves, saved)
-        for each in _stored_tensors(leaf, saved.stored_index(leaf.name), layout)
-    ]
-    leaves = [leaf for _, leaf, _ in stored]
+    dims = layout.pieces.offset.shape[1]
+    stored = list(_stored_tensors(leaves, saved))
     targets: list[TargetFragment] = []
     tensor: list[int] = []
-    boxes = [fragment.box for leaf in leaves for fragment in leaf.fragments]
-    for index, leaf, dtype in stored:
+    offsets: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
+    for index, leaf in stored:
+        dtype = getattr(torch, layout.tensors[int(layout.tensor_of[index])].dtype)
         for fragment in leaf.fragments:
+            box = fragment.box
             check_memory(leaf.name, fragment.data)
-            memory = memory_of(fragment.data, dtype)
-            targets.append(TargetFragment(leaf.name, fragment.box.offset, memory))
+            targets.append(TargetFragment(leaf.name, box.offset, memory_of(fragment.data, dtype)))
             tensor.append(index)
-    dims = max((len(leaf.shape) for leaf in leaves), default=0)
-    columns = wanted_columns(
-        tensor,
-        padded_rows([box.offset for box in boxes], dims, 0),
-        padded_rows([box.shape for box in boxes], dims, 1),
-        layout.pieces.offset.shape[1],
+            offsets.append(box.offset[:dims])  # only empty tensors have more dimensions
+            shapes.append(box.shape[:dims])
+    wanted = (
+        np.array(tensor, np.int64),
+        padded_rows(offsets, dims, 0),
+        padded_rows(shapes, dims, 1),
     )
     largest = _largest_reads(store, layout, arena)
-    plan = plan_load(layout, columns, largest_read=largest, largest_gap=arena.transfer.largest_gap)
+    plan = plan_load(layout, wanted, largest_read=largest, largest_gap=arena.transfer.largest_gap)
     return RankReads(
         store=store,
         layout=layout,
@@ -216,7 +230,7 @@ def plan_reads(
         largest_reads=largest,
         plan=plan,
         targets=targets,
-        leaves=leaves,
+        leaves=[leaf for _, leaf in stored],
     )
 
 
@@ -234,18 +248,31 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     return np.array(sizes, np.int64)
 
 
-def _leaves_to_read(leaves: Sequence[TensorLeaf], saved: SavedNames) -> list[TensorLeaf]:
-    """Return the leaves to fill, and leaves that only compare.
+def _stored_tensors(
+    leaves: Sequence[TensorLeaf], saved: SavedNames
+) -> Iterator[tuple[int, TensorLeaf]]:
+    """Yield each stored tensor to read, by its index, with the leaf to read it into.
 
     If one memory has several names, the first name fills the memory. If the checkpoint stores
     another tensor under a second name, a further leaf reads that into a copy, and compares.
+
+    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
+    into a temporary leaf.
     """
     listed, ties = split_ties(leaves)
-    by_name = {leaf.name: leaf for leaf in leaves}
-    for name, first_name in ties:
-        if saved.stored_index(name) != saved.stored_index(first_name):
-            listed.append(_comparing_leaf(by_name[name], first_name))
-    return listed
+    first_names = dict(ties)
+    for leaf in leaves:
+        first = first_names.get(leaf.name)
+        if first is not None and saved.stored_index(leaf.name) != saved.stored_index(first):
+            listed.append(_comparing_leaf(leaf, first))
+    for leaf in listed:
+        index = saved.stored_index(leaf.name)
+        terms = saved.layout.terms_of.get(index)
+        if terms is None:
+            yield index, leaf
+        else:
+            dtype = getattr(torch, saved.layout.tensors[index].dtype)
+            yield from zip(terms, _leaves_of_terms(leaf, len(terms), dtype), strict=True)
 
 
 def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
@@ -265,28 +292,17 @@ def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
     return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
 
 
-def _stored_tensors(
-    leaf: TensorLeaf, index: int, layout: Layout
-) -> list[tuple[int, TensorLeaf, torch.dtype]]:
-    """Return the stored tensors to read for a leaf.
+def _leaves_of_terms(leaf: TensorLeaf, count: int, dtype: torch.dtype) -> list[TensorLeaf]:
+    """Return a temporary leaf for each term of a mean.
 
-    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
-    into a temporary leaf. `finish` runs after all leaves are filled, so the last one computes the
-    mean.
-
-    Returns:
-        The index and dtype of each stored tensor, with the leaf to read it into.
+    `finish` runs after all leaves are filled, so the last one computes the mean.
     """
-    dtype: torch.dtype = getattr(torch, layout.tensors[index].dtype)
-    term_indices = layout.terms_of.get(index)
-    if term_indices is None:
-        return [(index, leaf, dtype)]
     terms = [
         tuple(
             Fragment(f.box, torch.empty(f.box.shape, dtype=dtype, device="cpu"))
             for f in leaf.fragments
         )
-        for _ in term_indices
+        for _ in range(count)
     ]
 
     def finish() -> None:
@@ -296,10 +312,10 @@ def _stored_tensors(
         if leaf.after_load is not None:
             leaf.after_load()
 
-    hooks = [None] * (len(term_indices) - 1) + [finish]
+    hooks = [None] * (count - 1) + [finish]
     return [
-        (term, TensorLeaf(leaf.name, dtype, leaf.shape, fragments, None, hook), dtype)
-        for term, fragments, hook in zip(term_indices, terms, hooks, strict=True)
+        TensorLeaf(leaf.name, dtype, leaf.shape, fragments, None, hook)
+        for fragments, hook in zip(terms, hooks, strict=True)
     ]
 
 
@@ -361,7 +377,7 @@ def read_per_rank(
 
     Args:
         store, layout: the checkpoint.
-        names: the names of the values in the checkpoint.
+        names: the names of the values in the checkpoint; at least one.
         group: the ranks that load.
         verify: check the checksums of the bytes that are read.
 
@@ -375,7 +391,7 @@ def read_per_rank(
     ranks = [group.rank] if world == group.size else range(world)
     files = {file.entry.rank: file for file in layout.files if file.entry is not None}
     found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
-    for rank in ranks if names else ():
+    for rank in ranks:
         if rank not in files:
             raise CorruptionError(
                 f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
@@ -401,46 +417,13 @@ def read_per_rank(
     return found
 
 
-def read_alone(
-    spans: Spans, copier: SpanCopier, readers: Readers, arena: Arena, threads: int
-) -> None:
-    """Read every span of this rank, and copy its boxes to their fragments.
-
-    Args:
-        spans: the spans to read; disjoint.
-        copier: copies the boxes of each span.
-        readers: the readers of all files of the spans.
-        arena: the buffers to read through.
-        threads: the number of threads.
-
-    Raises:
-        CorruptionError: bytes differ from the saved bytes. Some spans may have been copied.
-    """
-    remaining = iter(range(len(spans)))  # shared by all threads
-    failed = threading.Event()
-
-    def work() -> None:
-        try:
-            with arena.buffer() as buffer:
-                for span in remaining:
-                    if failed.is_set():
-                        return
-                    data = read_span(spans, span, readers, copier, buffer, in_place=True)
-                    copier.copy(span, data)
-        except BaseException:
-            failed.set()
-            raise
-
-    run_in_threads(work, min(threads, len(spans)))
-
-
 def run_in_threads(
     work: Callable[[], None], threads: int, further: Callable[[], None] | None = None
 ) -> None:
     """Run `work` in `threads` threads, one of which is the calling thread; `further` in another."""
     jobs = [work] * (threads - 1) + ([further] if further is not None else [])
     with ThreadPoolExecutor(max(1, len(jobs)), "shardwise-read") as pool:
-        others = [pool.submit(job) for job in jobs]
+        others = list(map(pool.submit, jobs))
         work()
         for future in others:
             future.result()
@@ -459,15 +442,14 @@ def read_span(
 
     Args:
         buffer: memory for the bytes.
-        in_place: if the bytes are in memory already, return them without a copy.
+        in_place: as for `DataReader.read`.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes. The error names the tensors.
     """
-    file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))
+    low, high = int(spans.low[span]), int(spans.high[span])
     try:
-        reader = readers[file]
-        return (reader.read_in_place if in_place else reader.read)(low, high, buffer)
+        return readers[int(spans.file[span])].read(low, high, buffer, in_place=in_place)
     except CorruptionError as error:
         names = copier.tensor_names(span)
         raise CorruptionError(

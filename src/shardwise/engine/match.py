@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
@@ -22,41 +19,32 @@ from shardwise.state.selection import Selection, is_below
 log = logging.getLogger("shardwise")
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """The result of matching this rank's targets with a checkpoint. Names are the target's.
+@prepare_decoding
+class MatchReport(msgspec.Struct, array_like=True):
+    """What a rank found when it matched its targets with a checkpoint.
 
     Attributes:
-        leaves: the tensors to fill.
-        objects: the names of plain values to set.
-        per_rank: the names of per-rank values to set.
-        missing: the names that the checkpoint lacks.
+        missing: the names of the target that the checkpoint lacks.
         problems: the mismatches; one line for each name.
-        claimed: the names of the checkpoint that are accounted for, because they fill a target or
-            because `only` or `skip` excludes them.
         unused_patterns: the patterns of `only` and `skip` that match no name.
-        counts: for each module and optimizer, the number of its names, and how many of them the
-            checkpoint has. The key "" counts the whole target.
+        wanted: the modules and optimizers that have targets, and "" if there is any target.
+        filled: those of `wanted` of which the checkpoint has a name.
+        bits: two bits for each name of the checkpoint. First for all names, whether the name is
+            accounted for, because it fills a target, or because `only` or `skip` excludes it. Then
+            whether the name starts with a key of the state, as `model.a` does with `model`.
     """
 
-    leaves: list[TensorLeaf] = field(default_factory=list)
-    objects: list[str] = field(default_factory=list)
-    per_rank: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    claimed: set[str] = field(default_factory=set)
-    unused_patterns: list[str] = field(default_factory=list)
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    missing: list[str]
+    problems: list[str]
+    unused_patterns: list[str]
+    wanted: list[str]
+    filled: list[str]
+    bits: bytes
 
 
 def match_targets(
-    targets: LocalState,
-    saved: SavedNames,
-    selection: Selection,
-    names_by_owner: Mapping[str, Collection[str]],
-    *,
-    cast: bool,
-) -> Matched:
+    targets: LocalState, saved: SavedNames, *, cast: bool
+) -> tuple[list[TensorLeaf], list[str], list[str]]:
     """Match this rank's targets with the names of a checkpoint.
 
     If several names of the target share the same memory (tied weights), the checkpoint needs to
@@ -65,56 +53,77 @@ def match_targets(
     Args:
         targets: the selected targets.
         saved: the contents of the checkpoint.
-        selection: the names that are loaded.
-        names_by_owner: the selected names of each module and optimizer.
         cast: allow tensors with different dtypes.
+
+    Returns:
+        The tensors to fill, the names that the checkpoint lacks, and a line for each mismatch.
     """
-    found = Matched(problems=list(targets.problems))
-    absent = []
+    leaves, absent, missing, problems = [], [], [], [*targets.problems]
     for leaf in targets.tensors:
         entry = saved.tensor(leaf.name)
         if entry is None:
             absent.append(leaf)
             continue
-        found.claimed.add(entry.name)
         leaf = leaf.without_padding(entry.shape)
         problem = _describe_mismatch(leaf, entry, saved, cast=cast)
         if problem is None:
-            found.leaves.append(leaf)
+            leaves.append(leaf)
         else:
-            found.problems.append(problem)
-    filled = {leaf.tie_key for leaf in found.leaves if leaf.tie_key is not None}
-    for leaf in absent:
-        if leaf.tie_key not in filled:
-            _add_missing(found, leaf.name, "a tensor", saved)
-    for name in [*targets.objects, *targets.grouped]:
-        if saved.has_object(name):
-            found.objects.append(name)
-        else:
-            _add_missing(found, name, "a plain value", saved)
-    for name in targets.per_rank:
-        if saved.has_per_rank(name):
-            found.per_rank.append(name)
-        else:
-            _add_missing(found, name, "a per-rank value", saved)
-    claimed = [*found.objects, *found.per_rank, *targets.unselected]
-    found.claimed.update(saved.saved_name(name) for name in claimed)
-    all_names = [*targets.names(), *targets.unselected, *saved.all_names()]
-    found.unused_patterns.extend(selection.unused_patterns(all_names))
-    missing = set(found.missing)
-    for owner, names in {**names_by_owner, "": [*targets.names()]}.items():
-        found.counts[owner] = len(names), sum(name not in missing for name in names)
-    return found
+            problems.append(problem)
+    filled_ties = {leaf.tie_key for leaf in leaves} - {None}
+    kinds = {
+        **{leaf.name: "a tensor" for leaf in absent if leaf.tie_key not in filled_ties},
+        **dict.fromkeys([*targets.objects, *targets.grouped], "a plain value"),
+        **dict.fromkeys(targets.per_rank, "a per-rank value"),
+    }
+    for name, kind in kinds.items():
+        saved_kind = saved.kind(name)
+        if saved_kind is None:
+            missing.append(name)
+        elif saved_kind != kind:
+            problems.append(f"{name}: {saved_kind} in the checkpoint, {kind} in the target")
+    return leaves, missing, problems
 
 
-def _add_missing(found: Matched, name: str, target_kind: str, saved: SavedNames) -> None:
-    """Add a target that the checkpoint lacks, or has as a value of another kind."""
-    saved_kind = saved.kind(name)
-    if saved_kind is None:
-        found.missing.append(name)
-        return
-    found.claimed.add(saved.saved_name(name))
-    found.problems.append(f"{name}: {saved_kind} in the checkpoint, {target_kind} in the target")
+def make_report(
+    targets: LocalState,
+    saved: SavedNames,
+    selection: Selection,
+    names_by_owner: Mapping[str, Collection[str]],
+    keys: Iterable[str],
+    missing: list[str],
+    problems: list[str],
+) -> MatchReport:
+    """Return what `combine_reports` needs of this rank.
+
+    Args:
+        targets: the selected targets.
+        saved: the contents of the checkpoint.
+        selection: the names that are loaded. Other names are never unexpected.
+        names_by_owner: the selected names of each module and optimizer.
+        keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
+            fill no target on any rank.
+        missing, problems: as returned by `match_targets`.
+    """
+    names, saved_names = [*targets.names()], [*saved.all_names()]
+    wanted, filled = [], []
+    for owner, own in {**names_by_owner, "": names}.items():
+        if own:
+            wanted.append(owner)
+        if set(own).difference(missing):
+            filled.append(owner)
+    claimed = set(map(saved.saved_name, [*names, *targets.unselected]))
+    saved_keys = set(map(saved.saved_name, keys))
+    is_claimed = [name in claimed or not selection.selects(name) for name in saved_names]
+    is_under_keys = [is_below(name, saved_keys) for name in saved_names]
+    return MatchReport(
+        missing,
+        problems,
+        selection.unused_patterns([*names, *targets.unselected, *saved_names]),
+        wanted,
+        filled,
+        np.packbits(np.array([*is_claimed, *is_under_keys], bool)).tobytes(),
+    )
 
 
 def _describe_mismatch(
@@ -138,24 +147,15 @@ def _describe_mismatch(
     return None if cast else f"{dtypes} (cast=True converts)"
 
 
-def agree_on_match(
-    all_ranks: Round,
-    found: Matched,
-    saved: SavedNames,
-    selection: Selection,
-    keys: Collection[str],
-    *,
-    strict: bool,
-) -> tuple[str, ...]:
-    """Combine what matches on each rank, before any target is written. Call it last in a round.
+def combine_reports(
+    reports: Sequence[MatchReport], saved: SavedNames, keys: Collection[str], *, strict: bool
+) -> list[str]:
+    """Combine what matches on all ranks, before any target is written.
 
     Args:
-        all_ranks: the round.
-        found: what matches on this rank.
+        reports: the reports of all ranks.
         saved: the contents of the checkpoint.
-        selection: the names that are loaded. Other names are never unexpected.
-        keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
-            fill no target on any rank.
+        keys: the keys of the state.
         strict: raise if names are missing or unexpected.
 
     Returns:
@@ -163,90 +163,35 @@ def agree_on_match(
 
     Raises:
         MismatchError: a target does not match; names are missing or unexpected, and `strict` is
-            set; or the checkpoint has no name of a module or optimizer. The same error on all
-            ranks.
+            set; or the checkpoint has no name of a module or optimizer.
     """
-    names = list(saved.all_names())
-    saved_keys = {saved.saved_name(key) for key in keys}
-    claimed = np.array([n in found.claimed or not selection.selects(n) for n in names], bool)
-    under_state_keys = np.array([is_below(n, saved_keys) for n in names], bool)
-    message = _MatchMessage(
-        np.packbits(claimed).tobytes(),
-        np.packbits(under_state_keys).tobytes(),
-        found.missing,
-        found.problems,
-        found.unused_patterns,
-        found.counts,
-    )
-    unexpected = all_ranks.all_reduce(
-        message,
-        _MatchMessage,
-        lambda messages: _combine(messages, saved, names, keys, strict=strict),
-        list[str],
-    )
-    return tuple(unexpected)
-
-
-@prepare_decoding
-class _MatchMessage(msgspec.Struct, array_like=True):
-    """A rank's message about its targets.
-
-    Attributes:
-        claimed: one bit for each name of the checkpoint: whether this rank claims the name.
-        under_state_keys: one bit for each name of the checkpoint: whether the name starts with a
-            key of the state, as `model.a` does with `model`.
-        missing, problems, unused_patterns, counts: as for `Matched`.
-    """
-
-    claimed: bytes
-    under_state_keys: bytes
-    missing: list[str]
-    problems: list[str]
-    unused_patterns: list[str]
-    counts: dict[str, tuple[int, int]]
-
-
-def _combine(
-    messages: Sequence[_MatchMessage],
-    saved: SavedNames,
-    names: list[str],
-    keys: Collection[str],
-    *,
-    strict: bool,
-) -> list[str]:
-    """Combine the results of all ranks on rank 0, and return the unexpected names."""
-    claimed = np.zeros(len(names), bool)
-    under_state_keys = np.zeros(len(names), bool)
     problems: dict[str, None] = {}
     missing: dict[str, None] = {}
-    for message in messages:
-        claimed |= _unpack_bits(message.claimed, len(names))
-        under_state_keys |= _unpack_bits(message.under_state_keys, len(names))
-        problems |= dict.fromkeys(message.problems)
-        missing |= dict.fromkeys(message.missing)
-        if strict:
-            problems |= dict.fromkeys(_describe_missing(saved, message.missing))
-    unexpected = [names[i] for i in np.flatnonzero(under_state_keys & ~claimed).tolist()]
-    if strict:
+    unfilled, unused = set(), set(reports[0].unused_patterns)
+    for report in reports:
+        problems |= dict.fromkeys(report.problems)
+        missing |= dict.fromkeys(report.missing)
+        unfilled.update(report.wanted)
+        unused.intersection_update(report.unused_patterns)
+    for report in reports:
+        unfilled.difference_update(report.filled)
+    unclaimed, unexpected = _find_unclaimed(reports, [*saved.all_names()])
+    if not strict:
+        problems |= dict.fromkeys(_describe_unfilled(unfilled))
+    elif missing or unexpected:
+        problems |= dict.fromkeys(_describe_missing(saved, missing))
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
-    else:
-        problems |= dict.fromkeys(_describe_unfilled([message.counts for message in messages]))
-    for pattern in sorted(
-        set.intersection(*(set(message.unused_patterns) for message in messages))
-    ):
+    for pattern in sorted(unused):
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
-        unclaimed = [names[i] for i in np.flatnonzero(~claimed).tolist()]
         from shardwise.engine.rename_hints import suggest  # only errors need it
 
-        hint = suggest(missing, unexpected, unclaimed, names, keys)
-        accepts = ""
+        remedies = suggest(missing, unexpected, unclaimed, saved, keys)
         if strict and (missing or unexpected):
-            accepts = "strict=False accepts missing and unexpected names; "
+            remedies += "strict=False accepts missing and unexpected names; "
         raise MismatchError(
-            "checkpoint and target do not fit; nothing was written. "
-            f"{_describe_missing_files(saved, missing)}{hint}{'; ' if hint else ''}{accepts}"
-            "rename=, only= and skip= choose and map names:",
+            f"checkpoint and target do not fit; nothing was written. {remedies}rename=, only= and "
+            "skip= choose and map names:",
             list(problems),
         )
     if missing or unexpected:
@@ -259,8 +204,15 @@ def _combine(
     return unexpected
 
 
-def _unpack_bits(bits: bytes, count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(bool)
+def _find_unclaimed(
+    reports: Sequence[MatchReport], names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the names of the checkpoint that no rank claims, and the unexpected ones of them."""
+    bits = np.bitwise_or.reduce([np.frombuffer(report.bits, np.uint8) for report in reports])
+    claimed, under_keys = np.unpackbits(bits, count=2 * len(names)).reshape(2, -1)
+    unclaimed = np.flatnonzero(claimed == 0)
+    unexpected = np.flatnonzero((claimed == 0) & (under_keys == 1))
+    return [names[i] for i in unclaimed.tolist()], [names[i] for i in unexpected.tolist()]
 
 
 def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str]:
@@ -277,33 +229,14 @@ def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str
         )
 
 
-def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
-    """Return a sentence about the missing files that would contain missing names, or ""."""
-    file_of = saved.layout.missing_files
-    names = [saved.saved_name(name) for name in missing]
-    roots = [root for root in file_of if any(is_below(name, {root}) for name in names)]
-    if not roots:
-        return ""
-    files = list(dict.fromkeys(file_of[root] for root in roots))
-    verb, them = ("is", "it") if len(files) == 1 else ("are", "them")
-    contents = " and ".join(roots)
-    return f"{', '.join(files)} {verb} missing, which would contain {contents}: copy {them} too. "
-
-
-def _describe_unfilled(counts: Iterable[Mapping[str, tuple[int, int]]]) -> list[str]:
+def _describe_unfilled(unfilled: Collection[str]) -> list[str]:
     """Return a line for each module and optimizer of which no rank would fill anything."""
-    wanted: set[str] = set()
-    filled: set[str] = set()
-    for counts_of_rank in counts:
-        wanted |= {owner for owner, (total, _) in counts_of_rank.items() if total}
-        filled |= {owner for owner, (_, found) in counts_of_rank.items() if found}
-    unfilled = sorted(wanted - filled)
-    if unfilled == [""]:
+    if unfilled == {""}:
         return ["the checkpoint has none of the target's names"]
     return [
         f"{owner}: the checkpoint has none of its names; skip=[{owner + '.*'!r}] leaves it "
         "unchanged"
-        for owner in unfilled
+        for owner in sorted(unfilled)
         if owner
     ]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shardwise.manifest.names import FROZEN
-from shardwise.plan.name_lookup import rename_function
+from shardwise.plan.name_lookup import SavedNames, rename_function
 from shardwise.state.selection import is_below
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -19,21 +19,35 @@ def suggest(
     missing: Collection[str],
     unexpected: Collection[str],
     unclaimed: Collection[str],
-    names: Collection[str],
+    saved: SavedNames,
     keys: Collection[str],
 ) -> str:
-    """Return the first hint that fits, or "".
+    """Return a sentence about missing files, and the first hint that fits and "; "; or "".
 
     Args:
         missing, unexpected, unclaimed, keys: as for `suggest_renames`.
-        names: all names of the checkpoint.
+        saved: the contents of the checkpoint.
     """
-    return (
+    hint = (
         suggest_trainable(missing, unclaimed)
-        or suggest_opened_object(missing, names)
+        or suggest_opened_object(missing, [*saved.all_names()])
         or suggest_renames(missing, unexpected, unclaimed, keys)
         or suggest_key(missing, unclaimed)
     )
+    return _describe_missing_files(saved, missing) + (f"{hint}; " if hint else "")
+
+
+def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
+    """Return a sentence about the missing files that would contain missing names, or ""."""
+    file_of = saved.layout.missing_files
+    names = [saved.saved_name(name) for name in missing]
+    roots = [root for root in file_of if any(is_below(name, {root}) for name in names)]
+    if not roots:
+        return ""
+    files = list(dict.fromkeys(file_of[root] for root in roots))
+    verb, them = ("is", "it") if len(files) == 1 else ("are", "them")
+    contents = " and ".join(roots)
+    return f"{', '.join(files)} {verb} missing, which would contain {contents}: copy {them} too. "
 
 
 def suggest_renames(

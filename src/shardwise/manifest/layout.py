@@ -59,21 +59,6 @@ class StoredFile:
     content: bytes | None = None
     entry: FileEntry | None = None
 
-    @classmethod
-    def of_entry(cls, entry: FileEntry) -> StoredFile:
-        """Return a data file of a checkpoint of shardwise."""
-        return cls(entry.name, entry.size, entry=entry)
-
-    @property
-    def data_range(self) -> tuple[int, int]:
-        """The range of bytes in which pieces may lie."""
-        return (0, self.size) if self.entry is None else (self.entry.data_at, self.entry.objects_at)
-
-    @property
-    def data_end(self) -> int:
-        """The end of the bytes that a load may read."""
-        return self.size if self.entry is None else self.entry.checksums_at
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
@@ -141,9 +126,16 @@ class Layout:
         return padded_rows([t.shape for t in self.tensors], self.dims, 1)[self.tensor_of]
 
     @cached_property
-    def data_end(self) -> IntArray:
-        """For each file, the end of the bytes that a load may read."""
-        return np.array([file.data_end for file in self.files], np.int64)
+    def file_bounds(self) -> IntArray:
+        """For each file, the start and end of the bytes for pieces, and where reads must end."""
+        bounds = []
+        for file in self.files:
+            entry, size = file.entry, file.size
+            if entry is None:
+                bounds.append((0, size, size))
+            else:
+                bounds.append((entry.data_at, entry.objects_at, entry.checksums_at))
+        return np.array(bounds, np.int64).reshape(-1, 3)
 
     @cached_property
     def terms_of(self) -> Mapping[int, Sequence[int]]:

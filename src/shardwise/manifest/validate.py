@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -18,7 +16,7 @@ from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
-from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest, TensorEntry
+from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest
 from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
 from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
 from shardwise.store import Store
@@ -30,53 +28,24 @@ ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
 
 
-def layout_in(store: Store, manifest: Manifest, *, checks_sizes: bool = True) -> Layout:
-    """Return the layout of a checkpoint in a store, after the checks of `layout_of_manifest`.
-
-    Args:
-        store: the files of the checkpoint.
-        manifest: its manifest, decoded.
-        checks_sizes: whether to compare the sizes of files with the store before a very large table
-            of pieces is allocated. In a load, only one rank needs to.
-
-    Raises:
-        FormatError: the manifest is invalid.
-        CorruptionError: a file is missing, and its size had to be checked.
-    """
-
-    def size_of(name: str) -> int:
-        try:
-            with closing(store.open(name)) as file:
-                return file.size
-        except FileNotFoundError:
-            raise CorruptionError(
-                f"{store}: the file {name} is missing, but the manifest lists it: copy it from an "
-                "intact source, or load another checkpoint"
-            ) from None
-
-    try:
-        return layout_of_manifest(manifest, size_of if checks_sizes else None)
-    except FormatError as error:
-        raise FormatError(f"{store}: {error}; load another checkpoint") from error
-
-
-def layout_of_manifest(manifest: Manifest, size_of: Callable[[str], int] | None = None) -> Layout:
+def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout:
     """Return the layout that a manifest describes, after all checks that do not read data files.
 
     Args:
         manifest: a decoded manifest.
-        size_of: returns the size of a file in bytes. A few short entries can claim millions of
-            pieces. So before a large table of pieces is allocated, the sizes of files are checked.
+        store: the files of the checkpoint. A few short entries can claim millions of pieces. So
+            before a large table of pieces is allocated, the sizes of the files are compared with
+            the store; not if it is None.
 
     Raises:
         FormatError: as for `validate_layout`; or a file has another size, or an unsafe name.
+        CorruptionError: a file is missing whose size had to be compared.
     """
     check_save_id(manifest.save_id)
-    _check_data_files(manifest)
     tensors, runs = decode_tensors(manifest.tensors)
     layout = Layout(
         format=manifest.format,
-        files=tuple(StoredFile.of_entry(entry) for entry in manifest.files),
+        files=tuple(StoredFile(entry.name, entry.size, entry=entry) for entry in manifest.files),
         tensors=tensors,
         pieces=Pieces.empty(),
         objects=manifest.objects,
@@ -88,19 +57,22 @@ def layout_of_manifest(manifest: Manifest, size_of: Callable[[str], int] | None 
         metrics=manifest.metrics,
         left_out=manifest.left_out,
     )
-    _check_entries(layout)
-    _check_totals(manifest, tensors, runs)
-    if int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES and size_of:
-        _check_file_sizes(manifest, size_of)
-    _check_run_ends(manifest, tensors, runs)
+    _check_names(layout)
+    _check_files(layout)
+    _check_tensors(layout)
+    _check_runs(layout, runs)
+    if store is not None and int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES:
+        _check_file_sizes(layout, store)
     data_at = np.array([file.data_at for file in manifest.files], np.int64)
-    layout = _check_pieces(replace(layout, pieces=expand_runs(runs, data_at)))
+    layout = replace(layout, pieces=expand_runs(runs, data_at))
+    _check_pieces(layout, layout.pieces)
+    _check_coverage(layout)
     _refuse_shared_bytes(layout)
     return layout
 
 
 def validate_layout(layout: Layout) -> Layout:
-    """Check a layout, and return it with padded columns.
+    """Check the layout of a foreign checkpoint, and return it with padded columns.
 
     All columns then have as many dimensions as the tensor with the most dimensions.
 
@@ -109,15 +81,30 @@ def validate_layout(layout: Layout) -> Layout:
             outside of its file or tensor; elements of a piece share bytes; pieces overlap or leave
             gaps; or a tied tensor is missing. The message names the tensors.
     """
-    _check_entries(layout)
-    return _check_pieces(layout)
+    _check_names(layout)
+    _check_files(layout)
+    _check_tensors(layout)
+    for index in layout.terms:
+        if not 0 <= index < len(layout.tensors):
+            raise FormatError(f"a term belongs to tensor {index}, which does not exist")
+    layout = replace(
+        layout,
+        pieces=layout.pieces.padded(layout.dims),
+        replicas=layout.replicas.padded(layout.dims),
+    )
+    for pieces in (layout.pieces, layout.replicas):
+        _check_pieces(layout, pieces)
+        # The strides in a manifest of shardwise are row-major, so they need no such check.
+        shared = ~_have_disjoint_elements(pieces.shape, pieces.stride)
+        _refuse_pieces(layout, pieces, shared, "has elements that share bytes")
+    _check_coverage(layout)
+    return layout
 
 
-def _check_entries(layout: Layout) -> None:
-    """Check the names of tensors and values, the files and the tensors."""
+def _check_names(layout: Layout) -> None:
     seen: set[str] = set()
-    tensors, objects = (t.name for t in layout.tensors), (o.name for o in layout.objects)
-    for name in [*tensors, *objects, *layout.per_rank]:
+    names = [tensor.name for tensor in layout.tensors] + [each.name for each in layout.objects]
+    for name in (*names, *layout.per_rank):
         if name in seen:
             raise FormatError(
                 f"the name {name[:200]!r} occurs twice when keys are joined by dots, so it is "
@@ -130,45 +117,41 @@ def _check_entries(layout: Layout) -> None:
                 "save it under another name"
             )
         seen.add(name)
-    files = [file.name for file in layout.files]
-    if len(set(files)) != len(files):
-        (twice, _), *_ = Counter(files).most_common(1)
-        raise FormatError(f"the file {twice[:200]!r} is listed twice")
-    for file in layout.files:
-        parts = file.name.split("/")
-        if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
-            raise FormatError(
-                f"{file.name[:200]!r} is not a path below the directory of the checkpoint"
-            )
-        if file.content is not None and len(file.content) != file.size:
-            raise FormatError(
-                f"{file.name[:200]!r}: the content has {len(file.content)} bytes instead of "
-                f"{file.size}"
-            )
-    _check_tensors(layout)
 
 
-def _check_data_files(manifest: Manifest) -> None:
+def _check_files(layout: Layout) -> None:
     names: set[str] = set()
     ranks: set[int] = set()
-    for file in manifest.files:
-        if check_file_name(file.name) in names:
-            raise FormatError(f"the manifest lists the file {file.name!r} twice")
-        if file.rank in ranks:
-            raise FormatError(f"the manifest lists two files of rank {file.rank}")
-        names.add(file.name)
-        ranks.add(file.rank)
-        ordered = 8 <= file.data_at <= file.objects_at <= file.checksums_at <= file.size
-        table_size = 4 * block_count(file.checksums_at)
-        if not ordered or file.size - file.checksums_at != table_size:
+    for file in layout.files:
+        name, entry, parts = file.name, file.entry, file.name.split("/")
+        if name in names:
+            raise FormatError(f"the file {name[:200]!r} is listed twice")
+        names.add(name)
+        if file.content is not None and len(file.content) != file.size:
             raise FormatError(
-                f"the manifest lists the parts of file {file.name!r} at offsets that overlap or do "
-                "not fit its size"
+                f"{name[:200]!r}: the content has {len(file.content)} bytes instead of {file.size}"
             )
-        if file.rank >= manifest.world_size:
+        if entry is None:
+            if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
+                raise FormatError(
+                    f"{name[:200]!r} is not a path below the directory of the checkpoint"
+                )
+            continue
+        check_file_name(name)
+        if entry.rank in ranks:
+            raise FormatError(f"the manifest lists two files of rank {entry.rank}")
+        ranks.add(entry.rank)
+        ordered = 8 <= entry.data_at <= entry.objects_at <= entry.checksums_at <= entry.size
+        table_size = 4 * block_count(entry.checksums_at)
+        if not ordered or entry.size - entry.checksums_at != table_size:
             raise FormatError(
-                f"the manifest lists the file {file.name!r} of rank {file.rank}, but only "
-                f"{manifest.world_size} ranks saved"
+                f"the manifest lists the parts of file {name!r} at offsets that overlap or do not "
+                "fit its size"
+            )
+        if entry.rank >= layout.world_size:
+            raise FormatError(
+                f"the manifest lists the file {name!r} of rank {entry.rank}, but only "
+                f"{layout.world_size} ranks saved"
             )
 
 
@@ -181,7 +164,7 @@ def _check_tensors(layout: Layout) -> None:
                 f"{tensor.name}: unknown dtype {tensor.dtype[:40]!r}: install a newer version of "
                 "shardwise, which may know it, or convert the tensor before saving it"
             )
-        if math.prod(n for n in tensor.shape if n) * dtype.itemsize > LARGEST_INTEGER:
+        if math.prod(filter(None, tensor.shape)) * dtype.itemsize > LARGEST_INTEGER:
             raise FormatError(
                 f"{tensor.name}: a {tensor.dtype} tensor of shape {list(tensor.shape)} has more "
                 f"than {LARGEST_INTEGER} bytes, so the shape is wrong"
@@ -201,7 +184,7 @@ def _check_tensors(layout: Layout) -> None:
             )
 
 
-def _check_totals(manifest: Manifest, tensors: Sequence[TensorEntry], runs: Runs) -> None:
+def _check_runs(layout: Layout, runs: Runs) -> None:
     """Check that tensors and files have room for all pieces that the runs claim.
 
     Floats cannot overflow. Exact checks follow when the runs are expanded.
@@ -211,50 +194,53 @@ def _check_totals(manifest: Manifest, tensors: Sequence[TensorEntry], runs: Runs
         raise FormatError(
             f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
         )
-    check_table_size(total, runs.offset.shape[1])
+    check_table_size(total, layout.dims)
+    tensors, files = layout.tensors, layout.files
     claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
     elements = np.array([math.prod(t.shape) for t in tensors], np.float64)
     has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
     if has_excess.any():
         name = tensors[int(np.argmax(has_excess))].name
         raise FormatError(f"{name}: the pieces have more elements than the tensor, so they overlap")
-    itemsize = np.array([DTYPES[t.dtype].itemsize for t in tensors], np.float64)
-    claimed_bytes = float((claimed * itemsize[runs.tensor]).sum())
-    file_bytes = sum(f.objects_at - f.data_at for f in manifest.files)
+    claimed_bytes = float((claimed * layout.itemsizes[runs.tensor]).sum())
+    data_start, data_end, _ = layout.file_bounds.T
+    file_bytes = sum((data_end - data_start).tolist())
     if claimed_bytes > file_bytes * ROUNDING:
         raise FormatError(
             f"the pieces have {claimed_bytes:.0f} bytes, but the files only {file_bytes}: pieces "
             "share bytes, or lie outside of their files"
         )
+    # No sum may overflow when runs are expanded, so the last piece of each run is checked.
+    steps = (runs.count - 1).astype(np.float64)
+    for start, step, times, largest in (
+        (runs.file, runs.file_step, steps, len(files) - 1),
+        (runs.start, runs.start_step, steps, LARGEST_INTEGER),
+        (runs.offset, runs.offset_step, steps[:, None], LARGEST_INTEGER),
+    ):
+        end = start.astype(np.float64) + times * step
+        wrong = (end < 0) | (end > largest) | (start > largest)
+        if wrong.any():
+            name = tensors[int(runs.tensor[np.argwhere(wrong)[0, 0]])].name
+            raise FormatError(
+                f"{name}: a piece lies outside of its tensor, or in none of the "
+                f"{format_count(len(files), 'file')} that are listed"
+            )
 
 
-def _check_file_sizes(manifest: Manifest, size_of: Callable[[str], int]) -> None:
-    for file in manifest.files:
-        size = size_of(file.name)
+def _check_file_sizes(layout: Layout, store: Store) -> None:
+    for file in layout.files:
+        try:
+            with closing(store.open(file.name)) as opened:
+                size = opened.size
+        except FileNotFoundError:
+            raise CorruptionError(
+                f"{store}: the file {file.name} is missing, but the manifest lists it: copy it "
+                "from an intact source, or load another checkpoint"
+            ) from None
         if size != file.size:
             raise FormatError(
                 f"the file {file.name!r} has {size} bytes, but the manifest says {file.size}: copy "
                 "the file again"
-            )
-
-
-def _check_run_ends(manifest: Manifest, tensors: Sequence[TensorEntry], runs: Runs) -> None:
-    """Check the last piece of each run, so that no sum overflows when runs are expanded."""
-    last = (runs.count - 1).astype(np.float64)
-    columns = (
-        (runs.file, runs.file_step, last, len(manifest.files) - 1),
-        (runs.start, runs.start_step, last, LARGEST_INTEGER),
-        (runs.offset, runs.offset_step, last[:, None], LARGEST_INTEGER),
-    )
-    for start, step, steps, largest in columns:
-        end = start.astype(np.float64) + steps * step
-        wrong = (end < 0) | (end > largest) | (start > largest)
-        if wrong.any():
-            row = int(np.argwhere(wrong)[0, 0])
-            name = tensors[int(runs.tensor[row])].name
-            raise FormatError(
-                f"{name}: a piece lies outside of its tensor, or in none of the "
-                f"{format_count(len(manifest.files), 'file')} that are listed"
             )
 
 
@@ -272,40 +258,33 @@ def _refuse_shared_bytes(layout: Layout) -> None:
         )
 
 
-def _check_pieces(layout: Layout) -> Layout:
-    """Check the pieces and replicas, and return the layout with padded columns."""
-    stored = np.array([t.same_as is None for t in layout.tensors], bool)
-    for index in layout.terms:
-        if not 0 <= index < len(stored):
-            raise FormatError(f"a term belongs to tensor {index}, which does not exist")
-    layout = replace(
-        layout,
-        pieces=layout.pieces.padded(layout.dims),
-        replicas=layout.replicas.padded(layout.dims),
-    )
-    for pieces in (layout.pieces, layout.replicas):
-        _check_table(layout, pieces)
-    pieces = layout.pieces
-    has_own = ~stored[layout.tensor_of[pieces.tensor]]
+def _check_coverage(layout: Layout) -> None:
+    """Check that the pieces cover each stored tensor exactly once, and that the others have none.
+
+    Tied tensors, and the means of several terms, have no pieces of their own.
+    """
+    pieces, tensor_of = layout.pieces, layout.tensor_of
+    is_tied = np.array([t.same_as is not None for t in layout.tensors], bool)[tensor_of]
+    has_own = is_tied[pieces.tensor]
     if has_own.any():
-        tensor = layout.tensors[int(layout.tensor_of[pieces.tensor[np.argmax(has_own)]])]
+        tensor = layout.tensors[int(tensor_of[pieces.tensor[np.argmax(has_own)]])]
         raise FormatError(
             f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but has its own pieces"
         )
-    stored = stored[layout.tensor_of]
+    stored = ~is_tied
     stored[list(layout.terms)] = False
     wrong = find_uncovered_tensors(
         layout.shapes, pieces.tensor, pieces.offset, pieces.shape, stored
     )
     if len(wrong):
-        of_wrong = layout.tensor_of[wrong[:5]].tolist()
+        of_wrong = tensor_of[wrong[:5]].tolist()
         names = ", ".join(dict.fromkeys(layout.tensors[i].name for i in of_wrong))
         tensors = format_count(len(wrong), "tensor")
         raise FormatError(f"the pieces of {tensors} overlap or leave gaps: {names}")
-    return layout
 
 
-def _check_table(layout: Layout, pieces: Pieces) -> None:
+def _check_pieces(layout: Layout, pieces: Pieces) -> None:
+    """Check that each piece lies within its tensor and its file."""
     if len(pieces) > MOST_PIECES:
         raise FormatError(
             f"the checkpoint has {len(pieces)} pieces; at most {MOST_PIECES} are supported: save "
@@ -331,16 +310,12 @@ def _check_table(layout: Layout, pieces: Pieces) -> None:
     inside &= pieces.offset <= shapes - pieces.shape
     _refuse_pieces(layout, pieces, ~inside.all(axis=1), "is empty, or lies outside of the tensor")
     _refuse_pieces(layout, pieces, (pieces.stride < 0).any(axis=1), "has negative strides")
-    low, high = np.array([f.data_range for f in layout.files], np.int64).reshape(-1, 2).T
+    low, high, _ = layout.file_bounds[pieces.file].T
     # In floating point, because integers could overflow.
     itemsize = layout.itemsizes[pieces.tensor]
     last = ((pieces.shape - 1.0) * pieces.stride).sum(axis=1) * itemsize
-    outside = (pieces.start < low[pieces.file]) | (
-        last > high[pieces.file] - itemsize - pieces.start
-    )
+    outside = (pieces.start < low) | (last > high - itemsize - pieces.start)
     _refuse_pieces(layout, pieces, outside, "lies outside of its file's data")
-    shared = ~_have_disjoint_elements(pieces.shape, pieces.stride)
-    _refuse_pieces(layout, pieces, shared, "has elements that share bytes")
 
 
 def _have_disjoint_elements(shape: IntArray, stride: IntArray) -> BoolArray:
@@ -367,10 +342,9 @@ def _are_disjoint_in_order(shape: IntArray, stride: IntArray) -> BoolArray:
 
 
 def _refuse_pieces(layout: Layout, pieces: Pieces, wrong: npt.ArrayLike, problem: str) -> None:
-    is_wrong = np.asarray(wrong)
-    if not is_wrong.any():
+    if not np.any(wrong):
         return
-    row = int(np.argmax(is_wrong))
+    row = int(np.argmax(wrong))
     tensor = layout.tensors[int(layout.tensor_of[pieces.tensor[row]])]
     file = layout.files[int(pieces.file[row])]
     offset, shape = (c[row, : len(tensor.shape)].tolist() for c in (pieces.offset, pieces.shape))

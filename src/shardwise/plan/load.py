@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.boxes import find_overlaps
-from shardwise.boxes.table import IntArray, Table, count_up, pad_columns
+from shardwise.boxes.table import IntArray, Table, count_up
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 
@@ -53,9 +52,6 @@ class Spans:
     first: IntArray
     rows: IntArray
 
-    def __len__(self) -> int:
-        return len(self.file)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
@@ -70,11 +66,6 @@ class LoadPlan:
     transfers: Transfers
     spans: Spans
     bytes_needed: int
-
-    @property
-    def bytes_read(self) -> int:
-        """The number of bytes to read from files."""
-        return int((self.spans.high - self.spans.low).sum())
 
 
 def plan_load(
@@ -97,24 +88,22 @@ def plan_load(
     """
     pieces = layout.pieces
     found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
-    transfers = _locate(layout, found.right, found.left, found.offset, found.shape)
-    needed = found.shape.prod(axis=1) * layout.itemsizes[pieces.tensor[found.right]]
+    part_of = pieces.select(found.right)
+    itemsize = layout.itemsizes[part_of.tensor]
+    elements = ((found.offset - part_of.offset) * part_of.stride).sum(axis=1)
+    extent = ((found.shape - 1) * part_of.stride).sum(axis=1) + 1
+    low = part_of.start + elements * itemsize
+    high = low + extent * itemsize
+    transfers = Transfers(
+        found.right, found.left, found.offset, found.shape, part_of.file, low, high
+    )
+    bytes_needed = int((found.shape.prod(axis=1) * itemsize).sum())
     transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
     transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
+    limits = np.broadcast_to(largest_read, len(layout.files))
     gap = largest_gap // block
-    spans = _choose_spans(transfers, layout.data_end, largest_read, gap, block)
-    return LoadPlan(transfers, spans, int(needed.sum()))
-
-
-def _locate(
-    layout: Layout, piece: IntArray, fragment: IntArray, offset: IntArray, shape: IntArray
-) -> Transfers:
-    part_of = layout.pieces.select(piece)
-    itemsize = layout.itemsizes[part_of.tensor]
-    elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
-    extent = ((shape - 1) * part_of.stride).sum(axis=1) + 1
-    low = part_of.start + elements * itemsize
-    return Transfers(piece, fragment, offset, shape, part_of.file, low, low + extent * itemsize)
+    spans = _choose_spans(transfers, layout.file_bounds[:, 2], limits, gap, block)
+    return LoadPlan(transfers, spans, bytes_needed)
 
 
 def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
@@ -144,12 +133,14 @@ def _cut_along(transfers: Transfers, dim: int, stride: IntArray, extent: IntArra
 
 
 def _choose_spans(
-    transfers: Transfers, data_end: IntArray, largest_read: int | IntArray, gap: int, block: int
+    transfers: Transfers, read_end: IntArray, largest_read: IntArray, gap: int, block: int
 ) -> Spans:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
     Args:
         transfers: sorted by file and start.
+        read_end, largest_read: for each file, the end of the bytes to read, and the greatest length
+            of a span, in bytes.
         gap: a span may include up to this many unneeded blocks between needed ones.
     """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
@@ -164,7 +155,7 @@ def _choose_spans(
     begins = np.concatenate([[True], a[1:] > reach[:-1] + gap])
     heads = np.flatnonzero(begins)
     first, last = a[heads], reach[np.concatenate([heads[1:], [len(a)]]) - 1]
-    steps = np.maximum(max_read_bytes(largest_read, first // width) // block, 1)
+    steps = np.maximum(largest_read[first // width] // block, 1)
     cuts = -(-(last - first) // steps)
     rows = np.repeat(np.arange(len(heads)), cuts)
     span_low = first[rows] + count_up(cuts) * steps[rows]
@@ -173,15 +164,9 @@ def _choose_spans(
     spans = (
         file,
         (span_low - file * width) * block,
-        np.minimum((span_high - file * width) * block, data_end[file]),
+        np.minimum((span_high - file * width) * block, read_end[file]),
     )
     return assign_transfers(transfers, *spans)
-
-
-def max_read_bytes(largest_read: int | IntArray, file: IntArray) -> IntArray:
-    """Return the greatest read length of each file in `file`, from one number or one per file."""
-    given = np.asarray(largest_read, np.int64)
-    return given[file] if given.ndim else np.full(len(file), given)
 
 
 def assign_transfers(transfers: Transfers, file: IntArray, low: IntArray, high: IntArray) -> Spans:
@@ -204,11 +189,3 @@ def assign_transfers(transfers: Transfers, file: IntArray, low: IntArray, high: 
     order = np.argsort(span, kind="stable")
     first = np.searchsorted(span[order], np.arange(len(file) + 1))
     return Spans(file, low, high, first, transfer[order])
-
-
-def wanted_columns(
-    tensor: Sequence[int], offset: IntArray, shape: IntArray, dims: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return columns of wanted boxes, padded or cut to `dims` dimensions."""
-    offset, shape = offset[:, :dims], shape[:, :dims]
-    return np.asarray(tensor, np.int64), pad_columns(offset, dims, 0), pad_columns(shape, dims, 1)

@@ -24,7 +24,7 @@ def rename_function(rename: Rename | None) -> Callable[[str], str]:
         StateError: `rename` is neither a function nor a mapping of names.
     """
     if rename is None:
-        return lambda name: name
+        return str  # which returns the name itself
     if callable(rename):
         return _with_names_in_errors(rename)
     if not isinstance(rename, Mapping) or not all(
@@ -69,9 +69,7 @@ class SavedNames:
         saved_name: returns the name in the checkpoint, given a name of the target.
     """
 
-    def __init__(
-        self, layout: Layout, saved_name: Callable[[str], str] = lambda name: name
-    ) -> None:
+    def __init__(self, layout: Layout, saved_name: Callable[[str], str] = str) -> None:
         self.layout = layout
         self.saved_name = saved_name
         self._tensors = {tensor.name: i for i, tensor in enumerate(layout.tensors)}

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes.table import BoolArray, IntArray, Table, count_up
-from shardwise.plan.load import max_read_bytes
 
 NOBODY = -1
 
@@ -236,7 +235,8 @@ def _cut_to_length(
     ranges: Ranges, rows: IntArray, largest_read: int | IntArray
 ) -> tuple[Ranges, IntArray]:
     """Cut ranges that are too long for one read, and repeat their `rows`."""
-    longest = max_read_bytes(largest_read, ranges.file)
+    limits = np.asarray(largest_read, np.int64)
+    longest = limits[ranges.file] if limits.ndim else np.full(len(ranges), limits)
     parts = -(-ranges.sizes // longest)
     of, k = np.repeat(np.arange(len(ranges)), parts), count_up(parts)
     low = ranges.low[of] + k * longest[of]

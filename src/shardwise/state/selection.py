@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState
 
 
-@dataclass(frozen=True, slots=True)
 class Selection:
     """The names that a load or export selects.
 
-    Attributes:
+    Args:
         only: shell patterns; if there are any, a selected name matches one of them.
         skip: shell patterns; a selected name matches none of them.
+
+    Raises:
+        StateError: `only` or `skip` is not a list of patterns.
     """
 
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-
-    @classmethod
-    def from_patterns(cls, only: Iterable[str], skip: Iterable[str]) -> Selection:
-        """Return the selection by patterns, after checking their types.
-
-        Raises:
-            StateError: `only` or `skip` is not a list of patterns.
-        """
+    def __init__(self, only: Iterable[str] = (), skip: Iterable[str] = ()) -> None:
         for name, patterns in (("only", only), ("skip", skip)):
             is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
             if not is_list or not all(isinstance(each, str) for each in patterns):
                 raise StateError(
                     f"{name}={patterns!r}: expected a list of patterns, for example ['model.*']"
                 )
-        return cls(tuple(only), tuple(skip))
+        self._only, self._skip = tuple(only), tuple(skip)
 
     def selects(self, *names: str) -> bool:
         """Return whether a name is selected.
@@ -43,17 +35,17 @@ class Selection:
         Several names of one value are selected together: if any matches `only`, and none matches
         `skip`.
         """
-        if self.only and not _any_matches(names, self.only):
+        if self._only and not _any_matches(names, self._only):
             return False
-        return not _any_matches(names, self.skip)
+        return not _any_matches(names, self._skip)
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""
-        return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
+        return [each for each in (*self._only, *self._skip) if not _any_matches(names, [each])]
 
     def select_from(self, local_state: LocalState) -> LocalState:
         """Return the selected part of a local state. Its `unselected` lists all other names."""
-        if not (self.only or self.skip):
+        if not (self._only or self._skip):
             return local_state
         unselected = [name for name in local_state.names() if not self.selects(name)]
         return LocalState(
