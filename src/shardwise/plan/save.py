@@ -215,20 +215,17 @@ class PlanCache:
         """Return the fingerprints of all plans of a rank in the cache."""
         return [fingerprint for fingerprint, owner in self._plans if owner == rank]
 
-    def count(self, *, is_hit: bool) -> None:
-        """Count a save that used the cache, or that was planned again."""
-        self.hits += is_hit
-        self.misses += not is_hit
-
     def get(self, fingerprint: bytes, rank: int) -> SavePlan | None:
         """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
         plan = self._plans.get((fingerprint, rank))
         if plan is not None:
             self._plans.move_to_end((fingerprint, rank))
+            self.hits += 1
         return plan
 
     def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
+        self.misses += 1
         self._plans[fingerprint, rank] = plan
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)

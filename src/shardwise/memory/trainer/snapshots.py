@@ -6,17 +6,12 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+
+import msgspec
 
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
-from shardwise.engine.planning import (
-    Offer,
-    PlannedSave,
-    SaveRequest,
-    describe_save,
-    refuse_if_full,
-)
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas
 from shardwise.errors import StoreError
@@ -49,6 +44,9 @@ from shardwise.store import Store
 from shardwise.tiers.watch import MirrorWatch
 
 log = logging.getLogger("shardwise")
+
+_Note = tuple[bool, AgentInfo]
+"""Whether a rank has a slot for a snapshot, and the agent of its node."""
 
 
 class Snapshots:
@@ -151,31 +149,29 @@ class Snapshots:
         self.fence()
         bytes_sent_before = self._group.bytes_sent
 
-        with Round(self._group, "agreeing on a save") as all_ranks:
+        def prepare() -> SaveRequest:
             info = self._check_before_save()
             save = make_save()
-            has_slot = self._prepare_slot(save.options.step or 0, durable=durable)
-            place = str(save.store) if durable else f"memory, for {save.store}"
-            root = self.root if durable else None
-            with recorder.stage("describe"):
-                described = describe_save(replace(save, place=place, space_of=root))
-            offer = described.offer(plan_cache, self._group, self._comparison)
-            messages = all_ranks.all_gather((offer, has_slot, info), tuple[Offer, bool, AgentInfo])
-        offers = [offer for offer, _, _ in messages]
-        self._comparison.conclude([each.sample for each in offers], self._group, recorder)
-        self.membership.nodes = list({info.node: info for _, _, info in messages}.values())
-        if self._options.when_full == "skip" and not all(slot for _, slot, _ in messages):
+            has_slot = self._prepare_slot(save.step or 0, durable=durable)
+            save.note = msgspec.msgpack.encode((has_slot, info))
+            if not durable:
+                save.place = f"memory, for {save.store}"
+            return save
+
+        planned = plan_together(prepare, self._group, plan_cache, recorder, self._comparison)
+        notes = [msgspec.msgpack.decode(each, type=_Note) for each in planned.notes]
+        self.membership.nodes = list({info.node: info for _, info in notes}.values())
+        if self._options.when_full == "skip" and not all(has_slot for has_slot, _ in notes):
             self.skipped += 1
             return None
-        planned = described.plan(offers, self._group, plan_cache, recorder)
         if durable:
             with Round(self._group, "looking for an earlier save", rank0_only=True):
                 if self._group.rank == 0:
-                    planned.request.refuse_existing(self._steps_to_look_for)
-                    refuse_if_full(planned.request.space_of, planned.plan.bytes_stored)
-        if planned.request.options.check_replicas:
+                    nbytes = planned.plan.bytes_stored
+                    planned.request.check_place(nbytes, self._steps_to_look_for)
+        if planned.request.check_replicas:
             check_replicas(planned, self._group)
-        planned = planned.with_sample(self._comparison)
+        planned.choose_sample(self._comparison)
         return self._stage(planned, storage, recorder, bytes_sent_before, durable=durable)
 
     def _prepare_slot(self, step: int, *, durable: bool) -> bool:
@@ -202,11 +198,7 @@ class Snapshots:
                 much is needed.
         """
         group = self._group
-
-        with Round(group, "describing a save") as all_ranks:
-            described = describe_save(replace(make_save(), space_of=None))
-            offers = all_ranks.all_gather(described.offer(plan_cache, group), Offer)
-        planned = described.plan(offers, group, plan_cache, recorder)
+        planned = plan_together(make_save, group, plan_cache, recorder)
         source, ring, _ = join_ring(planned, self._options, self.membership, group)
         compared = self._comparison.most_bytes(planned.plan)
         with Round(group, "allocating slots"), recorder.stage("allocate"):
@@ -364,8 +356,7 @@ class Snapshots:
         durable: bool,
     ) -> SaveHandle:
         """Stage a planned save. Failures here reach the other ranks at the next save."""
-        options = planned.request.options
-        place = SnapshotDirectory(self.run, options.step or 0)
+        place = SnapshotDirectory(self.run, planned.request.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
@@ -396,7 +387,7 @@ class Snapshots:
         self._pending.add(pending)
         report = SaveReport(
             path=str(planned.request.store if durable else place.path),
-            step=options.step,
+            step=planned.request.step,
             bytes_total=0,
             bytes_written=0 if source is None else source.entry.size,
             bytes_deduplicated=0,
@@ -411,11 +402,11 @@ class Snapshots:
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
-        plan, options, memory = planned.plan, planned.request.options, self._options
+        plan, request, memory = planned.plan, planned.request, self._options
         node_of = self.membership.node_of
         return PendingManifest(
             save_id=planned.save_id,
-            step=options.step or 0,
+            step=request.step or 0,
             manifest=planned.manifest(()).decode(),
             files=[(data_file(r, planned.save_id), node_of[r]) for r in plan.writers.tolist()],
             nodes=self.membership.nodes,
@@ -425,7 +416,7 @@ class Snapshots:
             storage=storage,
             durable=durable,
             rescue=memory.rescue,
-            overwrite=options.overwrite,
+            overwrite=request.overwrite,
             copies=memory.copies,
             parity=memory.parity,
             group=memory.group,
