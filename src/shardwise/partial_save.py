@@ -19,13 +19,14 @@ from shardwise.engine.save import prepare_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
     ObjectEntry,
     TensorEntry,
+    encode_header_entries,
     encode_manifest,
+    lay_out_file,
 )
 from shardwise.manifest.names import check_name, new_save_id
 from shardwise.manifest.pieces import encode_tensors_with
@@ -160,7 +161,7 @@ class PartialSave:
             header = encode_header_entries(table.describe_pieces(description))
             # The name has an id of its own: without `begin`, a process does not know the save's id.
             laid_out = lay_out_file(self.save_id, rank, header)
-            file = self._write_file(FileSource.of(table, fragments, laid_out))
+            file = self._write_file(FileSource(table, fragments, laid_out))
         path = str(self._request.store)
         return SavedPart(path, rank, file, tuple(entries), tuple(boxes), encoded)
 

@@ -30,8 +30,13 @@ from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.data_file import lay_out_file
-from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, encode_manifest
+from shardwise.manifest.manifest import (
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    encode_manifest,
+    lay_out_file,
+)
 from shardwise.manifest.names import MANIFEST, check_name, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Structure, World
@@ -166,26 +171,27 @@ class PlannedSave:
     def source(self) -> FileSource | None:
         """Return the source of this rank's file; None if the rank writes no file."""
         plan, per_rank = self.plan, self.request.state.per_rank
-        if not (len(plan.pieces) or per_rank):
+        if not (plan.pieces.fragment or per_rank):
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
         file = lay_out_file(self.save_id, plan.rank, plan.header_entries, len(objects))
-        return FileSource.of(plan.pieces, self.fragments, file, objects)
+        return FileSource(plan.pieces, self.fragments, file, objects)
 
     def source_of_peer(self, rank: int) -> FileSource:
         """Return the source of the data section of a rank that holds the same boxes as this one.
 
         The bytes are read from this rank's replicas.
         """
-        return FileSource.of(self.plan.pieces_of(rank), self.fragments)
+        return FileSource(self.plan.pieces_of(rank), self.fragments)
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 calls this."""
-        plan, values = self.plan, (self.objects, self.plan.world.per_rank)
-        tensors = plan.encoded_tensors
-        return encode_manifest(
-            self.request.manifest(self.save_id, plan.world.size, files, values, tensors)
-        )
+        per_rank: dict[str, None] = {}
+        for structure in self.plan.world.structures:
+            per_rank |= dict.fromkeys(structure.per_rank)
+        ranks, tensors = len(self.plan.world.coordinates), self.plan.encoded_tensors
+        values = self.objects, tuple(per_rank)
+        return encode_manifest(self.request.manifest(self.save_id, ranks, files, values, tensors))
 
     def choose_sample(self, watch: ReplicaWatch) -> None:
         """Choose the replicas to compare. Call this after all checks that can refuse the save."""

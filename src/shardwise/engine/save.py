@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from shardwise.boxes import Box
-from shardwise.engine.commit import commit_save, lock_save
+from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import remove_leftovers
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from shardwise.engine.commit import lock_save, publish_manifest
+from shardwise.engine.commit import lock_save, publish_manifest, remove_leftovers, saved_manifest
 from shardwise.engine.copy_file import Throttle, copy_verified
-from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file
@@ -99,10 +98,3 @@ def _copy_all(
             failed.set()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def saved_manifest(store: Store) -> Manifest | None:
-    """Return the manifest in a directory; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, NotADirectoryError, FormatError):
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-    return None

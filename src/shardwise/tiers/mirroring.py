@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import msgspec
 
+from shardwise.engine.commit import remove_leftovers
 from shardwise.engine.copy_file import Throttle
-from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import step_directory, step_of_directory
 from shardwise.retention import (

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from shardwise.engine.commit import saved_manifest
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
@@ -21,7 +22,6 @@ from shardwise.store import (
     lock_for_reading,
 )
 from shardwise.store.store import Buffer
-from shardwise.tiers.copying import saved_manifest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

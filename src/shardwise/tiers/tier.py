@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from shardwise.engine.commit import saved_manifest
 from shardwise.manifest.names import is_file_of_save, step_directory
 from shardwise.retention import CheckpointInfo, committed_steps
 from shardwise.store import Store
-from shardwise.tiers.copying import saved_manifest
 
 REREAD_PERIOD = 600.0
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 
 from shardwise.deadline import Deadline
+from shardwise.engine.commit import saved_manifest
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
 from shardwise.store import Store
-from shardwise.tiers.copying import saved_manifest
 from shardwise.tiers.record import MirrorRecord
 
 FAILURE_TIMEOUT = 60.0

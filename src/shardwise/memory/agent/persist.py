@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import exists_error, lock_save, published_save_id
+from shardwise.engine.commit import is_published, lock_save, remove_leftovers
 from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
-from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
@@ -160,9 +159,7 @@ def lock_for_publishing(
             was one attempt only.
     """
     names = store.list()
-    is_published = MANIFEST in names and published_save_id(store) == pending.save_id
-    if not pending.overwrite and MANIFEST in names and not is_published:
-        raise exists_error(store)
+    has_ended = is_published(store, pending.save_id, names, overwrite=pending.overwrite)
     has_begun = any(name in names for name, _ in pending.files)
     if names and not has_begun:
         remove_leftovers(store)
@@ -175,4 +172,4 @@ def lock_for_publishing(
                 "it: an agent that persists this save, or a Checkpointer that looks for leftovers. "
                 "The agent tries again; if this lasts, look for another agent with this root"
             )
-        yield is_published
+        yield has_ended
