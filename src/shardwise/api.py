@@ -18,7 +18,6 @@ from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
 from shardwise.engine.load import LoadReport
-from shardwise.engine.options import SaveOptions
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
@@ -89,13 +88,13 @@ def save(
     recorder = Recorder(on_event)
 
     def prepare() -> SaveRequest:
-        options = SaveOptions.from_arguments(step, overwrite, check_replicas, metrics)
-        arena = Arena(staging_bytes)
+        arena, store = Arena(staging_bytes), open_store(place)
         local = local_state_of(state, allow_pickle=allow_pickle)
-        store = open_store(place)
+        request = SaveRequest(state=local, store=store, arena=arena, step=step,
+            overwrite=overwrite, check_replicas=check_replicas, metrics=metrics or {})  # fmt: skip
         if ranks.rank == 0:
             refuse_as_destination(store)
-        return SaveRequest(state=local, store=store, arena=arena, options=options, space_of=store)
+        return request
 
     warn_without_group(group)
     with pause_gc(), resolved_group(group) as ranks:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.engine.commit import map_in_threads, remove_leftovers
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.events import format_count
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest

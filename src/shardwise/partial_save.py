@@ -14,19 +14,19 @@ import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
-from shardwise.engine.options import SaveOptions
-from shardwise.engine.planning import SaveRequest, make_manifest, refuse_if_full
+from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
     ObjectEntry,
     TensorEntry,
+    encode_header_entries,
     encode_manifest,
+    lay_out_file,
 )
 from shardwise.manifest.names import check_name, new_save_id
 from shardwise.manifest.pieces import encode_tensors_with
@@ -99,7 +99,9 @@ class PartialSave:
             state=LocalState(),
             store=open_store(place),
             arena=Arena(staging_bytes),
-            options=SaveOptions.from_arguments(step, overwrite, False, metrics),
+            step=step,
+            overwrite=overwrite,
+            metrics=metrics or {},
         )
         self._lock = ExitStack()
         self._world_size: int | None = None  # until `begin`
@@ -119,9 +121,8 @@ class PartialSave:
             StoreError, OSError: the place cannot be locked, or has too little room.
         """
         refuse_as_destination(self._request.store)
-        refuse_if_full(self._request.store, nbytes)
         self._world_size = world_size
-        prepare_place(self._request, self.save_id, self._lock)
+        prepare_place(self._request, self.save_id, nbytes, self._lock)
 
     def write(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None, *, rank: int
@@ -160,7 +161,7 @@ class PartialSave:
             header = encode_header_entries(table.describe_pieces(description))
             # The name has an id of its own: without `begin`, a process does not know the save's id.
             laid_out = lay_out_file(self.save_id, rank, header)
-            file = self._write_file(FileSource.of(table, fragments, laid_out))
+            file = self._write_file(FileSource(table, fragments, laid_out))
         path = str(self._request.store)
         return SavedPart(path, rank, file, tuple(entries), tuple(boxes), encoded)
 
@@ -199,7 +200,7 @@ class PartialSave:
             manifest = self._manifest([*parts], values or {}, rename or {})
             encoded = encode_manifest(manifest)
             names = [file.name for file in manifest.files]
-            overwrite = self._request.options.overwrite
+            overwrite = self._request.overwrite
             commit_save(self._request.store, self.save_id, encoded, names, overwrite=overwrite)
         finally:
             self.close()
@@ -241,8 +242,7 @@ class PartialSave:
             check_name(name)
         entries = tuple(ObjectEntry(name, value) for name, value in objects.items())
         tensor_list = encode_tensors_with(named, rows)
-        options = self._request.options
-        manifest = make_manifest(self.save_id, options, world, files, (entries, ()), tensor_list)
+        manifest = self._request.manifest(self.save_id, world, files, (entries, ()), tensor_list)
         try:
             layout_of_manifest(manifest)
         except FormatError as error:

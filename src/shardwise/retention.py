@@ -16,7 +16,7 @@ from typing import Any, Literal, SupportsIndex
 
 import msgspec
 
-from shardwise.engine.leftovers import (
+from shardwise.engine.commit import (
     map_in_threads,
     mark_as_removed,
     remove_leftovers,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine import leftovers
+from shardwise.engine import commit
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.group import SoloGroup
 from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
@@ -89,7 +89,7 @@ def test_of_eight_writers_of_a_step_one_wins_and_the_others_are_told(
         ended = list(pool.map(attempt, range(8)))
     assert sorted(ended) == ["told"] * 7 + ["won"]
     assert value_of(root.at("it")) == ended.index("won")
-    leftovers.remove_leftovers(root.at("it"))
+    commit.remove_leftovers(root.at("it"))
     assert len(root.at("it").list()) == 2
 
 
@@ -123,10 +123,10 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
     assert isinstance(tensor, sw.SavedTensor)
     assert tensor[...].tolist() == [1.0] * 3
     assert REMOVED in first.list()
-    leftovers.mark_as_removed(first, time.time() - 590)
+    commit.mark_as_removed(first, time.time() - 590)
     save_steps(root, 3, keep=sw.Keep(last=1))
     assert first.list()
-    leftovers.mark_as_removed(first, time.time() - 601)
+    commit.mark_as_removed(first, time.time() - 601)
     save_steps(root, 4, keep=sw.Keep(last=1))
     assert first.list() == []
     with pytest.raises(CheckpointNotFoundError, match="was removed by retention"):
@@ -135,7 +135,7 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
         sw.open(root.at(step_directory(2)))
     assert root.at(step_directory(2)).list()
     for step in (2, 3):
-        leftovers.mark_as_removed(root.at(step_directory(step)), time.time() - 601)
+        commit.mark_as_removed(root.at(step_directory(step)), time.time() - 601)
     with opened(root) as checkpointer:
         assert checkpointer.steps() == [4]
     assert root.list() == [step_directory(4)]

@@ -24,10 +24,9 @@ from shardwise.manifest.checksums import (
     crc32,
     find_damaged_blocks,
 )
-from shardwise.manifest.data_file import ALIGNMENT, encode_header_entries, lay_out_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.manifest import ALIGNMENT, TensorEntry, encode_header_entries, lay_out_file
 from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import DeviceMemory, HostMemory, TensorMemory
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, encode_header_entries, lay_out_file
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -47,6 +45,7 @@ from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.memory.view import StageState
 from shardwise.plan.save import PieceTable
+from shardwise.state.leaves import Fragment
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)
@@ -150,16 +149,26 @@ class SimulatedMemory:
         raise NotImplementedError
 
 
+class FakeTensor:
+    """A tensor whose memory is given."""
+
+    def __init__(self, memory: TensorMemory) -> None:
+        self.memory, self.device = memory, memory.device or torch.device("cpu")
+
+
 def content_of(*memories: TensorMemory) -> FileSource:
     """A file of tensors of `SIZE` bytes each."""
     entries = [(f"t{i}", "uint8", (SIZE,), Box((0,), (SIZE,))) for i in range(len(memories))]
-    n = len(memories)
-    pieces = PieceTable(
-        SIZE * np.arange(n + 1), list(range(n)), [(0,)] * n, [(SIZE,)] * n, [True] * n
-    )
-    devices = frozenset(each.device for each in memories if each.device is not None)
-    file = lay_out_file("0" * 16, 0, encode_header_entries(entries))
-    return FileSource(*file, pieces, b"", memories.__getitem__, devices)
+    return source_of(memories, lay_out_file("0" * 16, 0, encode_header_entries(entries)))
+
+
+def source_of(
+    memories: Sequence[TensorMemory], file: tuple[bytes, FileEntry] | None = None
+) -> FileSource:
+    n, box = len(memories), Box((0,), (SIZE,))
+    pieces = PieceTable(SIZE * np.arange(n + 1), list(range(n)), [box] * n)
+    fragments = [Fragment(box, FakeTensor(memory)) for memory in memories]  # type: ignore[arg-type]
+    return FileSource(pieces, fragments, file, b"", lambda tensor: tensor.memory)  # type: ignore[attr-defined]
 
 
 class Trial:
@@ -183,7 +192,7 @@ class Trial:
         save_id = f"{step:016x}"
         if content is not None:
             entry = msgspec.structs.replace(content.entry, name=data_file(0, save_id))
-            content = replace(content, entry=entry)
+            content.entry = entry
         planned = PlannedSave(
             save_id=save_id,
             request=nothing,
@@ -257,11 +266,7 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
 
 def sample_of(*memories: TensorMemory) -> ReplicaSample:
     """All bytes of tensors that another rank holds, too."""
-    pieces = content_of(*memories).pieces
-    end = int(pieces.start[-1])
-    devices = frozenset(each.device for each in memories if each.device is not None)
-    entry = FileEntry("", 0, end, 0, end, end, 0)
-    source = FileSource(b"", entry, pieces, b"", memories.__getitem__, devices)
+    source = source_of(memories)
     nothing: Any = None
     replicas = ReplicaSet(number=7, holders=2, fragment=nothing, start=nothing)
     return ReplicaSample("0" * 16, 1, 0, source, [replicas], [0, len(memories)], nothing)

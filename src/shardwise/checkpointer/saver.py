@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Protocol
 
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
-from shardwise.engine.planning import Offer, SaveRequest, describe_save, refuse_if_full
+from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
@@ -164,34 +163,30 @@ class SnapshotSaver(Snapshots):
         """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
         self.fence()
         group, sent_before = self._group, self._group.bytes_sent
-        with Round(group, "agreeing on a save") as all_ranks:
+
+        def prepare() -> SaveRequest:
             save = make_save()
-            own = self.offer(save.options.step or 0, durable=durable)
-            place = str(save.store) if durable else f"memory, for {save.store}"
-            root = self.root if durable else None
-            with recorder.stage("describe"):
-                described = describe_save(replace(save, place=place, space_of=root))
-            offer = described.offer(plan_cache, group, self._comparison)
-            messages = all_ranks.all_gather((offer, own), tuple[Offer, bytes])
-        offers = [offer for offer, _ in messages]
-        self._comparison.conclude([each.sample for each in offers], group, recorder)
-        if not self.accept([own for _, own in messages]):
+            save.note = self.offer(save.step or 0, durable=durable)
+            if not durable:
+                save.place = f"memory, for {save.store}"
+            return save
+
+        planned = plan_together(prepare, group, plan_cache, recorder, self._comparison)
+        if not self.accept(planned.notes):
             return None
-        planned = described.plan(offers, group, plan_cache, recorder)
-        request, plan = planned.request, planned.plan
+        request = planned.request
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
-                    request.refuse_existing(self._steps_to_look_for)
-                    refuse_if_full(request.space_of, plan.bytes_stored)
-        if request.options.check_replicas:
+                    request.check_place(planned.plan.bytes_stored, self._steps_to_look_for)
+        if request.check_replicas:
             check_replicas(planned, group)
-        planned = planned.with_sample(self._comparison)
+        planned.choose_sample(self._comparison)
         with recorder.stage("stage"):
             pending = self.stage(planned, storage, durable=durable)
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
-            step=request.options.step,
+            step=request.step,
             bytes_total=0,
             bytes_written=pending.nbytes,
             bytes_deduplicated=0,
@@ -206,11 +201,7 @@ class SnapshotSaver(Snapshots):
         self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank."""
-        group = self._group
-        with Round(group, "describing a save") as all_ranks:
-            described = describe_save(replace(make_save(), space_of=None))
-            offers = all_ranks.all_gather(described.offer(plan_cache, group), Offer)
-        planned = described.plan(offers, group, plan_cache, recorder)
+        planned = plan_together(make_save, self._group, plan_cache, recorder)
         compared = self._comparison.most_bytes(planned.plan)
         with recorder.stage("allocate"):
             return self.allocate(planned, compared)

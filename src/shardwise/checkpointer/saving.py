@@ -21,7 +21,7 @@ from shardwise.checkpointer.starting import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
-from shardwise.engine.options import SaveOptions, check_step
+from shardwise.engine.options import check_step
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
@@ -233,12 +233,10 @@ class Saving:
                     "swapped: pass the step first"
                 )
             step = check_step(call.step)
-            options = SaveOptions.from_arguments(
-                step, overwrite, settings.check_replicas, call.metrics
-            )
+            store, metrics = settings.root.at(step_directory(step)), call.metrics or {}
             if durable:
-                self._require_ranked_metric(options)
-            return self._make_save(call.state, settings.root.at(step_directory(step)), options)
+                self._require_ranked_metric(step, metrics)
+            return self._make_save(call.state, store, step, metrics, overwrite=overwrite)
 
         self._fence_optimizer_steps(call.state)
         damaged = self._damaged - ({call.step} if is_damaged else set())
@@ -263,7 +261,7 @@ class Saving:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""
 
         def make_save() -> SaveRequest:
-            return self._make_save(state, self._settings.root, SaveOptions())
+            return self._make_save(state, self._settings.root)
 
         with pause_gc():
             recorder = Recorder(self._settings.on_event)
@@ -287,19 +285,32 @@ class Saving:
             if optimizer not in self._step_hooks:
                 self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
-    def _make_save(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
-        staging_bytes = self._settings.staging_bytes
-        arena = Arena() if staging_bytes is None else Arena(staging_bytes)
-        local_state = local_state_of(state, allow_pickle=self._settings.allow_pickle)
+    def _make_save(
+        self,
+        state: State,
+        store: Store,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> SaveRequest:
+        settings = self._settings
+        staging_bytes = settings.staging_bytes
         return SaveRequest(
-            state=local_state, store=store, arena=arena, options=options, space_of=store
+            state=local_state_of(state, allow_pickle=settings.allow_pickle),
+            store=store,
+            arena=Arena() if staging_bytes is None else Arena(staging_bytes),
+            step=step,
+            overwrite=overwrite,
+            check_replicas=settings.check_replicas,
+            metrics=metrics or {},
         )
 
-    def _require_ranked_metric(self, options: SaveOptions) -> None:
+    def _require_ranked_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         best = self._settings.keep.best
-        if best is not None and best.metric not in options.metrics:
+        if best is not None and best.metric not in metrics:
             raise StateError(
-                f"save of step {options.step}: metrics= lacks {best.metric!r}, which Keep(best=…) "
+                f"save of step {step}: metrics= lacks {best.metric!r}, which Keep(best=…) "
                 'needs: pass float("nan") if it was not measured'
             )
 

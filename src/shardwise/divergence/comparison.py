@@ -205,7 +205,7 @@ class ReplicaComparison:
         if not self._sets:
             return None
         pieces, set_starts = choose_pieces(self._sets, plan.description, self._comparison_number)
-        source = FileSource.of(pieces, fragments)
+        source = FileSource(pieces, fragments)
         self._sample = ReplicaSample(
             save_id, step, self._comparison_number, source, self._sets, set_starts, plan.description
         )

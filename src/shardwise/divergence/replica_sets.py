@@ -140,39 +140,35 @@ def choose_pieces(
     set_starts: list[int] = [0]
     fragments: list[int] = []
     boxes: list[Box] = []
-    whole: list[bool] = []
     ndims = [len(shape) for shape in description.structure.shapes]
     for each in sets:
-        for fragment, box, is_whole in _pieces_of_set(each, description, ndims, comparison_number):
+        for fragment, box in _pieces_of_set(each, description, ndims, comparison_number):
             fragments.append(fragment)
             boxes.append(box)
-            whole.append(is_whole)
         set_starts.append(len(fragments))
     itemsize = [DTYPES[dtype].itemsize for dtype in description.structure.dtypes]
     tensors = description.tensor[fragments].tolist()
     sizes = [box.size * itemsize[tensor] for box, tensor in zip(boxes, tensors, strict=True)]
     start = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    offsets, shapes = [box.offset for box in boxes], [box.shape for box in boxes]
-    return PieceTable(start, fragments, offsets, shapes, whole), tuple(set_starts)
+    return PieceTable(start, fragments, boxes), tuple(set_starts)
 
 
 def _pieces_of_set(
     replicas: ReplicaSet, description: Description, ndims: Sequence[int], comparison_number: int
-) -> Iterator[tuple[int, Box, bool]]:
-    """Yield the fragment of each piece of a set, its box in the fragment, and if it is whole."""
+) -> Iterator[tuple[int, Box]]:
+    """Yield the fragment of each piece of a set, and its box in the global tensor."""
     for low, high in choose_ranges(replicas.nbytes, replicas.holders, comparison_number):
         first = int(np.searchsorted(replicas.start, low, side="right")) - 1
         last = int(np.searchsorted(replicas.start, high, side="left"))
         bounds = replicas.start[first : last + 1].tolist()
         indices = replicas.fragment[first:last]
         tensors = description.tensor[indices].tolist()
-        rows = zip(indices.tolist(), description.shape[indices].tolist(), tensors, strict=True)
-        for (fragment, row, tensor), begin, end in zip(rows, bounds, bounds[1:], strict=False):
-            shape = tuple(row[: ndims[tensor]])
+        offsets, shapes = description.offset[indices].tolist(), description.shape[indices].tolist()
+        rows = zip(indices.tolist(), tensors, offsets, shapes, strict=True)
+        for (fragment, i, offset, shape), begin, end in zip(rows, bounds, bounds[1:], strict=False):
+            origin, extent = offset[: ndims[i]], tuple(shape[: ndims[i]])
+            itemsize = (end - begin) // math.prod(extent)
             a, b = max(low, begin) - begin, min(high, end) - begin
-            if (a, b) == (0, end - begin):
-                yield fragment, Box.whole(shape), True
-                continue
-            itemsize = (end - begin) // math.prod(shape)
-            for box in boxes_of_range(shape, a // itemsize, b // itemsize):
-                yield fragment, box, False
+            for box in boxes_of_range(extent, a // itemsize, b // itemsize):
+                start = tuple(o + w for o, w in zip(origin, box.offset, strict=True))
+                yield fragment, Box(start, box.shape)

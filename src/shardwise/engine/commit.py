@@ -1,28 +1,53 @@
-"""Commit a save: lock its place, and publish its manifest, unless files of it were removed."""
+"""Commit a save: lock its place and publish its manifest; and remove what other saves left behind.
+
+*Leftovers* are the files of interrupted and replaced saves, and of removed checkpoints.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
+
+import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.engine.leftovers import map_in_threads, remove_leftovers
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import (
     CheckpointExistsError,
     FormatError,
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import MANIFEST, lock_file
-from shardwise.store import Store, publish_checked
+from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.names import (
+    MANIFEST,
+    REMOVED,
+    is_file_of_save,
+    is_lock_file,
+    lock_file,
+    save_id_of_file,
+)
+from shardwise.store import Store, abort_uploads, publish_checked
 
 MAX_PUBLICATION_SECONDS = 10.0
 """A lock can expire while its process pauses, but not within this time, in any store. If publishing
 ends later than this after the last look at the data files, they are looked for once more."""
 MOST_NAMES_SHOWN = 5
 LOCK_TIMEOUT, LOCK_PAUSE = 1.0, 0.05  # seconds
+REQUESTS_AT_ONCE = 16
+MAX_REMOVED_BYTES = 1 << 12
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@prepare_decoding
+class _Removed(msgspec.Struct, frozen=True):
+    """When a checkpoint was removed, in seconds since 1970."""
+
+    removed_at: float
 
 
 @contextmanager
@@ -82,8 +107,9 @@ def lock_for_publishing(
             was one attempt only.
     """
     names = store.list()
-    is_published = MANIFEST in names and published_save_id(store) == save_id
-    if not overwrite and MANIFEST in names and not is_published:
+    saved = saved_manifest(store) if MANIFEST in names else None
+    is_published = saved is not None and saved.save_id == save_id
+    if MANIFEST in names and not is_published and not overwrite:
         raise exists_error(store)
     if names and not any(name in names for name in files):
         remove_leftovers(store)
@@ -119,10 +145,10 @@ def commit_save(
     try:
         publish_manifest(store, manifest, files, replace=overwrite)
     except FileExistsError as error:
-        other = published_save_id(store)
-        if other == save_id:  # an agent that has just ended published it
+        saved = saved_manifest(store)
+        if saved is not None and saved.save_id == save_id:  # an agent that ended published it
             return
-        if other is not None:
+        if saved is not None:
             with suppress(OSError):  # the next save here removes them
                 map_in_threads(store.delete, files)
         raise exists_error(store) from error
@@ -130,12 +156,11 @@ def commit_save(
         remove_leftovers(store, own_lock=lock_file(save_id))
 
 
-def published_save_id(store: Store) -> str | None:
-    """Return the id of the save that a directory has; None without a readable manifest."""
-    try:
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST)).save_id
-    except (FileNotFoundError, FormatError):
-        return None
+def saved_manifest(store: Store) -> Manifest | None:
+    """Return the manifest in a directory; None if it is missing or damaged."""
+    with suppress(FileNotFoundError, NotADirectoryError, FormatError):
+        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+    return None
 
 
 def exists_error(store: Store) -> CheckpointExistsError:
@@ -208,3 +233,106 @@ def _refuse_missing(store: Store, files: Collection[str], names: Collection[str]
             "Other processes do this only if this process did not reach the storage for long, or "
             "was stopped; save again"
         )
+
+
+def remove_leftovers(
+    store: Store, *, own_lock: str = "", names: Sequence[str] | None = None
+) -> list[str]:
+    """Remove the files of uncommitted, replaced and removed checkpoints from a directory.
+
+    Files that no save made are kept. If another save is running in the directory, or processes may
+    still read a checkpoint that was removed from it, nothing is removed. If the directory becomes
+    empty, it is removed too.
+
+    Args:
+        own_lock: the lock file of the caller's save, which is kept.
+        names: an earlier listing of the directory. Default: list it now.
+
+    Returns:
+        The names of the removed files.
+    """
+    names = store.list() if names is None else names
+    ours = [name for name in names if is_file_of_save(name) and name != own_lock]
+    if not ours:
+        return []
+    saves = {save_id_of_file(name) for name in ours}
+    if MANIFEST in names and len(saves) == 1 and None not in saves:
+        return []  # the files of one checkpoint
+    with ExitStack() as locks:
+        for name in filter(is_lock_file, names):
+            if name != own_lock and not locks.enter_context(store.lock(name)):
+                return []
+        if REMOVED in ours and _may_be_read(store):
+            return []
+        # All locks are held, so no running save can still commit one of the listed files.
+        committed = _files_in_manifest(store)
+        if committed is None:
+            return []
+        removed = [name for name in ours if name not in committed]
+        # Delete the mark of a removed checkpoint last. If the removal is interrupted, the next one
+        # finds the mark, and continues.
+        map_in_threads(store.delete, [name for name in removed if name != REMOVED])
+        if REMOVED in removed:
+            store.delete(REMOVED)
+        if removed:
+            with suppress(OSError):  # the directory is not empty, so it stays
+                store.delete("")  # the directory itself
+    return removed
+
+
+def remove_leftovers_below(root: Store, directories: Sequence[str]) -> None:
+    """Remove the leftovers in the directories of a root, and then the empty directories.
+
+    Where that is not permitted, they stay.
+    """
+
+    def clean(name: str) -> None:
+        store = root.at(name)
+        with suppress(OSError):
+            names = store.list()
+            remove_leftovers(store, names=names)
+            if MANIFEST not in names:
+                store.delete("")  # fails unless the directory is empty
+
+    map_in_threads(clean, directories)
+    abort_uploads(root)
+
+
+def mark_as_removed(store: Store, removed_at: float) -> None:
+    """Record in a directory that its checkpoint is removed, so that its files stay for a while.
+
+    Processes that cannot lock the checkpoint may still read the files.
+
+    Args:
+        removed_at: the present time, in seconds since 1970.
+    """
+    store.publish(REMOVED, msgspec.json.encode(_Removed(removed_at)), replace=True)
+
+
+def map_in_threads(work: Callable[[Item], Result], items: Collection[Item]) -> list[Result]:
+    """Return the result of `work` for each item, in order. Many items are worked on at a time."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE, "shardwise-requests") as pool:
+        return list(pool.map(work, items))
+
+
+def _may_be_read(store: Store) -> bool:
+    """Return whether a checkpoint was removed so recently that it may still be read."""
+    try:
+        data = store.read(REMOVED, limit=MAX_REMOVED_BYTES)
+        removed_at = msgspec.json.decode(data, type=_Removed).removed_at
+    except (FileNotFoundError, msgspec.DecodeError):
+        return False
+    return abs(time.time() - removed_at) < store.traits.reading_grace
+
+
+def _files_in_manifest(store: Store) -> set[str] | None:
+    """Return the files that the manifest lists; None if the manifest cannot be read."""
+    try:
+        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
+    except FileNotFoundError:
+        return set()
+    except (FormatError, StoreError):
+        return None
+    return {file.name for file in manifest.files}

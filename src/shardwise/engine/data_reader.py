@@ -18,9 +18,8 @@ from shardwise.errors import (
 )
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
-from shardwise.manifest.data_file import ALIGNMENT
 from shardwise.manifest.layout import StoredFile
-from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
+from shardwise.manifest.manifest import ALIGNMENT, LARGEST_MANIFEST, FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer

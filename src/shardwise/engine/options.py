@@ -1,51 +1,11 @@
-"""The options of a save, and checks of numbers that users pass as options."""
+"""Checks of numbers that users pass as options."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from shardwise.errors import StateError
-from shardwise.manifest.names import check_name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Options of a save; see `shardwise.save`."""
-
-    step: int | None = None
-    overwrite: bool = False
-    check_replicas: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def from_arguments(
-        cls,
-        step: SupportsIndex | None,
-        overwrite: bool,
-        check_replicas: bool,
-        metrics: Mapping[str, float] | None,
-    ) -> SaveOptions:
-        """Check the arguments of a save, and return them as options.
-
-        Raises:
-            StateError: the step is not an integer from 0, or a metric is not a number.
-        """
-        step = None if step is None else check_step(step)
-        values = {}
-        try:
-            for name, value in (metrics or {}).items():
-                values[check_name(name)] = float(value)
-        except StateError as error:
-            raise StateError(f"metrics={metrics!r}: {error}") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise StateError(
-                f"metrics={metrics!r}: expected a dict of numbers, for example {{'loss': 2.5}}: "
-                f"{error}"
-            ) from error
-        return cls(step=step, overwrite=overwrite, check_replicas=check_replicas, metrics=values)
 
 
 def check_integer(call_prefix: str, value: object, least: int = 1) -> int:

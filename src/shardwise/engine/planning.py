@@ -1,21 +1,20 @@
 """Plan a save: all ranks agree on the save, and each rank computes which pieces it writes.
 
-A save begins with these steps, which `engine/save.py` and snapshots in memory share:
+`plan_together` has the steps, which saves to storage and snapshots in memory share:
 
-1. `describe_save`: describe the state of this rank.
-2. Each rank sends an `Offer` to all ranks.
-3. `DescribedSave.plan`: if a structure is new, the first rank that has it sends it to all ranks.
-   Then every rank computes the plan. If all ranks have the plan in their caches, they send only
-   plain values, if these differ.
+1. Each rank describes its state, and sends an `Offer` to all ranks.
+2. If a structure is new, the first rank that has it sends it to all ranks. Plain values are sent
+   likewise, if they differ.
+3. Every rank computes the plan, unless all ranks have it in their caches.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,18 +23,23 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
-from shardwise.engine.options import SaveOptions
+from shardwise.engine.options import check_step
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.rounds import Round, require_equal
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
-from shardwise.errors import MismatchError, StoreError
+from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.data_file import lay_out_file
-from shardwise.manifest.manifest import FileEntry, Manifest, ObjectEntry, encode_manifest
-from shardwise.manifest.names import MANIFEST, data_file, new_save_id
+from shardwise.manifest.manifest import (
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    encode_manifest,
+    lay_out_file,
+)
+from shardwise.manifest.names import MANIFEST, check_name, data_file, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Coordinates, Description, Structure, World
+from shardwise.plan.structure import Coordinates, Structure, World
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
@@ -45,7 +49,7 @@ LONGEST_SHOWN = 40
 """The most characters of a value to show in an error message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SaveRequest:
     """One rank's request to save.
 
@@ -53,42 +57,92 @@ class SaveRequest:
         state: the tensors and values of this rank.
         store: the place of the checkpoint in storage.
         arena: the buffers to write through.
-        options: the options of the save.
+        step, overwrite, check_replicas, metrics: as for `shardwise.save`.
         place: the destination, for error messages. Default: the store.
-        space_of: the storage to check for free space; None to skip the check.
+        note: what this rank tells the others; see `PlannedSave.notes`.
+
+    Raises:
+        StateError: the step is not an integer from 0, or a metric is not a number.
     """
 
     state: LocalState
     store: Store
     arena: Arena
-    options: SaveOptions
+    step: int | None = None
+    overwrite: bool = False
+    check_replicas: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
     place: str = ""
-    space_of: Store | None = None
+    note: bytes = b""
 
-    @property
-    def settings(self) -> str:
-        """The settings that must be equal on all ranks, formatted for error messages."""
-        options = self.options
-        text = f"step {options.step} to {self.place or self.store}"
-        text += " with overwrite=True" if options.overwrite else ""
-        return text + (" with check_replicas=True" if options.check_replicas else "")
+    def __post_init__(self) -> None:
+        self.step = None if self.step is None else check_step(self.step)
+        metrics = {}
+        try:
+            for name, value in self.metrics.items():
+                metrics[check_name(name)] = float(value)
+        except StateError as error:
+            raise StateError(f"metrics={self.metrics!r}: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"metrics={self.metrics!r}: expected a dict of numbers, for example "
+                f"{{'loss': 2.5}}: {error}"
+            ) from error
+        self.metrics = metrics
 
-    def refuse_existing(self, steps: Collection[int] | None = None) -> None:
-        """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
+    def check_place(self, nbytes: int, steps: Collection[int] | None = None) -> None:
+        """Refuse a save to a place that has a checkpoint, unless `overwrite` is set, or no room.
 
         Args:
+            nbytes: the size of the tensors.
             steps: look only for checkpoints of these steps; None for all.
 
         Raises:
             CheckpointExistsError: the place has a checkpoint.
+            StoreError: fewer than `nbytes` bytes are free.
         """
-        if self.options.overwrite or (steps is not None and self.options.step not in steps):
-            return
-        if MANIFEST in self.store.list():
-            raise exists_error(self.store)
+        store = self.store
+        may_exist = not self.overwrite and (steps is None or self.step in steps)
+        if may_exist and MANIFEST in store.list():
+            raise exists_error(store)
+        free = free_bytes(store)
+        if free is not None and free < nbytes:
+            raise StoreError(
+                f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only "
+                f"{free:,} are free; free some space or keep fewer checkpoints"
+            )
+
+    def manifest(
+        self,
+        save_id: str,
+        world_size: int,
+        files: Sequence[FileEntry],
+        values: tuple[tuple[ObjectEntry, ...], tuple[str, ...]],
+        tensors: msgspec.Raw,
+    ) -> Manifest:
+        """Return the manifest of the save.
+
+        Args:
+            save_id: the id of the save.
+            world_size: the number of ranks.
+            files: the data files.
+            values: the plain values that all ranks share, and the names of the per-rank values.
+            tensors: the list of tensors, encoded; see `manifest/pieces.py`.
+        """
+        return Manifest(
+            save_id=save_id,
+            step=self.step,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            world_size=world_size,
+            metrics=dict(self.metrics),  # msgspec encodes numbers that are not finite as null
+            per_rank=values[1],
+            files=tuple(files),
+            objects=values[0],
+            tensors=tensors,
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class PlannedSave:
     """One rank's part of a save, after all ranks agreed on its plan.
 
@@ -100,6 +154,7 @@ class PlannedSave:
         fragments: the fragments in the description, with their memory.
         objects: the plain values that all ranks share.
         holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
+        notes: the note in the request of each rank.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
@@ -110,6 +165,7 @@ class PlannedSave:
     fragments: tuple[Fragment, ...]
     objects: tuple[ObjectEntry, ...]
     holding_key: bytes = b""
+    notes: Sequence[bytes] = ()
     sample: ReplicaSample | None = None
 
     @property
@@ -120,68 +176,197 @@ class PlannedSave:
     def source(self) -> FileSource | None:
         """Return the source of this rank's file; None if the rank writes no file."""
         plan, per_rank = self.plan, self.request.state.per_rank
-        if not (len(plan.pieces) or per_rank):
+        if not (plan.pieces.fragment or per_rank):
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
         file = lay_out_file(self.save_id, plan.rank, plan.header_entries, len(objects))
-        return FileSource.of(plan.pieces, self.fragments, file, objects)
+        return FileSource(plan.pieces, self.fragments, file, objects)
 
     def source_of_peer(self, rank: int) -> FileSource:
         """Return the source of the data section of a rank that holds the same boxes as this one.
 
         The bytes are read from this rank's replicas.
         """
-        return FileSource.of(self.plan.pieces_of(rank), self.fragments)
+        return FileSource(self.plan.pieces_of(rank), self.fragments)
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 calls this."""
-        plan = self.plan
-        values = self.objects, plan.world.per_rank
-        tensors = plan.encoded_tensors
-        options = self.request.options
-        made = make_manifest(self.save_id, options, plan.world.size, files, values, tensors)
-        return encode_manifest(made)
+        per_rank: dict[str, None] = {}
+        for structure in self.plan.world.structures:
+            per_rank |= dict.fromkeys(structure.per_rank)
+        ranks, tensors = len(self.plan.world.coordinates), self.plan.encoded_tensors
+        values = self.objects, tuple(per_rank)
+        return encode_manifest(self.request.manifest(self.save_id, ranks, files, values, tensors))
 
-    def with_sample(self, watch: ReplicaWatch) -> PlannedSave:
+    def choose_sample(self, watch: ReplicaWatch) -> None:
         """Choose the replicas to compare. Call this after all checks that can refuse the save."""
-        step = self.request.options.step or 0
-        return replace(self, sample=watch.begin(self.save_id, step, self.plan, self.fragments))
+        step = self.request.step or 0
+        self.sample = watch.begin(self.save_id, step, self.plan, self.fragments)
 
 
-def make_manifest(
-    save_id: str,
-    options: SaveOptions,
-    world_size: int,
-    files: Sequence[FileEntry],
-    values: tuple[tuple[ObjectEntry, ...], tuple[str, ...]],
-    tensors: msgspec.Raw,
-) -> Manifest:
-    """Return the manifest of a save.
+@prepare_decoding
+class Offer(msgspec.Struct, array_like=True):
+    """What each rank tells the other ranks before a save.
 
-    Args:
-        save_id, options: the save.
-        world_size: the number of ranks.
-        files: the data files.
-        values: the plain values that all ranks share, and the names of the per-rank values.
-        tensors: the list of tensors, encoded; see `manifest/pieces.py`.
+    Attributes:
+        settings: those that must be equal on all ranks, formatted for error messages.
+        fingerprint: the fingerprint of the rank's structure.
+        coordinates: the rank's coordinates in it.
+        cached_plans: the fingerprints of the plans in the rank's cache.
+        values_digest: the digest of the rank's plain values.
+        sample: the rank's digests of the replicas that it compared at the last save.
+        save_id: the id of the save, from rank 0.
+        note: the note in the rank's request.
     """
-    metrics = options.metrics.items()
-    return Manifest(
-        save_id=save_id,
-        step=options.step,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        world_size=world_size,
-        metrics={name: value if math.isfinite(value) else None for name, value in metrics},
-        per_rank=values[1],
-        files=tuple(files),
-        objects=values[0],
-        tensors=tensors,
-    )
+
+    settings: str
+    fingerprint: bytes
+    coordinates: Coordinates
+    cached_plans: list[bytes]
+    values_digest: bytes
+    sample: bytes
+    save_id: str
+    note: bytes
 
 
 SharedValues = tuple[dict[str, JsonValue], dict[str, list[tuple[tuple[str, ...], JsonValue]]]]
 """The plain values of one rank by name; and for each name of grouped values, pairs of the names of
 parameters and their common value."""
+
+
+def plan_together(
+    prepare: Callable[[], SaveRequest],
+    group: Group,
+    plan_cache: PlanCache,
+    recorder: Recorder,
+    watch: ReplicaWatch | None = None,
+) -> PlannedSave:
+    """Describe a save, agree on it, and plan it. All ranks call this function together.
+
+    Args:
+        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        group: the ranks.
+        plan_cache: plans of earlier saves, which this save reads and updates.
+        recorder: gets an event for each stage.
+        watch: has compared replicas at the last save; None: no comparison.
+
+    Raises:
+        ShardwiseError: as for `shardwise.save`, on every rank.
+    """
+    with Round(group, "agreeing on a save") as all_ranks:
+        with recorder.stage("describe"):
+            request = prepare()
+            state = request.state
+            description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
+            structure = msgspec.msgpack.encode(description.structure)
+        own = _make_offer(request, description.coordinates, structure, plan_cache, group, watch)
+        offers = all_ranks.all_gather(own, Offer)
+    # Each field, as the values of all ranks.
+    settings, fingerprints, coordinates, cached_plans, digests, samples, save_ids, notes = zip(
+        *map(msgspec.structs.astuple, offers), strict=True
+    )
+    if watch is not None:
+        watch.conclude(samples, group, recorder)
+    require_equal(
+        settings,
+        "ranks do not save the same checkpoint in the same way; pass the same path, step and "
+        "options on all ranks:",
+    )
+    key = _digest(msgspec.msgpack.encode((fingerprints, coordinates)))
+    is_cached = all(key in keys for keys in cached_plans)
+    with recorder.stage("plan"):
+        plan = plan_cache.get(key, group.rank) if is_cached else None
+        values = msgspec.json.encode((state.objects, state.grouped))
+        new_structure = structure if plan is None else None
+        structures, values_of_ranks = _share(new_structure, values, fingerprints, digests, group)
+        objects = merge_values(values_of_ranks)
+        if plan is None:
+            with Round(group, "planning a save"):
+                known = {structure: description.structure}
+                world = _unite(structures, fingerprints, coordinates, known)
+                plan = plan_save(world, group.rank, description)
+            plan_cache.put(key, group.rank, plan)
+    held = msgspec.msgpack.encode((own.fingerprint, own.coordinates))
+    return PlannedSave(request, save_ids[0], plan, is_cached, fragments, objects, held, notes)
+
+
+def _make_offer(
+    request: SaveRequest,
+    coordinates: Coordinates,
+    structure: bytes,
+    plan_cache: PlanCache,
+    group: Group,
+    watch: ReplicaWatch | None,
+) -> Offer:
+    settings = f"step {request.step} to {request.place or request.store}"
+    settings += " with overwrite=True" if request.overwrite else ""
+    settings += " with check_replicas=True" if request.check_replicas else ""
+    values = request.state.objects, request.state.grouped
+    return Offer(
+        settings=settings,
+        fingerprint=_digest(structure),
+        coordinates=coordinates,
+        cached_plans=plan_cache.fingerprints(group.rank),
+        values_digest=_digest(msgspec.json.encode(values, order="sorted")),
+        sample=b"" if watch is None else watch.encode_message(),
+        save_id=new_save_id() if group.rank == 0 else "",
+        note=request.note,
+    )
+
+
+def _share(
+    structure: bytes | None,
+    values: bytes,
+    fingerprints: Sequence[bytes],
+    digests: Sequence[bytes],
+    group: Group,
+) -> tuple[Sequence[bytes], Sequence[bytes]]:
+    """Send each structure, and each set of plain values, from the first rank that has it.
+
+    Args:
+        structure: the encoded structure of this rank; None if all ranks have the plan.
+        values: the encoded plain values of this rank, which are sent only if they differ.
+        fingerprints: the fingerprints of the structures of all ranks.
+        digests: the digests of the plain values of all ranks.
+
+    Returns:
+        The structures and the plain values of all ranks, each of them once: empty for a rank with
+        the same as an earlier one.
+    """
+    rank, values_differ = group.rank, len(set(digests)) > 1
+    if structure is None and not values_differ:
+        return [], [values]
+    with Round(group, "describing a save") as all_ranks:
+        if structure is None or fingerprints.index(fingerprints[rank]) < rank:
+            structure = b""
+        sends_values = values_differ and digests.index(digests[rank]) == rank
+        message = structure, values if sends_values else b""
+        structures, values_of_ranks = zip(
+            *all_ranks.all_gather(message, tuple[bytes, bytes]), strict=True
+        )
+    return structures, values_of_ranks if values_differ else [values]
+
+
+def _unite(
+    structures: Sequence[bytes],
+    fingerprints: Sequence[bytes],
+    coordinates: Sequence[Coordinates],
+    known: Mapping[bytes, Structure],
+) -> World:
+    """Return the structures of all ranks.
+
+    Args:
+        structures, fingerprints, coordinates: of each rank; see `_share`.
+        known: the structure of this rank by its encoding, which need not be decoded.
+    """
+    decoded: list[Structure] = []
+    index_of: dict[bytes, int] = {}
+    for fingerprint, data in zip(fingerprints, structures, strict=True):
+        if data:
+            index_of[fingerprint] = len(decoded)
+            decoded.append(known.get(data) or msgspec.msgpack.decode(data, type=Structure))
+    structure_of = np.array([index_of[each] for each in fingerprints], np.int64)
+    return World(tuple(decoded), structure_of, tuple(coordinates))
 
 
 def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
@@ -194,38 +379,42 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
     Raises:
         MismatchError: ranks have different values with the same name. The error lists all names.
     """
-    objects: dict[str, JsonValue] = {}
-    rank_of: dict[str, int] = {}
-    found_on: dict[str, dict[str, tuple[JsonValue, int]]] = {}  # the value of a member, and a rank
+    # A value, and the first rank that has it: by name, and by name and member of a group.
+    objects: dict[str, tuple[JsonValue, int]] = {}
+    grouped: dict[str, dict[str, tuple[JsonValue, int]]] = {}
     problems: list[str] = []
     for rank, data in enumerate(encoded):
         if not data:
             continue
         own_objects, own_groups = msgspec.json.decode(data, type=SharedValues)
         for name, value in own_objects.items():
-            if name not in objects:
-                objects[name], rank_of[name] = value, rank
-            elif objects[name] != value:
-                problems += _describe_differences(objects[name], value, name, rank_of[name], rank)
+            first, first_rank = objects.setdefault(name, (value, rank))
+            if first != value:
+                problems += _describe_differences(first, value, name, first_rank, rank)
         for name, groups in own_groups.items():
-            known = found_on.setdefault(name, {})
+            first_of = grouped.setdefault(name, {})
             for members, value in groups:
-                first = [known.setdefault(each, (value, rank)) for each in members]
-                different = [i for i, (other, _) in enumerate(first) if other != value]
-                if different:
-                    other, other_rank = first[different[0]]
-                    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-                    group = f"{name} of {members[different[0]]}{more}"
-                    problems += _describe_differences(other, value, group, other_rank, rank)
+                own = value, rank
+                wrong = [each for each in members if first_of.setdefault(each, own)[0] != value]
+                if wrong:
+                    first, first_rank = first_of[wrong[0]]
+                    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                    group = f"{name} of {wrong[0]}{more}"
+                    problems += _describe_differences(first, value, group, first_rank, rank)
     if problems:
         raise MismatchError(
             "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap "
             "other values that are meant to differ in sw.PerRank(value):",
             problems,
         )
-    for name, known in found_on.items():
-        objects[name] = _group_by_value({member: value for member, (value, _) in known.items()})
-    return tuple(ObjectEntry(name, value) for name, value in objects.items())
+    entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
+    for name, first_of in grouped.items():
+        merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
+        for member, (value, _) in first_of.items():
+            key = msgspec.json.encode(value)
+            merged.setdefault(key, {"members": [], "value": value})["members"].append(member)
+        entries.append(ObjectEntry(name, [*merged.values()]))
+    return tuple(entries)
 
 
 def _describe_differences(
@@ -244,206 +433,6 @@ def _describe_differences(
 def _shown(encoded: JsonValue) -> str:
     text = "absent" if encoded is msgspec.UNSET else msgspec.json.encode(encoded).decode()
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
-
-
-def _group_by_value(value_of_member: dict[str, JsonValue]) -> JsonValue:
-    """Return the members, grouped by equal values."""
-    groups: dict[bytes, tuple[list[JsonValue], JsonValue]] = {}
-    for member, value in value_of_member.items():
-        key = msgspec.json.encode(value)
-        groups.setdefault(key, ([], value))[0].append(member)
-    return [{"members": members, "value": value} for members, value in groups.values()]
-
-
-@prepare_decoding
-class Offer(msgspec.Struct, array_like=True):
-    """What each rank tells the other ranks before a save.
-
-    Attributes:
-        settings: those that must be equal on all ranks, formatted for error messages.
-        fingerprint: the fingerprint of the rank's structure.
-        coordinates: the rank's coordinates in it.
-        cached_plans: the fingerprints of the plans in the rank's cache.
-        values_digest: the digest of the rank's plain values.
-        sample: the rank's digests of the replicas that it compared at the last save.
-        save_id: the id of the save, from rank 0.
-    """
-
-    settings: str
-    fingerprint: bytes
-    coordinates: Coordinates
-    cached_plans: list[bytes]
-    values_digest: bytes
-    sample: bytes
-    save_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedSave:
-    """A request of this rank, and the description of its tensors.
-
-    Attributes:
-        request: the request.
-        description: the fragments of this rank, without bytes.
-        fragments: the same fragments, with their memory.
-        structure: the encoded structure of the description.
-    """
-
-    request: SaveRequest
-    description: Description
-    fragments: tuple[Fragment, ...]
-    structure: bytes
-
-    @property
-    def values(self) -> SharedValues:
-        """The plain values of this rank that all ranks share."""
-        return self.request.state.objects, self.request.state.grouped
-
-    def offer(
-        self, plan_cache: PlanCache, group: Group, watch: ReplicaWatch | None = None
-    ) -> Offer:
-        """Return this rank's message about the save to the other ranks.
-
-        Args:
-            plan_cache: plans of earlier saves.
-            group: the ranks.
-            watch: has compared replicas at the last save.
-        """
-        return Offer(
-            self.request.settings,
-            _digest(self.structure),
-            self.description.coordinates,
-            plan_cache.fingerprints(group.rank),
-            _digest(msgspec.json.encode(self.values, order="sorted")),
-            b"" if watch is None else watch.encode_message(),
-            new_save_id() if group.rank == 0 else "",
-        )
-
-    def plan(
-        self, offers: Sequence[Offer], group: Group, plan_cache: PlanCache, recorder: Recorder
-    ) -> PlannedSave:
-        """Send the structures and plain values that other ranks lack. Then plan the save.
-
-        All ranks call this together. Each computes the same plan.
-
-        Args:
-            offers: the offers of all ranks.
-            group: the ranks.
-            plan_cache: plans of earlier saves, which this save reads and updates.
-            recorder: gets an event for each stage.
-
-        Raises:
-            MismatchError: ranks do not save the same checkpoint; or plain values, or dtypes or
-                shapes of tensors, differ between ranks.
-            LayoutError: as for `plan.save.plan_save`.
-        """
-        settings = [each.settings for each in offers]
-        require_equal(
-            settings,
-            "ranks do not save the same checkpoint in the same way; pass the same path, step and "
-            "options on all ranks:",
-        )
-        key = _digest(msgspec.msgpack.encode([(e.fingerprint, e.coordinates) for e in offers]))
-        is_cached = all(key in each.cached_plans for each in offers)
-        with recorder.stage("plan"):
-            plan = plan_cache.get(key, group.rank) if is_cached else None
-            plan_cache.count(is_hit=plan is not None)
-            structures, objects = _share(self, offers, group, with_structures=plan is None)
-            if plan is None:
-                with Round(group, "planning a save"):
-                    world = _unite(structures, offers, self)
-                    plan = plan_save(world, group.rank, self.description)
-                plan_cache.put(key, group.rank, plan)
-        own = offers[group.rank]
-        return PlannedSave(
-            request=self.request,
-            save_id=offers[0].save_id,
-            plan=plan,
-            cached=is_cached,
-            fragments=self.fragments,
-            objects=objects,
-            holding_key=msgspec.msgpack.encode((own.fingerprint, own.coordinates)),
-        )
-
-
-def describe_save(request: SaveRequest) -> DescribedSave:
-    """Describe the tensors of a request.
-
-    Raises:
-        StateError: as for `describe_tensors`.
-    """
-    state = request.state
-    description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
-    structure = msgspec.msgpack.encode(description.structure)
-    return DescribedSave(request, description, fragments, structure)
-
-
-def _share(
-    described: DescribedSave, offers: Sequence[Offer], group: Group, *, with_structures: bool
-) -> tuple[list[bytes], tuple[ObjectEntry, ...]]:
-    """Send each structure, and each set of plain values, from the first rank that has it.
-
-    Args:
-        with_structures: whether to send structures. Plain values are sent only if they differ.
-
-    Returns:
-        The structures, encoded; and the plain values that all ranks share.
-    """
-    describers = _first_of_each([each.fingerprint for each in offers]) if with_structures else []
-    senders = _first_of_each([each.values_digest for each in offers])
-    own = msgspec.json.encode(described.values)
-    if not with_structures and len(senders) == 1:
-        return [], merge_values([own])
-    with Round(group, "describing a save") as all_ranks:
-        structure = described.structure if group.rank in describers else b""
-        values = own if group.rank in senders and len(senders) > 1 else b""
-        sent = all_ranks.all_gather((structure, values), tuple[bytes, bytes])
-    objects = merge_values([values for _, values in sent] if len(senders) > 1 else [own])
-    return [structure for structure, _ in sent if structure], objects
-
-
-def _unite(structures: Sequence[bytes], offers: Sequence[Offer], own: DescribedSave) -> World:
-    """Return the structures of all ranks.
-
-    Args:
-        structures: the distinct structures, encoded.
-        offers: the offers of all ranks.
-        own: the description of this rank, whose structure need not be decoded.
-    """
-    decoded: list[Structure] = []
-    index_of: dict[bytes, int] = {}
-    for data in structures:
-        index_of[_digest(data)] = len(decoded)
-        is_own = data == own.structure
-        decoded.append(
-            own.description.structure if is_own else msgspec.msgpack.decode(data, type=Structure)
-        )
-    structure_of = np.array([index_of[each.fingerprint] for each in offers], np.int64)
-    return World(tuple(decoded), structure_of, tuple(each.coordinates for each in offers))
-
-
-def refuse_if_full(store: Store | None, nbytes: int) -> None:
-    """Refuse a save that does not fit into the free space of its storage.
-
-    Args:
-        store: the storage; None to skip the check.
-        nbytes: the size of the tensors.
-
-    Raises:
-        StoreError: fewer than `nbytes` bytes are free.
-    """
-    free = None if store is None else free_bytes(store)
-    if free is not None and free < nbytes:
-        raise StoreError(
-            f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only {free:,} "
-            "are free; free some space or keep fewer checkpoints"
-        )
-
-
-def _first_of_each(values: Sequence[bytes]) -> list[int]:
-    """Return the first rank of each distinct value."""
-    first = {value: rank for rank, value in reversed(list(enumerate(values)))}
-    return sorted(first.values())
 
 
 def _digest(data: bytes) -> bytes:

@@ -10,16 +10,9 @@ import numpy as np
 import torch
 
 from shardwise.boxes import Box
-from shardwise.engine.commit import commit_save, lock_save
+from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group
-from shardwise.engine.leftovers import remove_leftovers
-from shardwise.engine.planning import (
-    Offer,
-    PlannedSave,
-    SaveRequest,
-    describe_save,
-    refuse_if_full,
-)
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
@@ -99,38 +92,33 @@ def save_all(
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
     sent_before = group.bytes_sent
-    with Round(group, "agreeing on a save") as all_ranks:
-        with recorder.stage("describe"):
-            described = describe_save(prepare())
-        offers = all_ranks.all_gather(described.offer(plan_cache, group, watch), Offer)
-    if watch is not None:
-        watch.conclude([each.sample for each in offers], group, recorder)
-    planned = described.plan(offers, group, plan_cache, recorder)
+    planned = plan_together(prepare, group, plan_cache, recorder, watch)
     request, plan = planned.request, planned.plan
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", rank0_only=True):
             if group.rank == 0:
-                refuse_if_full(request.space_of, plan.bytes_stored)
-                prepare_place(request, planned.save_id, lock)
-        if request.options.check_replicas:
+                prepare_place(request, planned.save_id, plan.bytes_stored, lock)
+        if request.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned, group)
         if watch is not None:
-            planned = planned.with_sample(watch)
-        files = _write(planned, group, recorder)
+            planned.choose_sample(watch)
+        written, files = _write(planned, group, recorder)
         # If the publication fails or its outcome is unknown, the data files stay, because the
         # manifest may exist. If the manifest does not exist, the next save here removes the files.
         with Round(group, "publishing a save", rank0_only=True):
             if group.rank == 0:
                 with recorder.stage("publish"):
-                    names, replaces = [each.name for each in files], request.options.overwrite
-                    manifest = planned.manifest(files)
-                    commit_save(request.store, planned.save_id, manifest, names, overwrite=replaces)
+                    names, manifest = [each.name for each in files], planned.manifest(files)
+                    overwrite = request.overwrite
+                    commit_save(
+                        request.store, planned.save_id, manifest, names, overwrite=overwrite
+                    )
     return SaveReport(
         path=str(request.store),
-        step=request.options.step,
+        step=request.step,
         bytes_total=plan.bytes_stored,
-        bytes_written=sum(each.size for each in files if each.rank == group.rank),
+        bytes_written=written,
         bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
         files=len(files),
         plan_cached=planned.cached,
@@ -177,15 +165,15 @@ def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
         )
 
 
-def prepare_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> None:
+def prepare_place(request: SaveRequest, save_id: str, nbytes: int, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
-        StoreError, OSError: the place cannot be locked.
+        StoreError, OSError: the place has fewer than `nbytes` bytes free, or cannot be locked.
     """
     store = request.store
-    request.refuse_existing()
+    request.check_place(nbytes)
     remove_leftovers(store)
     abort_uploads(store)
     cleanup.callback(_remove_if_empty, store)
@@ -196,17 +184,17 @@ def prepare_place(request: SaveRequest, save_id: str, cleanup: ExitStack) -> Non
         )
 
 
-def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileEntry]:
+def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[int, list[FileEntry]]:
     """Write this rank's file, and wait until all ranks have written theirs.
 
     If any rank fails, all ranks remove their files, because no manifest can exist yet. If a rank is
     lost, the next save to this place removes them.
 
     Returns:
-        The entries of the files of all ranks.
+        The size of this rank's file, and the entries of the files of all ranks.
     """
     store = planned.request.store
-    source = None
+    source = own = None
     try:
         with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
@@ -214,10 +202,9 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
                     planned.sample.checksum_state()
             with recorder.stage("write"):
                 source = planned.source()
-                own = []
                 if source is not None:
-                    own = [write_data_file(store, source, planned.request.arena)]
-            entries = all_ranks.all_gather(own, list[FileEntry])
+                    own = write_data_file(store, source, planned.request.arena)
+            entries = all_ranks.all_gather(own, FileEntry | None)
     except LostRankError:
         raise
     except Exception:
@@ -225,7 +212,7 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> list[FileE
             with suppress(OSError):
                 store.delete(source.entry.name)
         raise
-    return [each for entry in entries for each in entry]
+    return own.size if own else 0, [entry for entry in entries if entry is not None]
 
 
 def _remove_if_empty(store: Store) -> None:

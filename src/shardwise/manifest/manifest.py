@@ -1,20 +1,28 @@
-"""The manifest, which lists all files, tensors and values of a checkpoint, and its encoding."""
+"""The files of a checkpoint: the manifest, which lists files, tensors and values; and data files.
+
+A data file has a safetensors header, the pieces, plain values, and checksums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from shardwise.boxes import Box
 from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import FormatError, StateError
-from shardwise.manifest.checksums import add_checksum, verify_checksum
-from shardwise.manifest.names import LONGEST_NAME
+from shardwise.manifest.checksums import add_checksum, block_count, verify_checksum
+from shardwise.manifest.dtypes import DTYPES
+from shardwise.manifest.names import CHECKSUMS_KEY, LONGEST_NAME, OBJECTS_KEY, data_file
 
 FORMAT, VERSION = "shardwise", 1
 LARGEST_INTEGER = 2**62
 LARGEST_MANIFEST = 2**28
+ALIGNMENT = 4096
+"""Pieces begin at a multiple of this many bytes, and so do reads that bypass the page cache."""
+METADATA = "__metadata__"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 Kind = TypeVar("Kind")
@@ -192,3 +200,78 @@ def _verify_checksum(data: bytes, label: str) -> bytes:
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
+
+
+def encode_header_entries(
+    pieces: Iterable[tuple[str, str, tuple[int, ...], Box]],
+) -> tuple[bytes, int]:
+    """Encode the header's entries for pieces that are stored one after another.
+
+    Args:
+        pieces: the name, dtype and global shape of each piece's tensor, and the piece's box.
+
+    Returns:
+        The entries as a JSON object, and the size of all pieces in bytes.
+    """
+    entries: dict[str, object] = {}
+    start = 0
+    for name, dtype, shape, box in pieces:
+        element = DTYPES[dtype]
+        code, stored_shape = element.safetensors_code, box.shape
+        if code is None:  # store such elements as bytes
+            code, stored_shape = "U8", (*box.shape, element.itemsize)
+        key = name if box.shape == shape else f"{name}{box}"
+        while key in entries or key == METADATA:
+            key += "'"
+        stop = start + box.size * element.itemsize
+        entries[key] = {"dtype": code, "shape": stored_shape, "data_offsets": [start, stop]}
+        start = stop
+    return msgspec.json.encode(entries), start
+
+
+def lay_out_file(
+    save_id: str, rank: int, pieces: tuple[bytes, int], objects_bytes: int = 0
+) -> tuple[bytes, FileEntry]:
+    """Return the header of a rank's data file, and the file's entry in a manifest.
+
+    Args:
+        save_id: the id of the save.
+        rank: the rank that writes the file.
+        pieces: the result of `encode_header_entries`.
+        objects_bytes: the size of the encoded plain values of the rank, in bytes.
+
+    Returns:
+        The bytes up to the first piece; and the entry, in which the CRC-32 of the checksums is 0
+        until they are known.
+    """
+    entries, objects_start = pieces
+    objects_stop = objects_start + objects_bytes
+
+    def encode_header(checksums_stop: int) -> bytes:
+        metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
+        others = {CHECKSUMS_KEY: _entry_of_bytes(objects_stop, checksums_stop)}
+        if objects_bytes:
+            others = {OBJECTS_KEY: _entry_of_bytes(objects_start, objects_stop), **others}
+        parts = msgspec.json.encode({METADATA: metadata}), entries, msgspec.json.encode(others)
+        return b"{" + b",".join(part[1:-1] for part in parts if part != b"{}") + b"}"
+
+    # The entry of the checksums contains offsets that depend on the size of the header. So reserve
+    # space for an entry with larger offsets, which is at least as long.
+    needed = 8 + len(encode_header(2 * objects_stop + (1 << 24)))
+    data_at = -(-needed // ALIGNMENT) * ALIGNMENT
+    checksums_stop = objects_stop + 4 * block_count(data_at + objects_stop)
+    encoded = encode_header(checksums_stop).ljust(data_at - 8)
+    entry = FileEntry(
+        name=data_file(rank, save_id),
+        rank=rank,
+        size=data_at + checksums_stop,
+        data_at=data_at,
+        objects_at=data_at + objects_start,
+        checksums_at=data_at + objects_stop,
+        checksums_crc32=0,
+    )
+    return len(encoded).to_bytes(8, "little") + encoded, entry
+
+
+def _entry_of_bytes(start: int, stop: int) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,15 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box, boxes_of_range, find_uncovered_tensors
-from shardwise.boxes.table import IntArray, check_table_size, padded_rows
+from shardwise.boxes.table import BoolArray, IntArray, check_table_size, padded_rows
 from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
-from shardwise.manifest.data_file import encode_header_entries
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.manifest import TensorEntry, encode_header_entries
 from shardwise.manifest.pieces import encode_tensors
-from shardwise.plan.held_boxes import HeldBoxes, find_held_boxes
-from shardwise.plan.structure import Description, Structure, World
+from shardwise.plan.structure import (
+    Description,
+    HeldBoxes,
+    Structure,
+    World,
+    find_held_boxes,
+)
 
 Float = npt.NDArray[np.float64]
 LARGEST_GRAIN = 1 << 20
@@ -43,34 +47,21 @@ class PieceTable:
         start: the offset of each piece in the data section, in bytes, followed by the end of the
             last piece, `(n + 1,)`.
         fragment: the index of the fragment that contains each piece.
-        offset, shape: the box of each piece within its fragment, in elements.
-        whole: whether each piece is its whole fragment.
+        box: each piece, as a box of the global tensor.
     """
 
     start: IntArray
     fragment: list[int]
-    offset: list[tuple[int, ...]]
-    shape: list[tuple[int, ...]]
-    whole: list[bool]
-
-    def __len__(self) -> int:
-        return len(self.fragment)
+    box: list[Box]
 
     def describe_pieces(
         self, description: Description
     ) -> Iterator[tuple[str, str, tuple[int, ...], Box]]:
         """Yield the name, dtype and global shape of each piece's tensor, and the piece's box."""
-        structure = description.structure
-        tensors, origins = description.tensor.tolist(), description.offset.tolist()
-        for fragment, offset, shape in zip(self.fragment, self.offset, self.shape, strict=True):
-            tensor = tensors[fragment]
-            start = tuple(o + w for o, w in zip(origins[fragment], offset, strict=False))
-            yield (
-                structure.names[tensor],
-                structure.dtypes[tensor],
-                structure.shapes[tensor],
-                Box(start, shape),
-            )
+        structure, tensors = description.structure, description.tensor.tolist()
+        for fragment, box in zip(self.fragment, self.box, strict=True):
+            i = tensors[fragment]
+            yield structure.names[i], structure.dtypes[i], structure.shapes[i], box
 
 
 def piece_table(
@@ -83,24 +74,16 @@ def piece_table(
         fragment: the index of the fragment that contains each piece, `(n,)`.
         offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
     """
-    structure, dims = description.structure, description.shape.shape[1]
-    offset, shape = offset[:, :dims], shape[:, :dims]  # others may have tensors of more dimensions
-    tensor = description.tensor[fragment]
-    itemsize = np.array([DTYPES[dtype].itemsize for dtype in structure.dtypes], np.int64)
-    nbytes = shape.prod(axis=1) * itemsize[tensor]
-    ndims = [len(structure.shapes[i]) for i in tensor.tolist()]
-    whole: npt.NDArray[np.bool_] = (shape == description.shape[fragment]).all(axis=1)
-    return PieceTable(
-        np.concatenate([[0], np.cumsum(nbytes)]),
-        fragment.tolist(),
-        _without_padding(offset - description.offset[fragment], ndims),
-        _without_padding(shape, ndims),
-        whole.tolist(),
-    )
-
-
-def _without_padding(columns: IntArray, ndims: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(row[:n]) for row, n in zip(columns.tolist(), ndims, strict=True)]
+    structure = description.structure
+    end, ends, boxes = 0, [0], []
+    tensors = description.tensor[fragment].tolist()
+    for i, low, extent in zip(tensors, offset.tolist(), shape.tolist(), strict=True):
+        ndim = len(structure.shapes[i])
+        box = Box(tuple(low[:ndim]), tuple(extent[:ndim]))
+        end += box.size * DTYPES[structure.dtypes[i]].itemsize
+        ends.append(end)
+        boxes.append(box)
+    return PieceTable(np.array(ends, np.int64), fragment.tolist(), boxes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,15 +96,17 @@ class SavePlan:
         world: the structures of all ranks.
         rank: the rank that computed the plan.
         description: the structure and the fragments of this rank.
-        tensors: all tensors, without pieces.
-        itemsizes: the size of an element of each tensor, in bytes.
-        tied: the names that share the data of another tensor.
+        tensors: all tensors, without pieces; then the names that share the data of another tensor.
+        itemsizes: the size of an element of each tensor that has data, in bytes.
         boxes: the distinct boxes that ranks hold.
         replicas: pairs of ranks and rows: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
             hold the boxes 3 and 7. Sets of few ranks come first.
+        bytes_held: the tensor bytes of all ranks together, with replicas.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
+        writers: the ranks that write a file, in the order of the list of files.
         box: the row in `boxes` that contains each piece, `(n,)`.
         offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
+        end: the bytes of all pieces up to the end of each piece, `(n,)`.
     """
 
     world: World
@@ -129,13 +114,20 @@ class SavePlan:
     description: Description
     tensors: tuple[TensorEntry, ...]
     itemsizes: IntArray
-    tied: tuple[TensorEntry, ...]
     boxes: HeldBoxes
     replicas: tuple[tuple[tuple[int, ...], IntArray], ...]
+    bytes_held: int
     limits: IntArray
+    writers: IntArray
     box: IntArray
     offset: IntArray
     shape: IntArray
+    end: IntArray
+
+    @property
+    def bytes_stored(self) -> int:
+        """The tensor bytes that are written, without replicas."""
+        return int(self.end[-1]) if len(self.end) else 0
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -158,35 +150,16 @@ class SavePlan:
         return encode_header_entries(self.pieces.describe_pieces(self.description))
 
     @cached_property
-    def writers(self) -> IntArray:
-        """The ranks that write a file, in the order of the list of files."""
-        has_values = np.array([bool(each.per_rank) for each in self.world.structures])
-        return np.flatnonzero((np.diff(self.limits) > 0) | has_values[self.world.structure_of])
-
-    @cached_property
-    def bytes_held(self) -> int:
-        """The tensor bytes of all ranks together, with replicas."""
-        boxes = self.boxes
-        sizes = boxes.shape.prod(axis=1) * self.itemsizes[boxes.tensor]
-        return int((sizes * boxes.counts).sum())
-
-    @cached_property
-    def bytes_stored(self) -> int:
-        """The tensor bytes that are written, without replicas."""
-        itemsize = self.itemsizes[self.boxes.tensor[self.box]]
-        return int((self.shape.prod(axis=1) * itemsize).sum())
-
-    @cached_property
     def encoded_tensors(self) -> msgspec.Raw:
         """The list of tensors in the manifest, with their pieces, encoded."""
         tensor = self.boxes.tensor[self.box]
-        ranks = np.repeat(np.arange(self.world.size), np.diff(self.limits))
-        ends = np.concatenate([[0], np.cumsum(self.shape.prod(axis=1) * self.itemsizes[tensor])])
-        start = ends[:-1] - ends[self.limits][ranks]
-        columns = (tensor, np.searchsorted(self.writers, ranks), start, self.offset, self.shape)
+        ranks = np.repeat(np.arange(len(self.limits) - 1), np.diff(self.limits))
+        file = np.searchsorted(self.writers, ranks)
+        ends = np.append(0, self.end)
+        start = ends[:-1] - ends[self.limits[ranks]]
         order = np.lexsort([*reversed(self.offset.T), tensor])
-        entries = [*self.tensors, *self.tied]
-        return encode_tensors(entries, *(column[order] for column in columns))
+        columns = tensor, file, start, self.offset, self.shape
+        return encode_tensors(self.tensors, *(column[order] for column in columns))
 
 
 @dataclass(slots=True)
@@ -215,20 +188,17 @@ class PlanCache:
         """Return the fingerprints of all plans of a rank in the cache."""
         return [fingerprint for fingerprint, owner in self._plans if owner == rank]
 
-    def count(self, *, is_hit: bool) -> None:
-        """Count a save that used the cache, or that was planned again."""
-        self.hits += is_hit
-        self.misses += not is_hit
-
     def get(self, fingerprint: bytes, rank: int) -> SavePlan | None:
         """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
         plan = self._plans.get((fingerprint, rank))
         if plan is not None:
             self._plans.move_to_end((fingerprint, rank))
+            self.hits += 1
         return plan
 
     def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
+        self.misses += 1
         self._plans[fingerprint, rank] = plan
         while len(self._plans) > self.capacity:
             self._plans.popitem(last=False)
@@ -247,12 +217,16 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal; a tensor is
             tied on some ranks only; or there are too many pieces.
     """
-    tensors, boxes = find_held_boxes(world, rank)
+    entries, boxes = find_held_boxes(world, rank, description)
+    tensors = [*entries.values()]
     _check_coverage(tensors, boxes)
-    tied = _tied_entries(world.structures, tensors)
+    ties = _tied_entries(world.structures, entries)
     itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
+    holders = np.fromiter(map(len, boxes.sets), np.int64)[boxes.holders]
+    held = boxes.shape.prod(axis=1) * itemsizes[boxes.tensor] * holders
+    ranks = len(world.coordinates)
     replicas = _replicas(boxes)
-    writer, box, offset, shape = _assign_writers(boxes, replicas, itemsizes, world.size)
+    writer, box, offset, shape = _assign_writers(boxes, holders == 1, replicas, itemsizes, ranks)
     try:
         check_table_size(*offset.shape)  # a load refuses more pieces
     except FormatError as error:
@@ -260,20 +234,23 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     # Wider types come first in a file, so that every piece is aligned to its own type.
     tensor = boxes.tensor[box]
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
-    limits = np.searchsorted(writer[order], np.arange(world.size + 1))
+    limits = np.searchsorted(writer[order], np.arange(ranks + 1))
+    has_values = np.array([bool(each.per_rank) for each in world.structures])
     return SavePlan(
-        world,
-        rank,
-        description,
-        tuple(tensors),
-        itemsizes,
-        tuple(tied),
-        boxes,
-        replicas,
-        limits,
-        box[order],
-        offset[order],
-        shape[order],
+        world=world,
+        rank=rank,
+        description=description,
+        tensors=(*tensors, *ties),
+        itemsizes=itemsizes,
+        boxes=boxes,
+        replicas=replicas,
+        bytes_held=int(held.sum()),
+        limits=limits,
+        writers=np.flatnonzero((np.diff(limits) > 0) | has_values[world.structure_of]),
+        box=box[order],
+        offset=offset[order],
+        shape=shape[order],
+        end=np.cumsum(shape[order].prod(axis=1) * itemsizes[tensor[order]]),
     )
 
 
@@ -322,6 +299,7 @@ def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], IntArray], ...]:
 
 def _assign_writers(
     boxes: HeldBoxes,
+    has_one_holder: BoolArray,
     replicas: Iterable[tuple[tuple[int, ...], IntArray]],
     itemsize: IntArray,
     world: int,
@@ -332,7 +310,7 @@ def _assign_writers(
         The rank that writes each piece, the row of the box that contains the piece, and the offset
         and shape of the piece.
     """
-    alone = np.flatnonzero(boxes.counts == 1)
+    alone = np.flatnonzero(has_one_holder)
     first_rank = np.array([ranks[0] for ranks in boxes.sets], np.int64)
     ranks = first_rank[boxes.holders[alone]]
     sizes = boxes.shape[alone].prod(axis=1) * itemsize[boxes.tensor[alone]]
@@ -359,20 +337,19 @@ def _assign_writers(
 
 
 def _tied_entries(
-    structures: Sequence[Structure], tensors: Sequence[TensorEntry]
+    structures: Sequence[Structure], tensors: Mapping[str, TensorEntry]
 ) -> list[TensorEntry]:
-    entry_of = {tensor.name: tensor for tensor in tensors}
     ties: dict[str, TensorEntry] = {}
     for structure in structures:
         for name, same_as in structure.ties:
-            target = entry_of[same_as]
+            target = tensors[same_as]
             known = ties.get(name)
             if known is not None and known.same_as != same_as:
                 raise LayoutError(
                     f"{name} is tied to {known.same_as} on some ranks and to {same_as} on others: "
                     "tie it to the same tensor on all ranks"
                 )
-            if name in entry_of:
+            if name in tensors:
                 raise LayoutError(
                     f"{name} is tied to {same_as} on some ranks but not on others: "
                     "tie it on all ranks, or on none"

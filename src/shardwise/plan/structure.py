@@ -1,4 +1,4 @@
-"""The structure of a rank's state: what its tensors are, and how they are split.
+"""The structure of a rank's state, and the boxes that ranks with given structures hold.
 
 Ranks that hold the same tensors, split over meshes of the same sizes, have the same structure. They
 differ in their coordinates. So a structure is sent once, each rank sends its coordinates, and every
@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from shardwise.boxes import Box, Sharding, Split, shard_boxes
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.table import IntArray, pad_columns
 from shardwise.decoding import prepare_decoding
+from shardwise.errors import MismatchError
+from shardwise.manifest.manifest import TensorEntry
 
 Coordinates = tuple[int, ...]
 """For each axis of a structure, the index of a rank's part."""
@@ -97,19 +100,6 @@ def find_rules(
     return tuple(rules), tuple(rule_of), tuple(coordinates)
 
 
-def boxes_of_rule(shape: tuple[int, ...], rule: Rule, indices: Sequence[int]) -> list[Box]:
-    """Return the boxes of a tensor that a rank holds.
-
-    Args:
-        shape: the shape of the tensor.
-        rule: how the tensor is split.
-        indices: the index of the rank's part for each split of the rule.
-    """
-    pairs = zip(rule, indices, strict=True)
-    splits = tuple(Split(s.dim, s.parts, index, s.split_factor) for s, index in pairs)
-    return [box for box, _ in shard_boxes(shape, splits)]
-
-
 @dataclass(frozen=True, slots=True)
 class Description:
     """The structure and coordinates of one rank, and the boxes of its n fragments.
@@ -142,12 +132,178 @@ class World:
     structure_of: IntArray
     coordinates: tuple[Coordinates, ...]
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.coordinates)
 
-    @property
-    def per_rank(self) -> tuple[str, ...]:
-        """The names of the per-rank values of all ranks."""
-        return tuple(dict.fromkeys(name for each in self.structures for name in each.per_rank))
+@dataclass(frozen=True, slots=True)
+class HeldBoxes:
+    """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
+
+    Attributes:
+        tensor: indices in the list of all tensors, `(n,)`.
+        offset, shape: the boxes, `(n, D)`.
+        holders: indices in `sets`, `(n,)`.
+        sets: the distinct sets of ranks, each sorted.
+        fragment: the index of the fragment with this box on the rank that plans; -1 if the rank
+            does not hold the box, `(n,)`.
+    """
+
+    tensor: IntArray
+    offset: IntArray
+    shape: IntArray
+    holders: IntArray
+    sets: tuple[tuple[int, ...], ...]
+    fragment: IntArray
+
+
+def find_held_boxes(
+    world: World, rank: int, own: Description
+) -> tuple[dict[str, TensorEntry], HeldBoxes]:
+    """Return all tensors by name, and the distinct boxes that ranks hold of them.
+
+    Args:
+        world: the structures of all ranks.
+        rank: this rank.
+        own: the fragments of this rank.
+
+    Raises:
+        MismatchError: ranks have different dtypes or shapes of the same tensor.
+    """
+    dims = max((len(shape) for each in world.structures for shape in each.shapes), default=0)
+    tied = {name for structure in world.structures for name, _ in structure.ties}
+    tensors: dict[str, TensorEntry] = {}
+    index_of: dict[str, int] = {}
+    set_ids: dict[tuple[int, ...], int] = {}
+    problems: list[str] = []
+    tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
+    for number, structure in enumerate(world.structures):
+        ranks = np.flatnonzero(world.structure_of == number)
+        table = _boxes_of_structure(structure, ranks, world.coordinates, dims, set_ids)
+        if number == world.structure_of[rank]:
+            table = np.vstack([table, _own_boxes(own, dims)])
+        held = set(np.unique(table[:, 0]).tolist()) if tied else set()
+        index = np.full(len(structure.names), -1)
+        columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
+        for i, (name, dtype, shape) in enumerate(columns):
+            if name in tied and i not in held:
+                continue  # a rank without a fragment of a tensor cannot see that it is tied
+            first = tensors.setdefault(name, TensorEntry(name, dtype, shape))
+            index[i] = index_of.setdefault(name, len(index_of))
+            if (first.dtype, first.shape) != (dtype, shape):
+                problems.append(
+                    f"{name}: {dtype} {list(shape)} on rank {ranks[0]}, "
+                    f"{first.dtype} {list(first.shape)} on an earlier rank"
+                )
+        table[:, 0] = index[table[:, 0]]
+        tables.append(table)
+    if problems:
+        raise MismatchError(
+            "ranks have tensors of the same name with different dtypes or shapes; pass the parts "
+            "of one tensor as a DTensor or sw.Shards, and give other tensors different names:",
+            problems,
+        )
+    return tensors, _merge_equal(np.concatenate(tables), set_ids)
+
+
+def _boxes_of_structure(
+    structure: Structure,
+    ranks: IntArray,
+    coordinates: Sequence[Coordinates],
+    dims: int,
+    set_ids: dict[tuple[int, ...], int],
+) -> IntArray:
+    """Return the boxes that ranks with one structure hold.
+
+    Args:
+        structure, ranks: the structure, and the ranks that have it.
+        coordinates: the coordinates of all ranks.
+        dims: the number D of dimensions to pad boxes to.
+        set_ids: the id of each set of ranks; new sets are added.
+
+    Returns:
+        A row `(tensor, *offset, *shape, holders, fragment)` for each box: the index of the tensor
+        in the structure, the box, the id of the set of ranks that hold it, and -1.
+    """
+    own_coordinates = np.array([coordinates[each] for each in ranks.tolist()], np.int64)
+    own_coordinates = own_coordinates.reshape(len(ranks), -1)
+    parts_of_rule = [
+        _parts_of_rule(rule, ranks, own_coordinates, set_ids) for rule in structure.rules
+    ]
+    # Tensors with the same rule and shape have the same boxes: for example, all weights of shape
+    # `(4096, 4096)` that are split by rows.
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, key in enumerate(zip(structure.rule_of, structure.shapes, strict=True)):
+        alike.setdefault(key, []).append(i)
+    tables = []
+    for (number, shape), tensors in alike.items():
+        rows = []
+        zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
+        for splits, holders in parts_of_rule[number] if number >= 0 else ():
+            for box, _ in shard_boxes(shape, splits):
+                rows.append((*box.offset, *zeros, *box.shape, *ones, holders, -1))
+        if rows:
+            repeated = np.tile(np.array(rows, np.int64), (len(tensors), 1))
+            tables.append(np.column_stack([np.repeat(tensors, len(rows)), repeated]))
+    everyone = set_ids.setdefault(tuple(ranks.tolist()), len(set_ids))
+    rows = []
+    for i, offset, shape in structure.listed:
+        zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
+        rows.append((i, *offset, *zeros, *shape, *ones, everyone, -1))
+    listed = np.array(rows, np.int64).reshape(len(rows), 3 + 2 * dims)
+    return np.concatenate([*tables, listed])
+
+
+def _parts_of_rule(
+    rule: Rule, ranks: IntArray, coordinates: IntArray, set_ids: dict[tuple[int, ...], int]
+) -> list[tuple[tuple[Split, ...], int]]:
+    """Return the splits of each part of a tensor, and the id of the set of ranks that hold it.
+
+    For example, a rule has one split of axis 0, and four ranks have the coordinates [0, 0], [0, 1],
+    [1, 0] and [1, 1]. The parts are [0] and [1], which the ranks (0, 1) and (2, 3) hold.
+
+    Args:
+        ranks, coordinates: the ranks that follow the rule, and their coordinates.
+        set_ids: the id of each set of ranks; new sets are added.
+    """
+    indices = coordinates[:, [split.axis for split in rule]]
+    parts, inverse = np.unique(indices, axis=0, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    order = np.argsort(inverse, kind="stable")
+    members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
+    found = []
+    for part, holders in zip(parts.tolist(), members, strict=True):
+        pairs = zip(rule, part, strict=True)
+        splits = tuple(Split(s.dim, s.parts, index, s.split_factor) for s, index in pairs)
+        found.append((splits, set_ids.setdefault(tuple(holders.tolist()), len(set_ids))))
+    return found
+
+
+def _own_boxes(own: Description, dims: int) -> IntArray:
+    """Return the boxes of this rank as `_boxes_of_structure` does, with their fragments."""
+    n = len(own.tensor)
+    offset, shape = pad_columns(own.offset, dims, 0), pad_columns(own.shape, dims, 1)
+    return np.column_stack([own.tensor, offset, shape, np.full(n, -1), np.arange(n)])
+
+
+def _merge_equal(table: IntArray, set_ids: dict[tuple[int, ...], int]) -> HeldBoxes:
+    """Unite the rows of equal boxes, which several structures and this rank can have."""
+    boxes = table[:, :-2]
+    order = np.lexsort(boxes.T[::-1])  # the row of this rank stays behind that of its structure
+    boxes, holders, fragment = boxes[order], table[order, -2], table[order, -1]
+    begins = np.ones(len(boxes), bool)
+    begins[1:] = (np.diff(boxes, axis=0) != 0).any(axis=1)
+    first = np.flatnonzero(begins)
+    end = np.append(first[1:], len(boxes))
+    box = np.cumsum(begins) - 1
+    own = np.full(len(first), -1)
+    own[box[fragment >= 0]] = fragment[fragment >= 0]
+    united = holders[first]
+    sets = list(set_ids)
+    structures_with_box = np.bincount(box[holders >= 0], minlength=len(first))
+    for row in np.flatnonzero(structures_with_box > 1).tolist():
+        numbers = {*holders[first[row] : end[row]].tolist()} - {-1}
+        ranks = tuple(sorted({rank for number in numbers for rank in sets[number]}))
+        united[row] = set_ids.setdefault(ranks, len(set_ids))
+        if united[row] == len(sets):
+            sets.append(ranks)
+    boxes, dims = boxes[first], (boxes.shape[1] - 1) // 2
+    offset, shape = boxes[:, 1 : 1 + dims], boxes[:, 1 + dims :]
+    return HeldBoxes(boxes[:, 0], offset, shape, united, tuple(sets), own)

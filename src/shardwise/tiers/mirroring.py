@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import msgspec
 
+from shardwise.engine.commit import remove_leftovers, saved_manifest
 from shardwise.engine.copy_file import FileCopier
-from shardwise.engine.leftovers import remove_leftovers
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import (
@@ -29,7 +29,6 @@ from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.record import MirroredStep, MirrorRecord
-from shardwise.tiers.store import saved_manifest
 
 LOCK = "mirroring.lock"
 # All in seconds.

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from shardwise.engine.commit import saved_manifest
 from shardwise.errors import CorruptionError, FormatError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.store import (
     FileStatus,
@@ -242,13 +243,6 @@ def _first_result(use: Callable[[Item], Result], items: Iterable[Item]) -> Resul
         except (OSError, CorruptionError) as error:  # noqa: PERF203 - few tiers
             failures.append(error)
     raise _choose_error(failures)
-
-
-def saved_manifest(store: Store) -> Manifest | None:
-    """Return the manifest in a directory; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, NotADirectoryError, FormatError):
-        return decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-    return None
 
 
 def _choose_error(failures: Sequence[Exception]) -> Exception:

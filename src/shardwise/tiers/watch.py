@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 
 from shardwise.deadline import Deadline
+from shardwise.engine.commit import saved_manifest
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.names import step_directory
 from shardwise.store import Store
 from shardwise.tiers.record import MirrorRecord
-from shardwise.tiers.store import saved_manifest
 
 FAILURE_TIMEOUT = 60.0
 LONGEST_COPY = 600.0

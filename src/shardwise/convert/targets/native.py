@@ -20,12 +20,13 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.manifest.data_file import encode_header_entries, lay_out_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
+    encode_header_entries,
     encode_manifest,
+    lay_out_file,
 )
 from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.pieces import encode_tensors_with

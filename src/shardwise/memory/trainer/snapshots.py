@@ -39,6 +39,9 @@ from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise")
 
+_Note = tuple[bool, AgentInfo]
+"""Whether a rank has a slot for a snapshot, and the agent of its node."""
+
 
 class Snapshots:
     """The snapshots of a run in the memory of its nodes. All ranks create it together.
@@ -313,7 +316,7 @@ class Snapshots:
             storage: the root, and what to do there after the save.
             durable: whether to persist the snapshot.
         """
-        place = SnapshotDirectory(self.run, planned.request.options.step or 0)
+        place = SnapshotDirectory(self.run, planned.request.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
@@ -347,11 +350,11 @@ class Snapshots:
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
-        plan, options, memory = planned.plan, planned.request.options, self._options
+        plan, request, memory = planned.plan, planned.request, self._options
         node_of = self.membership.node_of
         return PendingManifest(
             save_id=planned.save_id,
-            step=options.step or 0,
+            step=request.step or 0,
             manifest=planned.manifest(()).decode(),
             files=[(name, node_of[rank]) for rank, name in planned.file_names.items()],
             nodes=self.membership.nodes,
@@ -361,7 +364,7 @@ class Snapshots:
             storage=storage,
             durable=durable,
             rescue=memory.rescue,
-            overwrite=options.overwrite,
+            overwrite=request.overwrite,
             copies=memory.copies,
             parity=memory.parity,
             group=memory.group,
