@@ -176,16 +176,15 @@ class Checkpointer:
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
             of_packages = make_plugin_hooks(run)
-        place = settings.mirror_store
-        watch = None if place is None else MirrorWatch(settings.root)
+        watch = None if settings.mirror is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, comparison, watch)
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
             root, memory = settings.root, settings.memory
             saver = SnapshotSaver(root, memory, group, comparison, watch, steps)
-        if place is not None:
-            hooks.add(RunMirror(settings, group, saver.request_mirroring, self._damaged))
+        if watch is not None:
+            hooks.add(RunMirror(settings, group, watch, saver.request_mirroring, self._damaged))
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         hooks.add(DivergenceWatch(comparison, group, settings.on_event))

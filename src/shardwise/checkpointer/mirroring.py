@@ -28,6 +28,7 @@ class RunMirror(RunHook):
     Args:
         settings: the options of the Checkpointer.
         group: the ranks.
+        watch: follows the mirror.
         request: has the agent of this node mirror the root; None without agents.
         damaged: steps of the root whose root and mirror are both known to be damaged.
     """
@@ -36,12 +37,13 @@ class RunMirror(RunHook):
         self,
         settings: Settings,
         group: Group,
+        watch: MirrorWatch,
         request: Callable[[StorageTask], None] | None,
         damaged: set[int],
     ) -> None:
         self._group = group
         self._damaged = damaged
-        self._watch = MirrorWatch(settings.root)
+        self._watch = watch
         self._settings = settings
         self._request = request
         self._newest: int | None = None

@@ -1,9 +1,8 @@
-"""`Saver`: how a run saves. `DirectSaver` writes to storage, `SnapshotSaver` stages in memory."""
+"""How a run saves: `DirectSaver` writes to storage, `SnapshotSaver` stages in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
@@ -22,76 +21,23 @@ from shardwise.tiers.options import StorageTask
 from shardwise.tiers.watch import MirrorWatch
 
 
-class Saver(Protocol):
-    """Saves the steps of a run. All ranks call its methods together, except as noted.
-
-    Without agents, only `save` and `take_saved` have something to do.
-    """
-
-    @property
-    def request_mirroring(self) -> Callable[[StorageTask], None] | None:
-        """Has the agent of this node mirror the root; None if there are no agents."""
-        return None
-
-    def save(
-        self,
-        make_save: Callable[[], SaveRequest],
-        storage: StorageTask,
-        plan_cache: PlanCache,
-        recorder: Recorder,
-        *,
-        durable: bool,
-    ) -> SaveHandle | None:
-        """Begin to save a step, and return its handle; None if the save was skipped."""
-
-    def prepare(
-        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
-    ) -> int:
-        """Allocate the memory of saves, and return the bytes for this rank."""
-        return 0
-
-    def fence(self) -> None:
-        """Wait for the copy in progress, so that the state may change. One rank may call this."""
-        return
-
-    def persist(self, step: int, *, removes_old: bool) -> bool:
-        """Have the last save persisted, if it is of this step; return whether it is."""
-        return False
-
-    def take_saved(self) -> list[int]:
-        """Return the steps that became durable since the last call. One rank may call this."""
-        return []
-
-    def take_failure(self) -> StoreError | None:
-        """Return a failure in the background that was not raised or returned yet, if any."""
-        return None
-
-    def wait_until_durable(self) -> None:
-        """Wait until durable saves have ended. One rank may call this."""
-        return
-
-    def find_snapshots(self, step: int | None) -> FoundSnapshots:
-        """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
-        yield from ()
-
-    def resume_from(self, step: int | None) -> None:
-        """Discard what is newer than the step that the run continues from."""
-        return
-
-    def close(self, *, wait: bool, failed: bool) -> None:
-        """Release everything; wait until all saves have ended, if `wait` is True."""
-        return
-
-
-class DirectSaver(Saver):
+class DirectSaver:
     """Saves to storage. A save is durable when `save` returns.
+
+    `SnapshotSaver` has the same methods. All ranks call them together, except as noted. Without
+    agents, only `save` and `take_saved` have something to do.
 
     Args:
         root: the store of the checkpoints.
         group: the ranks.
         comparison: compares the replicas of the ranks.
         mirror: follows the mirror of the root; None if the root has none.
+
+    Attributes:
+        request_mirroring: has the agent of this node mirror the root; None without agents.
     """
+
+    request_mirroring: Callable[[StorageTask], None] | None = None
 
     def __init__(
         self,
@@ -112,7 +58,7 @@ class DirectSaver(Saver):
         recorder: Recorder,
         *,
         durable: bool,
-    ) -> SaveHandle:
+    ) -> SaveHandle | None:
         """Save a step, then remove the checkpoints that the rules drop."""
         report = save_all(make_save, self._group, plan_cache, recorder, self._comparison)
         self._saved.append(report.step or 0)
@@ -122,10 +68,40 @@ class DirectSaver(Saver):
                     storage.remove_old(self._root)
         return SaveHandle(report, mirror=self._mirror)
 
+    def prepare(
+        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+    ) -> int:
+        """Allocate the memory of saves, and return the bytes for this rank."""
+        return 0
+
+    def fence(self) -> None:
+        """Wait for the copy in progress, so that the state may change. One rank may call this."""
+
+    def persist(self, step: int, *, removes_old: bool) -> bool:
+        """Have the last save persisted, if it is of this step; return whether it is."""
+        return False
+
     def take_saved(self) -> list[int]:
-        """Return the steps that were saved since the last call."""
+        """Return the steps that became durable since the last call. One rank may call this."""
         saved, self._saved = self._saved, []
         return saved
+
+    def take_failure(self) -> StoreError | None:
+        """Return a failure in the background that was not raised or returned yet, if any."""
+        return None
+
+    def wait_until_durable(self) -> None:
+        """Wait until durable saves have ended. One rank may call this."""
+
+    def find_snapshots(self, step: int | None) -> FoundSnapshots:
+        """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
+        yield from ()
+
+    def resume_from(self, step: int | None) -> None:
+        """Discard what is newer than the step that the run continues from."""
+
+    def close(self, *, wait: bool, failed: bool) -> None:
+        """Release everything; wait until all saves have ended, if `wait` is True."""
 
 
 class SnapshotSaver(Snapshots):
@@ -205,3 +181,7 @@ class SnapshotSaver(Snapshots):
         compared = self._comparison.most_bytes(planned.plan)
         with recorder.stage("allocate"):
             return self.allocate(planned, compared)
+
+
+Saver = DirectSaver | SnapshotSaver
+"""What saves the steps of a run."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from shardwise.deadline import Deadline
@@ -14,7 +15,6 @@ from shardwise.memory.files import (
     LARGEST_RECORD,
     decode_record,
     encode_record,
-    read_record,
     write_record,
 )
 from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
@@ -152,15 +152,13 @@ class Nodes:
         while True:
             self._place.refuse_abandoned()
             try:
-                record = self._poll_record(node, name, record_type, deadline.seconds_left())
-                if record is not None:
-                    return record
-                if failure_name and (
-                    failure := self._poll_record(node, failure_name, StageOutcome, 0.0)
-                ):
-                    raise _NoRetryError(f"node {node}: {failure.failure}")
+                if (data := self._poll(node, name, deadline.seconds_left())) is not None:
+                    return self._decode(node, name, data, record_type)
+                if failure_name and (data := self._poll(node, failure_name)) is not None:
+                    failure = self._decode(node, failure_name, data, StageOutcome).failure
+                    raise _NoRetryError(f"node {node}: {failure}")
                 if request_name:
-                    if not self._has_record(node, request_name):
+                    if self._poll(node, request_name) is None:
                         raise _NoRetryError(
                             f"node {node} has discarded step {self._place.step}, so it will not "
                             f"provide {name}; use a newer snapshot"
@@ -300,35 +298,29 @@ class Nodes:
             return f"node {node}: {error}"
         return ""
 
-    def _has_record(self, node: str, name: str) -> bool:
-        """Return whether a node has a record."""
-        if node == self._this_node:
-            return self._place.has(name)
-        try:
-            self.read(node, name, limit=LARGEST_RECORD)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _poll_record(self, node: str, name: str, record_type: type[T], seconds: float) -> T | None:
-        """Return a record; wait for it at most `seconds`, and return None if it does not appear."""
+    def _poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        """Return the bytes of a record; None if it does not appear within `seconds`, or sooner."""
         place = self._place
-        if node == self._this_node:
-            try:
-                found = read_record(place.path / name, record_type)
-            except StoreError as error:
-                raise _NoRetryError(f"node {node}: {error}") from error
-            if found is None and seconds > 0:
-                time.sleep(LOCAL_PAUSE)
-            return found
-        try:
+        if node != self._this_node:
             wait = min(LONGEST_RECORD_WAIT, seconds)
-            data = self._client(node).read(
-                place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
-            )
-        except FileNotFoundError:
+            with suppress(FileNotFoundError):
+                return self._client(node).read(
+                    place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
+                )
             return None
         try:
-            return decode_record(data, record_type, f"{name} of step {place.step}")
+            return place.read_file(name)
+        except FileNotFoundError:
+            if seconds > 0:
+                time.sleep(LOCAL_PAUSE)
+            return None
+        except StoreError as error:
+            raise _NoRetryError(f"node {node}: {error}") from error
+
+    def _decode(self, node: str, name: str, data: bytes, record_type: type[T]) -> T:
+        is_here = node == self._this_node
+        label = self._place.path / name if is_here else f"{name} of step {self._place.step}"
+        try:
+            return decode_record(data, record_type, label)
         except StoreError as error:
             raise _NoRetryError(f"node {node}: {error}") from error
