@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from shardwise.errors import FormatError
 from shardwise.formats.containers.pickle_values import UnknownObject
-from shardwise.formats.foreign import StoredArray, StoredTensor
+from shardwise.formats.foreign import StoredArray, StoredPart, StoredTensor
 from shardwise.formats.optimizers import (
     GROUPS,
     PARAM_NAMES,
@@ -24,6 +24,7 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 MODULE_PREFIX = "model."
 """Precedes the names of parameters that are at the top level of a state."""
 STORED = StoredArray, StoredTensor
+_ARRAYS = (*STORED, StoredPart)
 
 NestedState: TypeAlias = Mapping[Any, Any]
 
@@ -200,7 +201,8 @@ def name_parameters(state: NestedState) -> NestedState:
 
     `Optimizer.state_dict()` identifies parameters by position. If the state has one module with as
     many parameters, of the same shapes in the same order, the optimizer's parameters get the names
-    of the module's parameters. Otherwise their indices are their names.
+    of the module's parameters. Otherwise their indices are their names. If tensors of the module
+    are sharded, these are its parameters, and the others are buffers.
     """
     modules = [value for value in state.values() if _is_module(value)]
     return {
@@ -214,7 +216,7 @@ def name_parameters(state: NestedState) -> NestedState:
 def _is_module(value: object) -> bool:
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         return False
-    return any(isinstance(item, STORED) for item in value.values())
+    return any(isinstance(item, _ARRAYS) for item in value.values())
 
 
 def _with_parameter_names(optimizer: NestedState, module: NestedState) -> NestedState:
@@ -222,9 +224,11 @@ def _with_parameter_names(optimizer: NestedState, module: NestedState) -> Nested
     if not isinstance(groups, list) or any(PARAM_NAMES in group for group in groups):
         return optimizer
     parameter_indices = [index for group in groups for index in group[PARAMS]]
-    parameters: dict[StoredArray | StoredTensor, str] = {}
+    is_sharded = any(isinstance(array, StoredPart) for array in module.values())
+    parameters: dict[StoredArray | StoredTensor | StoredPart, str] = {}
     for name, array in module.items():
-        if isinstance(array, STORED) and name.rpartition(".")[2] not in _NORM_BUFFERS:
+        is_buffer = not is_sharded and name.rpartition(".")[2] in _NORM_BUFFERS
+        if isinstance(array, StoredPart if is_sharded else STORED) and not is_buffer:
             parameters.setdefault(array, name)
     shapes = [array.shape for array in parameters]
     shapes_fit = len(parameter_indices) == len(shapes) and all(
@@ -245,5 +249,5 @@ def _state_fits(state: object, shape: tuple[int, ...]) -> bool:
     """Return whether a parameter of this shape can have this state: None before its first step."""
     if not isinstance(state, dict):
         return state is None
-    shapes = {item.shape for item in state.values() if isinstance(item, STORED)}
+    shapes = {item.shape for item in state.values() if isinstance(item, _ARRAYS)}
     return shapes <= {shape, ()}

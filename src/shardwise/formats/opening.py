@@ -293,11 +293,6 @@ def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
     )
 
 
-def _has_manifest(tree: FileTree) -> bool:
-    """Return whether a tree is a checkpoint of shardwise, or the root of a run."""
-    return any(name.rpartition("/")[2] == MANIFEST for name in tree.sizes)
-
-
 def _suggest_checkpoints_below(tree: FileTree) -> str:
     """Return a sentence that suggests what to open, for example checkpoints one level below."""
     names = (
@@ -306,7 +301,11 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
         else sorted({name.partition("/")[0] for name in tree.sizes})
     )
     subtrees = [FileTree(tree.store.at(name)) for name in names[-MOST_SUGGESTIONS:]]
-    recognised = [tree for tree in subtrees if _has_manifest(tree) or find_readers(tree)]
+    recognised = [
+        each
+        for each in subtrees
+        if any(name.rpartition("/")[2] == MANIFEST for name in each.sizes) or find_readers(each)
+    ]
     if not recognised:
         return ". Check the path, or describe the files by a specification (spec=)"
     names = [name_of(subtree.store) for subtree in recognised]

@@ -73,15 +73,6 @@ def _split_off_shared_dims(
     shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """Return the dimensions whose elements share bytes, and the shape and strides of the parts."""
-    shared_dims = _dims_with_shared_bytes(shape, stride)
-    part_shape = tuple(1 if dim in shared_dims else n for dim, n in enumerate(shape))
-    # The stride of a dimension with one element has no meaning, and may have any value.
-    strides = tuple(0 if n == 1 else step for n, step in zip(part_shape, stride, strict=True))
-    return shared_dims, part_shape, strides
-
-
-def _dims_with_shared_bytes(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """Return the dimensions along which elements share bytes with other elements."""
     shared_dims = []
     extent = 0  # elements from the first to the last, along the dimensions so far
     for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if shape[dim] > 1):
@@ -89,7 +80,10 @@ def _dims_with_shared_bytes(shape: tuple[int, ...], stride: tuple[int, ...]) -> 
             shared_dims.append(dim)
         else:
             extent += (shape[dim] - 1) * step
-    return shared_dims
+    part_shape = tuple(1 if dim in shared_dims else n for dim, n in enumerate(shape))
+    # The stride of a dimension with one element has no meaning, and may have any value.
+    strides = tuple(0 if n == 1 else step for n, step in zip(part_shape, stride, strict=True))
+    return shared_dims, part_shape, strides
 
 
 def pieces_of_ranges(

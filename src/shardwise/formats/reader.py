@@ -18,7 +18,7 @@ from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.file_tree import FilePart, FileTree
 from shardwise.formats.foreign import Placed, StoredArray, StoredPart, StoredTensor
 from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.nested import name_leaves, nest
+from shardwise.formats.nested import name_leaves, name_parameters, nest
 from shardwise.formats.optimizers import ParamGroup
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "StoredTensor",
     "UnknownObject",
     "name_leaves",
+    "name_parameters",
     "nest",
     "read_header",
 ]

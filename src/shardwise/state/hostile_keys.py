@@ -17,8 +17,8 @@ SAFE_KEY_TYPES = frozenset({str, bytes, bool, type(None)})
 _MODULUS = sys.hash_info.modulus
 
 
-class UnsafeKeysError(ValueError):
-    """The hashes of the keys would take too much time or memory."""
+class UnsafeValueError(ValueError):
+    """Building, reading or copying a value would take too much time or memory."""
 
 
 class KeyCounter:
@@ -34,7 +34,7 @@ class KeyCounter:
 
         Raises:
             TypeError: a key has no hash.
-            UnsafeKeysError: a key has too many parts, or too many keys have the same hash.
+            UnsafeValueError: a key has too many parts, or too many keys have the same hash.
         """
         for key in keys:
             key_type = type(key)
@@ -46,7 +46,7 @@ class KeyCounter:
             if count and key == first_key:
                 continue
             if count == MOST_COLLISIONS:
-                raise UnsafeKeysError(
+                raise UnsafeValueError(
                     f"more than {MOST_COLLISIONS} keys have the same hash, so each would be "
                     "compared with all others, which can take hours"
                 )
@@ -63,4 +63,4 @@ def _check_parts(key: object) -> None:
         if isinstance(part, tuple):
             parts += part
         if count + len(parts) > MOST_PARTS_OF_KEY:
-            raise UnsafeKeysError(f"a key has more than {MOST_PARTS_OF_KEY} nested parts")
+            raise UnsafeValueError(f"a key has more than {MOST_PARTS_OF_KEY} nested parts")

@@ -15,7 +15,7 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.errors import StateError
-from shardwise.formats.containers.safetensors import DTYPE_CODES, FLOAT4_X2
+from shardwise.formats.containers.safetensors import describe_array
 from shardwise.manifest.dtypes import DTYPES
 
 SINGLE = "model.safetensors"
@@ -76,18 +76,14 @@ def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
     parts: list[TensorPart] = []
     offset = 0
     for each in order:
-        code = DTYPE_CODES.get(each.dtype)
-        if code is None:
+        part = each.part
+        entry = describe_array(each.dtype, part.box.shape, offset)
+        if entry is None:
             raise StateError(
                 f"{each.name}: safetensors does not support {each.dtype}: leave it out with skip=, "
                 "or choose another format"
             )
-        part = each.part
-        offsets = [offset, offset + part.size]
-        shape = part.box.shape
-        if each.dtype == FLOAT4_X2 and shape:
-            shape = (*shape[:-1], 2 * shape[-1])
-        header[each.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        header[each.name] = entry
         offset += part.size
         if part.size:
             parts.append(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from shardwise.errors import FormatError
-from shardwise.state.hostile_keys import UnsafeKeysError
+from shardwise.state.hostile_keys import UnsafeValueError
 
 MALFORMED_ERRORS = (
     ArithmeticError,
@@ -51,16 +51,12 @@ class UnsupportedValueError(FormatError):
         self.remedy = remedy
 
 
-class UnsafeValueError(FormatError):
-    """Reading or copying the value would take too much time or memory."""
-
-
 def explain_error(error: Exception, position: str) -> FormatError:
     """Return the error with the kind of the problem, its position and a remedy in its message."""
     if isinstance(error, UnsupportedValueError):
         return type(error)(f"{error} ({position}): this is not supported; {error.remedy}")
-    if isinstance(error, (UnsafeValueError, UnsafeKeysError)):
-        return UnsafeValueError(
+    if isinstance(error, UnsafeValueError):
+        return FormatError(
             f"{error} ({position}): this is refused. If you trust it, load it with torch, and "
             "save it again with tensors and plain values only"
         )

@@ -24,9 +24,10 @@ from shardwise.formats.containers.pickle_values import (
     find_unknown,
     set_state,
 )
-from shardwise.state.hostile_keys import SAFE_KEY_TYPES, KeyCounter, UnsafeKeysError
+from shardwise.state.hostile_keys import KeyCounter, UnsafeValueError
 
 NEWEST_PROTOCOL = 5
+_TEXT = frozenset({str})
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 PersistentLoad: TypeAlias = Callable[[Any], object]
@@ -105,10 +106,10 @@ class PickleMachine:
         """Check the hashes of keys before they are added to a dict or set; see `KeyCounter.add`.
 
         Raises:
-            UnsafeKeysError: too many keys have the same hash.
+            UnsafeValueError: too many keys have the same hash.
         """
-        if SAFE_KEY_TYPES.issuperset(map(type, new_keys)):
-            return
+        if _TEXT.issuperset(map(type, new_keys)):
+            return  # the usual keys, whose hashes a file cannot choose
         # The target is kept alive, so that its id stays unique.
         _, counter = self._key_counters.setdefault(id(target), (target, KeyCounter()))
         counter.add(new_keys)
@@ -142,7 +143,7 @@ class PickleMachine:
         try:
             return constructor.construct(*args)
         except MALFORMED_ERRORS as error:
-            if isinstance(error, (FormatError, UnsafeKeysError)):
+            if isinstance(error, (FormatError, UnsafeValueError)):
                 raise
             if (unknown := find_unknown(args)) is not None:
                 return unknown

@@ -15,7 +15,6 @@ from shardwise.formats.containers.pickle_errors import (
     MALFORMED_ERRORS,
     TruncatedError,
     UnknownClassError,
-    UnsafeValueError,
     explain_error,
 )
 from shardwise.formats.containers.pickle_opcodes import (
@@ -29,7 +28,7 @@ from shardwise.formats.containers.pickle_values import (
     PickledInstance,
     list_parts,
 )
-from shardwise.state.hostile_keys import UnsafeKeysError
+from shardwise.state.hostile_keys import UnsafeValueError
 
 MOST_NAMES_SHOWN = 20
 MOST_DEPTH = 100
@@ -151,7 +150,7 @@ def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:
                 position = machine.position
         raise TruncatedError("it ends before its last opcode")
     except MALFORMED_ERRORS as error:
-        is_explained = isinstance(error, (FormatError, UnsafeKeysError))
+        is_explained = isinstance(error, (FormatError, UnsafeValueError))
         if not is_explained and position + 8 > size:
             # No argument of a fixed length is longer than 8 bytes.
             error = TruncatedError("an argument continues after the end of the data")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -14,25 +14,24 @@ from shardwise.errors import FormatError
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.foreign import StoredArray
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import Dims
+from shardwise.manifest.manifest import Count, Dims
 
 LARGEST_HEADER = 100_000_000
 """The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
-FLOAT4_X2 = "float4_e2m1fn_x2"
+_FLOAT4_X2 = "float4_e2m1fn_x2"
 """An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers."""
-DTYPE_CODES: Mapping[str, str] = {
+_CODES: Mapping[str, str] = {
     **{n: d.safetensors_code for n, d in DTYPES.items() if d.safetensors_code is not None},
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
-    FLOAT4_X2: "F4",
+    _FLOAT4_X2: "F4",
 }
 """The codes of dtypes in safetensors 0.8, by the name of the dtype in torch.
 
 Data files of shardwise store the last four as bytes, because older safetensors lack their codes."""
-_DTYPES = {code: name for name, code in DTYPE_CODES.items()}
-_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_DTYPES = {code: name for name, code in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,23 @@ class Header:
 class _ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Dims
-    data_offsets: tuple[_Offset, _Offset]
+    data_offsets: tuple[Count, Count]
+
+
+def describe_array(dtype: str, shape: Sequence[int], start: int) -> dict[str, Any] | None:
+    """Return the entry of a contiguous array in a header; None if safetensors lacks its dtype.
+
+    Args:
+        dtype: torch's name.
+        shape: the shape in torch.
+        start: the offset of the first element in the data, in bytes.
+    """
+    if dtype not in _CODES:
+        return None
+    stop = start + math.prod(shape) * DTYPES[dtype].itemsize
+    if dtype == _FLOAT4_X2 and shape:
+        shape = (*shape[:-1], 2 * shape[-1])
+    return {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, stop]}
 
 
 def is_safetensors(head: bytes) -> bool:
@@ -95,7 +110,7 @@ def read_header(file_range: FileRange) -> Header:
         if dtype is None:
             left_out[name] = f"torch has no dtype for {entry.dtype[:40]!r}"
             continue
-        if dtype == FLOAT4_X2:
+        if dtype == _FLOAT4_X2:
             if not shape or shape[-1] % 2:
                 left_out[name] = f"torch has no {dtype} of shape {list(shape)} in numbers of 4 bits"
                 continue

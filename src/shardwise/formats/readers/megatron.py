@@ -20,7 +20,7 @@ from shardwise.formats.reader import (
     StoredArray,
     StoredTensor,
 )
-from shardwise.formats.readers.dcp.metadata import METADATA, read_metadata
+from shardwise.formats.readers.dcp.metadata import METADATA
 from shardwise.formats.readers.dcp.reader import read_contents
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
@@ -66,10 +66,9 @@ def read(tree: FileTree, builder: Builder) -> None:
     """
     tree.require([CONFIG_FILE], "Megatron-Core wrote")
     _check_backend(tree)
-    metadata = read_metadata(tree)
-    if COMMON_ITEM not in metadata.values:
+    contents, metadata = read_contents(tree, builder)
+    if COMMON_ITEM not in contents:
         tree.require([COMMON_FILE], "Megatron-Core wrote")
-    contents = read_contents(tree, builder, metadata)
     common = _read_common(tree, builder, contents)
     values = {name: leaf for name, leaf in contents.items() if not isinstance(leaf, StoredTensor)}
     tensors = {name: leaf for name, leaf in contents.items() if isinstance(leaf, StoredTensor)}

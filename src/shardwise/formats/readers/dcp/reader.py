@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from shardwise.formats.reader import (
@@ -70,19 +69,21 @@ READER = Reader("PyTorch DCP", recognise, read, overrides=("torch",))
 
 
 def read_contents(
-    tree: FileTree, builder: Builder, metadata: Metadata, name: str = METADATA
-) -> dict[str, Any]:
-    """Find the bytes of all tensors, and read all values. Return both by their names in DCP.
+    tree: FileTree, builder: Builder, name: str = METADATA
+) -> tuple[dict[str, Any], Metadata]:
+    """Read the metadata, find the bytes of all tensors, and read all values.
 
     Args:
         builder: receives the names of files, and lines about what is left out.
-        metadata: the content of the file of metadata.
-        name: the name of this file.
+        name: the name of the file of metadata.
+
+    Returns:
+        The tensors and values by their names in DCP; and the metadata.
 
     Raises:
-        FormatError: a file or item is missing, or contradicts the metadata.
+        FormatError: the metadata is malformed; or a file or item is missing, or contradicts it.
     """
-    path = tree.label(name)
+    metadata, path = read_metadata(tree, name), tree.label(name)
     chunks = [
         (name, chunk)
         for name, tensor in metadata.tensors.items()
@@ -95,7 +96,8 @@ def read_contents(
     tree.require(files, f"{METADATA} names")
     for file in files:
         builder.add_file(file)
-    builder.world_size = max(builder.world_size, count_ranks(files))
+    ranks = [int(match[1]) for file in files if (match := _DATA_FILE.fullmatch(file))]
+    builder.world_size = max(builder.world_size, *(rank + 1 for rank in ranks), 1)
     arrays = read_described_arrays(tree, metadata, chunks, items, path)
     if arrays is None:
         arrays = find_arrays(tree, items)
@@ -115,7 +117,7 @@ def read_contents(
     contents |= zip(metadata.values, read_values(tree, value_items), strict=True)
     builder.left_out += [f"{name}: {each.reason}" for name, each in unknown.items()]
     builder.left_out += [f"{name}: it has an item, but no shape" for name in metadata.unused]
-    return contents
+    return contents, metadata
 
 
 def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[Any, Any]:
@@ -123,8 +125,7 @@ def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[A
 
     If the metadata has no path for a name, the path consists of this name.
     """
-    metadata = read_metadata(tree, name)
-    contents = read_contents(tree, builder, metadata, name)
+    contents, metadata = read_contents(tree, builder, name)
     return nest((metadata.paths.get(key, (key,)), leaf) for key, leaf in contents.items())
 
 
@@ -135,12 +136,6 @@ def _check_array(array: StoredArray, dtype: str, chunk: Box, label: str, item: F
             f"{list(array.shape)}, but .metadata says {dtype} of shape {list(chunk.shape)}: the "
             "files are from different saves: copy all files of one save"
         )
-
-
-def count_ranks(files: Iterable[str]) -> int:
-    """Return the number of ranks that wrote files, according to the names of the files."""
-    ranks = [int(match[1]) for name in files if (match := _DATA_FILE.fullmatch(name))]
-    return max(ranks, default=0) + 1
 
 
 def _find_item(metadata: Metadata, name: str, offset: Ints | None, path: str) -> FilePart:

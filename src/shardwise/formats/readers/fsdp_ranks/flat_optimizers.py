@@ -74,29 +74,6 @@ def is_whole_optimizer(model: Mapping[str, Any], state: Mapping[str, Any]) -> bo
     )
 
 
-def name_parameters(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state with the names of its parameters, if they follow from the model.
-
-    The parameters are the sharded tensors of the model, in the same order, if the optimizer has one
-    param group with as many entries, of the same shapes.
-    """
-    first_names: dict[StoredPart, str] = {}  # of tied parameters, the first
-    for name, part in model.items():
-        if isinstance(part, StoredPart):
-            first_names.setdefault(part, name)
-    names = list(first_names.values())
-    if not _is_optimizer(optimizer) or len(optimizer[GROUPS]) != 1:
-        return optimizer
-    (group,) = optimizer[GROUPS]
-    if PARAM_NAMES in group or len(group[PARAMS]) != len(names):
-        return optimizer
-    for index, name in zip(group[PARAMS], names, strict=True):
-        entry = optimizer[STATE].get(index, {}).values()
-        if any(isinstance(v, StoredPart) and v.shape != model[name].shape for v in entry):
-            return optimizer
-    return {**optimizer, GROUPS: [{**group, PARAM_NAMES: names}]}
-
-
 def convert_flat_optimizers(
     models: Sequence[Mapping[str, Any]],
     optimizers: Sequence[Mapping[str, Any]],

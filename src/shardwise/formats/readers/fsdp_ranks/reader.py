@@ -6,13 +6,12 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shardwise.formats.reader import Builder, FileTree, FormatError, Reader
+from shardwise.formats.reader import Builder, FileTree, FormatError, Reader, name_parameters
 from shardwise.formats.readers.fsdp_ranks.flat_optimizers import (
     UnknownLayoutError,
     convert_flat_optimizers,
     is_flat_optimizer,
     is_whole_optimizer,
-    name_parameters,
 )
 
 MODEL, OPTIMIZER, EXTRA_STATE = "model", "optim", "extra_state"
@@ -87,7 +86,10 @@ def _convert_optimizers(by_kind: dict[str, list[Any]], builder: Builder) -> None
     if any(map(is_flat_optimizer, optimizers)):
         by_kind[OPTIMIZER] = convert_flat_optimizers(models, optimizers, builder)
     elif optimizers:
-        by_kind[OPTIMIZER] = list(map(name_parameters, models, optimizers))
+        by_kind[OPTIMIZER] = [
+            name_parameters({MODEL: model, OPTIMIZER: optimizer})[OPTIMIZER]
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
 
 
 def _find_files(tree: FileTree) -> dict[str, tuple[str, ...]]:

@@ -12,12 +12,15 @@ from shardwise.formats.reader import FormatError, StoredArray
 from shardwise.formats.readers.megatron_legacy.ranks import (
     EMBEDDING,
     OUTPUT,
+    PARAMS,
+    UNSUPPORTED,
     UNTIED,
+    OptimizerPart,
     Parameter,
     Rank,
+    SavedParamGroup,
 )
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 MASTER = "param"
 """The key of the master weights among the keys of the optimizer's state."""
 STEP = "step"
@@ -25,18 +28,10 @@ ALIGNMENTS = (64, 1)
 """Possible alignments of parameters in a buffer, in elements; old versions did not align."""
 MOST_KEYS = 64
 _HALF_DTYPES = ("float16", "bfloat16")
-_TORCH_OPTIMIZER = "optimizer"
-_UNSUPPORTED = (
-    "the file is damaged, or an unsupported version of Megatron-LM wrote it; copy the file again, "
-    "or leave out the optimizer with skip="
-)
-_MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 Bucketing: TypeAlias = tuple[int | None, frozenset[str]]
 """How buffers were divided into buckets: the number of elements after which one is full, or None
 if there is one bucket; and the names of the parameters that have a separate bucket."""
-SavedParamGroup: TypeAlias = Mapping[str, Any]
-"""A param group as it was saved: hyperparameters, and numbers of parameters if it has them."""
 
 
 @dataclass(slots=True)
@@ -59,28 +54,6 @@ class UnassignedStateError(Exception):
     """The files do not say which parameters the state of an optimizer belongs to."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OptimizerPart:
-    """A part of an optimizer; a model with experts has several.
-
-    Attributes:
-        state: the state by number of the parameter.
-        groups: the param groups.
-        masters: the master weights of each param group.
-        values: other values.
-    """
-
-    state: Mapping[Any, Any]
-    groups: Sequence[SavedParamGroup]
-    masters: Sequence[Any]
-    values: Mapping[str, Any]
-
-    def state_at(self, index: object) -> Mapping[Any, Any]:
-        """Return the state of the parameter with a number; it is empty if there is none."""
-        state = self.state.get(index) if type(index) is int else None
-        return state if isinstance(state, dict) else {}
-
-
 def take_optimizer_state(
     optimizer: RankOptimizer,
     rank: Rank,
@@ -93,15 +66,13 @@ def take_optimizer_state(
         FormatError: the state is malformed, or does not fit these parameters.
         UnassignedStateError: it is unknown to which parameters the state belongs.
     """
-    if rank.optimizer is None:
+    if not rank.optimizer:
         return
-    saved = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
-    parts = [_parse_part(part, rank.path) for part in saved]
-    for part in parts:
+    for part in rank.optimizer:
         optimizer.values.update(part.values)
-    parameters_of_parts = _assign_to_parts(parameters, parts)
+    parameters_of_parts = _assign_to_parts(parameters, rank.optimizer)
     buffers_of_parts = rank.buffers if isinstance(rank.buffers, list) else [rank.buffers]
-    for index, (part, members) in enumerate(zip(parts, parameters_of_parts, strict=True)):
+    for index, (part, members) in enumerate(zip(rank.optimizer, parameters_of_parts, strict=True)):
         grouped = _assign_to_groups(members, part)
         for group_members, group in zip(grouped, part.groups, strict=True):
             _take_hyperparameters(optimizer, group_members, group)
@@ -112,30 +83,8 @@ def take_optimizer_state(
                 optimizer.state.setdefault(parameter, {}).update(arrays)
 
 
-def _parse_part(saved: Any, path: str) -> _OptimizerPart:
-    outer = saved if isinstance(saved, dict) else {}
-    inner = outer.get(_TORCH_OPTIMIZER, outer)
-    groups = inner.get(GROUPS) if isinstance(inner, dict) else None
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{path}: its optimizer has no valid list {GROUPS}: {_UNSUPPORTED}")
-    state = inner.get(STATE, {})
-    masters: Any = next((outer[key] for key in _MASTERS_KEYS if key in outer), [])
-    if not isinstance(state, dict) or not isinstance(masters, list):
-        raise FormatError(
-            f"{path}: its optimizer is malformed: the state is {type(state).__name__}, the master "
-            f"weights are {type(masters).__name__}: {_UNSUPPORTED}"
-        )
-    if not all(isinstance(group, list) for group in masters):
-        raise FormatError(
-            f"{path}: the master weights of its optimizer are not in groups: {_UNSUPPORTED}"
-        )
-    known_keys = {_TORCH_OPTIMIZER, GROUPS, STATE, *_MASTERS_KEYS}
-    values = {str(key): value for key, value in outer.items() if key not in known_keys}
-    return _OptimizerPart(state, groups, masters, values)
-
-
 def _assign_to_parts(
-    parameters: Sequence[Parameter], parts: Sequence[_OptimizerPart]
+    parameters: Sequence[Parameter], parts: Sequence[OptimizerPart]
 ) -> list[list[Parameter]]:
     """Return the parameters of each part of an optimizer.
 
@@ -164,7 +113,7 @@ def _assign_to_parts(
 
 
 def _assign_to_groups(
-    parameters: Sequence[Parameter], part: _OptimizerPart
+    parameters: Sequence[Parameter], part: OptimizerPart
 ) -> list[list[Parameter]]:
     """Return the parameters of each param group in the module's order.
 
@@ -204,7 +153,7 @@ def _has_true(group: SavedParamGroup, key: str) -> bool:
     return group.get(key) is True
 
 
-def _fit_groups(grouped: Sequence[Sequence[Parameter]], part: _OptimizerPart) -> bool:
+def _fit_groups(grouped: Sequence[Sequence[Parameter]], part: OptimizerPart) -> bool:
     """Return whether parameters can be the members of a part's groups, by count and shapes."""
     return all(
         _fit_group(members, group, part)
@@ -216,7 +165,7 @@ def _fit_groups(grouped: Sequence[Sequence[Parameter]], part: _OptimizerPart) ->
     )
 
 
-def _fit_group(members: Sequence[Parameter], group: SavedParamGroup, part: _OptimizerPart) -> bool:
+def _fit_group(members: Sequence[Parameter], group: SavedParamGroup, part: OptimizerPart) -> bool:
     indices = group.get(PARAMS)
     if indices is None:
         return True  # the distributed optimizer does not number them
@@ -244,7 +193,7 @@ def _take_hyperparameters(
 
 
 def _take_indexed_state(
-    optimizer: RankOptimizer, part: _OptimizerPart, grouped: Sequence[Sequence[Parameter]]
+    optimizer: RankOptimizer, part: OptimizerPart, grouped: Sequence[Sequence[Parameter]]
 ) -> None:
     """Take the state of a torch optimizer, which numbers parameters, and the master weights."""
     for group_index, (members, group) in enumerate(zip(grouped, part.groups, strict=True)):
@@ -281,13 +230,13 @@ def _arrays_in_buffers(
     if not isinstance(saved, dict):
         raise FormatError(
             f"{path}: the state of the distributed optimizer is not a dict, but "
-            f"{type(saved).__name__}: {_UNSUPPORTED}"
+            f"{type(saved).__name__}: {UNSUPPORTED}"
         )
     buffers = [buffer for key, buffer in saved.items() if type(key) is int]
     if len(buffers) != len(groups):
         raise FormatError(
             f"{path}: the distributed optimizer has {len(buffers)} buffers, but the model needs "
-            f"{len(groups)} (chunks of the model times dtypes): {_UNSUPPORTED}"
+            f"{len(groups)} (chunks of the model times dtypes): {UNSUPPORTED}"
         )
     for buffer, members in zip(buffers, groups.values(), strict=True):
         for key, flat in _iterate_flat_arrays(buffer, path):
@@ -295,7 +244,7 @@ def _arrays_in_buffers(
             if starts is None:
                 raise FormatError(
                     f"{path}: {key} of the distributed optimizer has {flat.shape[0]} elements, "
-                    f"which do not match its {len(members)} parameters: {_UNSUPPORTED}"
+                    f"which do not match its {len(members)} parameters: {UNSUPPORTED}"
                 )
             for parameter, first_element in zip(members, starts, strict=True):
                 start = flat.start + first_element * flat.itemsize
@@ -308,7 +257,7 @@ def _iterate_flat_arrays(buffer: object, path: str) -> Iterator[tuple[str, Store
     if len(by_dtype) != 1 or not isinstance(by_dtype[0], dict) or len(by_dtype[0]) > MOST_KEYS:
         raise FormatError(
             f"{path}: a buffer of the distributed optimizer is not a dict of one dtype with up to "
-            f"{MOST_KEYS} arrays, but a {type(buffer).__name__} of {len(by_dtype)}: {_UNSUPPORTED}"
+            f"{MOST_KEYS} arrays, but a {type(buffer).__name__} of {len(by_dtype)}: {UNSUPPORTED}"
         )
     for key, value in by_dtype[0].items():
         # Older versions had a list with an array for each bucket; a single one is the whole buffer.

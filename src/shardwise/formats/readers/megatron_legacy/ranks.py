@@ -23,6 +23,12 @@ OLD_MODEL_FILE, OLD_OPTIMIZER_FILE = "model_rng.pt", "optim.pt"
 FILE_NAMES = (MODEL_FILE, BUFFERS_FILE, OLD_MODEL_FILE, OLD_OPTIMIZER_FILE)
 NEEDED_BY = "ranks of Megatron-LM wrote"
 ARGS, OPTIMIZER, RNG, ITERATION = "args", "optimizer", "rng_state", "iteration"
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+UNSUPPORTED = (
+    "the file is damaged, or an unsupported version of Megatron-LM wrote it; copy the file again, "
+    "or leave out the optimizer with skip="
+)
+_MASTERS_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
 SIZE_ARGS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -45,6 +51,8 @@ _MOST_ITERATIONS_SHOWN = 5
 DirectoryNumbers: TypeAlias = tuple[int, ...]
 """The numbers in the name of a rank's directory: tensor-parallel, pipeline and expert rank."""
 Arrays: TypeAlias = Mapping[str, StoredArray]
+SavedParamGroup: TypeAlias = Mapping[str, Any]
+"""A param group as it was saved: hyperparameters, and numbers of parameters if it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,28 @@ def require_files(tree: FileTree, files: IterationFiles) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """A part of an optimizer; a model with experts has several.
+
+    Attributes:
+        state: the state by number of the parameter.
+        groups: the param groups.
+        masters: the master weights of each param group.
+        values: other values.
+    """
+
+    state: Mapping[Any, Any]
+    groups: Sequence[SavedParamGroup]
+    masters: Sequence[Any]
+    values: Mapping[str, Any]
+
+    def state_at(self, index: object) -> Mapping[Any, Any]:
+        """Return the state of the parameter with a number; it is empty if there is none."""
+        state = self.state.get(index) if type(index) is int else None
+        return state if isinstance(state, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """The contents of one model-parallel rank's files.
 
@@ -164,7 +194,7 @@ class Rank:
         path: the path of its directory.
         chunks: the arrays by name of each chunk of the model; there is one chunk unless pipeline
             stages are interleaved.
-        optimizer: the optimizer as it was saved, or None.
+        optimizer: the parts of the optimizer; none if it was not saved.
         buffers: the buffers of the distributed optimizer as they were saved, or None.
         args: the program's arguments by name.
         values: everything else.
@@ -175,7 +205,7 @@ class Rank:
     position: tuple[int, int, int]
     path: str
     chunks: Sequence[Arrays]
-    optimizer: Any
+    optimizer: Sequence[OptimizerPart]
     buffers: Any
     args: Mapping[str, Any]
     values: Mapping[str, Any]
@@ -272,8 +302,32 @@ def _parse_rank(
     }
     coordinate = dict(zip(directory_axes(numbers, fields), numbers, strict=True))
     position = coordinate["tp"], coordinate.get("pp", 0), coordinate.get("ep", 0)
-    optimizer = state.get(OPTIMIZER)
-    return Rank(numbers, position, directory, arrays, optimizer, buffers, fields, values, unread)
+    saved = state.get(OPTIMIZER)
+    saved_parts = saved if isinstance(saved, list) else [] if saved is None else [saved]
+    parts = [_parse_optimizer_part(part, directory) for part in saved_parts]
+    return Rank(numbers, position, directory, arrays, parts, buffers, fields, values, unread)
+
+
+def _parse_optimizer_part(saved: Any, path: str) -> OptimizerPart:
+    outer = saved if isinstance(saved, dict) else {}
+    inner = outer.get(OPTIMIZER, outer)
+    groups = inner.get(GROUPS) if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise FormatError(f"{path}: its optimizer has no valid list {GROUPS}: {UNSUPPORTED}")
+    state = inner.get(STATE, {})
+    masters: Any = next((outer[key] for key in _MASTERS_KEYS if key in outer), [])
+    if not isinstance(state, dict) or not isinstance(masters, list):
+        raise FormatError(
+            f"{path}: its optimizer is malformed: the state is {type(state).__name__}, the master "
+            f"weights are {type(masters).__name__}: {UNSUPPORTED}"
+        )
+    if not all(isinstance(group, list) for group in masters):
+        raise FormatError(
+            f"{path}: the master weights of its optimizer are not in groups: {UNSUPPORTED}"
+        )
+    known_keys = {OPTIMIZER, GROUPS, STATE, *_MASTERS_KEYS}
+    values = {str(key): value for key, value in outer.items() if key not in known_keys}
+    return OptimizerPart(state, groups, masters, values)
 
 
 def _find_chunks(state: Mapping[Any, Any], directory: str) -> dict[str, Mapping[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.formats.reader import (
@@ -15,9 +15,7 @@ from shardwise.formats.reader import (
     UnknownObject,
 )
 from shardwise.formats.readers.megatron_legacy.optimizers import (
-    GROUPS,
     MASTER,
-    PARAMS,
     RankOptimizer,
     UnassignedStateError,
     list_bucketings,
@@ -27,10 +25,11 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     ARGS,
     BUFFERS_FILE,
     EMBEDDING,
+    GROUPS,
     ITERATION,
     NEEDED_BY,
-    OPTIMIZER,
     OUTPUT,
+    PARAMS,
     RNG,
     UNTIED,
     DirectoryNumbers,
@@ -92,27 +91,14 @@ def read(tree: FileTree, builder: Builder) -> None:
 def _check_ranks(tree: FileTree, files: IterationFiles, ranks: Sequence[Rank]) -> None:
     """Check that no buffer is missing, no directory was renamed, and all are from one iteration."""
     without_buffers = [
-        rank.numbers for rank in ranks if rank.buffers is None and _needs_buffers(rank.optimizer)
+        rank.numbers
+        for rank in ranks
+        if rank.buffers is None
+        and any(group.get(PARAMS) is None for part in rank.optimizer for group in part.groups)
     ]
     tree.require((files.path_of(numbers, BUFFERS_FILE) for numbers in without_buffers), NEEDED_BY)
     _check_rank_order(tree, {rank.numbers: rank for rank in ranks})
     _check_iterations(tree, ranks)
-
-
-def _needs_buffers(optimizer: object) -> bool:
-    """Return whether an optimizer has its state in the buffers of another file."""
-    parts = optimizer if isinstance(optimizer, list) else [optimizer]
-    return any(
-        isinstance(group, dict) and group.get(PARAMS) is None
-        for part in parts
-        for group in _param_groups_of(part)
-    )
-
-
-def _param_groups_of(part: object) -> Iterator[object]:
-    inner = part.get(OPTIMIZER, part) if isinstance(part, dict) else None
-    groups = inner.get(GROUPS) if isinstance(inner, dict) else None
-    yield from groups if isinstance(groups, list) else []
 
 
 def _check_iterations(tree: FileTree, ranks: Sequence[Rank]) -> None:
