@@ -33,7 +33,7 @@ from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, Count, decode_manifest
 from shardwise.manifest.names import MANIFEST, check_file_name, step_directory, step_of_directory
 from shardwise.memory import records
-from shardwise.memory.files import lock_directory, read_record, ring_bell, write_record
+from shardwise.memory.files import lock_directory, read_record, ring_bell, try_lock, write_record
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -42,7 +42,7 @@ from shardwise.memory.records import (
     StageOutcome,
 )
 from shardwise.store import LocalStore, open_store
-from shardwise.store.local_files import open_regular, try_lock
+from shardwise.store.local_files import open_regular
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
 FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"

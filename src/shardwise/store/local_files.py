@@ -350,15 +350,6 @@ def write_atomically(
         raise
 
 
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file or directory without waiting; return whether it is locked now."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def sync_directory(directory: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

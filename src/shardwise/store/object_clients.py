@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import StoreError
@@ -51,7 +51,7 @@ log = logging.getLogger("shardwise")
 
 
 class Client:
-    """The client of one bucket. Each process opens its own, because its threads survive no fork.
+    """The client of one bucket, for the process that opens it: its threads survive no fork.
 
     Args:
         url: the URL of the bucket; its path is ignored.
@@ -60,8 +60,7 @@ class Client:
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, bool], ObjectStore] = {}
-        self._boto3: tuple[int, Any] | None = None
+        self._opened: dict[bool, ObjectStore] = {}  # by `repeats`
         self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
     def open(self, *, repeats: bool = False) -> ObjectStore:
@@ -75,22 +74,19 @@ class Client:
             StoreError: obstore is not installed, the options are wrong, no credentials were found,
                 or this process was forked from one that has used obstore.
         """
-        pid = os.getpid()
-        if (found := self._opened.get((pid, repeats))) is not None:
-            return found
-        if _first_process() != pid:
+        if _first_process() != os.getpid():
             raise StoreError(
-                f"{self.url}: process {pid} was forked from process {_first_process()}, which had "
-                "used an object store before: its connections do not work here, and no new ones "
-                "can be opened; start processes with the method 'spawn', or fork before the first "
-                "use of the store"
+                f"{self.url}: process {os.getpid()} was forked from process {_first_process()}, "
+                "which had used an object store before: its connections do not work here, and no "
+                "new ones can be opened; start processes with the method 'spawn', or fork before "
+                "the first use of the store"
             )
         with self._lock:
-            if (pid, repeats) not in self._opened:
+            if repeats not in self._opened:
                 seconds = self.url.retry_seconds
                 limit = seconds if repeats else min(seconds, SHORT_RETRY_SECONDS)
-                self._opened[pid, repeats] = _open_client(self.url, _retry_config(limit))
-            return self._opened[pid, repeats]
+                self._opened[repeats] = _open_client(self.url, _retry_config(limit))
+            return self._opened[repeats]
 
     def request(
         self, action: str, key: str, send: Callable[[ObjectStore], T], *, repeats: bool = False
@@ -115,19 +111,14 @@ class Client:
         """Return the URL of an object without options, for messages."""
         return f"{self.url.scheme}://{self.url.host}/{key}"
 
+    @cached_property
     def boto3_client(self) -> Any:
-        """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
+        """boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
 
         Raises:
             StoreError: the profile does not exist.
         """
-        if self.url.scheme != "s3":
-            return None
-        pid = os.getpid()
-        with self._lock:
-            if self._boto3 is None or self._boto3[0] != pid:
-                self._boto3 = pid, _boto3_client(self.url)
-            return self._boto3[1]
+        return _boto3_client(self.url) if self.url.scheme == "s3" else None
 
 
 @cache

@@ -214,7 +214,7 @@ def abort_idle_uploads(client: Client, prefix: str, *, idle_seconds: float) -> i
     Returns:
         The number of aborted uploads.
     """
-    s3, bucket = client.boto3_client(), client.url.host
+    s3, bucket = client.boto3_client, client.url.host
 
     def is_idle(upload: dict[str, Any], now: datetime) -> bool:
         idle = timedelta(seconds=idle_seconds)
@@ -233,7 +233,7 @@ def _abort(
     client: Client, prefix: str, is_abandoned: Callable[[dict[str, Any], datetime], bool]
 ) -> int:
     """Abort the uploads below a prefix for which `is_abandoned(upload, now)` returns True."""
-    s3, bucket = client.boto3_client(), client.url.host
+    s3, bucket = client.boto3_client, client.url.host
     if s3 is None:
         return 0
     import botocore.exceptions

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.decoding import DECODE_ERRORS, prepare_decoding
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
 from shardwise.store import (
@@ -78,7 +78,7 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
             data = root.read(MIRROR_FILE, limit=LARGEST_RECORD)
             try:
                 return msgspec.json.decode(data, type=cls)
-            except DECODE_ERRORS as error:
+            except (ValueError, RecursionError) as error:
                 raise StoreError(
                     f"{root}: {MIRROR_FILE} is damaged ({error}); remove it: the next training "
                     "with mirror= writes it again"
@@ -127,6 +127,6 @@ def open_with_mirror(store: Store) -> Store:
         return tiers if parent is None else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store
-    except (OSError, *DECODE_ERRORS) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is read without its mirror: %s", store, error)
         return store
