@@ -9,7 +9,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -204,7 +204,7 @@ def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
             endpoint = None if _is_aws(found.endpoint_url) else found.endpoint_url
             region = region or found.region_name
         if not url.is_set("anonymous"):
-            config["credential_provider"] = _Credentials(url)
+            config["credential_provider"] = _credentials(url, session)
     config["region"] = region if region and region != "aws-global" else DEFAULT_REGION
     if endpoint:
         config["endpoint"] = endpoint
@@ -219,27 +219,20 @@ def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
     )
 
 
-class _Credentials:
-    """The credentials that boto3 finds, which obstore asks for again before they expire."""
+def _credentials(url: StoreUrl, session: Any) -> Any:
+    """Return the credentials that boto3 finds, which obstore asks for again before they expire."""
+    from obstore.auth.boto3 import Boto3CredentialProvider
 
-    def __init__(self, url: StoreUrl) -> None:
-        self._found = _boto3_session(url).get_credentials()
-        self.config: dict[str, str] = {}
-        if self._found is None:
-            raise StoreError(
-                f"{url}: no credentials for S3 were found: set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run "
-                "on an instance with a role, or read a public bucket with ?anonymous=true"
-            )
-
-    def __call__(self) -> dict[str, object]:
-        frozen = self._found.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_LIFETIME,
-        }
+    try:
+        found = Boto3CredentialProvider(session, ttl=CREDENTIALS_LIFETIME)
+    except ValueError as error:
+        raise StoreError(
+            f"{url}: no credentials for S3 were found: set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run on an "
+            "instance with a role, or read a public bucket with ?anonymous=true"
+        ) from error
+    found.config = {}  # the region of the session, although the URL may name another
+    return found
 
 
 def _boto3_session(url: StoreUrl) -> Any:
