@@ -345,7 +345,6 @@ class MirrorWorker:
             delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
             wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
             self._due_at = self._clock() + wait
-            self._changed.notify_all()
         return is_current
 
     def stop(self, timeout: float) -> bool:
