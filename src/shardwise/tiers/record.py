@@ -17,9 +17,7 @@ from shardwise.manifest.names import step_of_directory
 from shardwise.store import (
     LocalStore,
     Store,
-    name_of,
     open_store,
-    parent_of,
     publish_private,
     read_private,
 )
@@ -117,14 +115,14 @@ def open_with_mirror(store: Store) -> Store:
     """
     if not isinstance(store, LocalStore):  # in other stores, anybody may have written a file
         return store
-    name = name_of(store)
-    parent = parent_of(store) if step_of_directory(name) is not None else None
-    root = store if parent is None else parent
+    name = store.path.name
+    is_root = step_of_directory(name) is None
+    root = store if is_root else store.at_path(store.path.parent)
     try:
         data = read_private(root, MIRROR_FILE, limit=LARGEST_RECORD)
         place = msgspec.json.decode(data, type=MirrorRecord).place
         tiers = TieredStore(root, open_store(place))
-        return tiers if parent is None else tiers.at(name)
+        return tiers if is_root else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store
     except (OSError, ValueError, RecursionError) as error:
