@@ -23,6 +23,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 
 class ShardwiseError(Exception):
@@ -59,11 +60,14 @@ class SpecError(ShardwiseError, ValueError):
         super().__init__(f"{source}:{line}:{column}: {problem}\n  {text}\n  {caret}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _make_spec_error, (self.problem, self.source, self.line, self.column, self.text)
-
-
-def _make_spec_error(problem: str, source: str, line: int, column: int, text: str) -> SpecError:
-    return SpecError(problem, source=source, line=line, column=column, text=text)
+        make = partial(
+            type(self),
+            source=self.source,
+            line=self.line,
+            column=self.column,
+            text=self.text,
+        )
+        return make, (self.problem,)
 
 
 class MismatchError(ShardwiseError, ValueError):

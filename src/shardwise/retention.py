@@ -321,7 +321,8 @@ def remove_checkpoints(
 
     Args:
         root: the root.
-        steps: the checkpoints to remove, unless they are being read.
+        steps: the checkpoints to remove, unless they are being read, or their manifest is not a
+            regular file.
         newest: the step that was just saved. The files of newer steps stay.
         committed: all steps with a manifest.
         should_continue: as for `apply_retention`.
@@ -329,24 +330,20 @@ def remove_checkpoints(
     Returns:
         The steps that were removed.
     """
-    to_remove = takewhile(lambda _: should_continue(), steps)
-    removed = [
-        step for step in to_remove if _remove_unless_irregular(root.at(step_directory(step)))
-    ]
+    removed = []
+    for step in takewhile(lambda _: should_continue(), steps):
+        store = root.at(step_directory(step))
+        try:
+            if remove_checkpoint(store):
+                removed.append(step)
+        except NotRegularFileError as error:
+            log.warning("retention does not remove %s: %s", store, error)
     if root.traits.reading_grace and should_continue():
-        found = [step for name in root.list() if (step := step_of_directory(name)) is not None]
-        older = [step for step in found if step < newest and step not in set(committed)]
-        remove_leftovers_below(root, [step_directory(step) for step in older])
+        found = (step_of_directory(name) for name in root.list())
+        older = [each for each in found if each is not None and each < newest]
+        uncommitted = set(older) - set(committed)
+        remove_leftovers_below(root, list(map(step_directory, sorted(uncommitted))))
     return removed
-
-
-def _remove_unless_irregular(store: Store) -> bool:
-    """Do as `remove_checkpoint`, but keep a checkpoint whose manifest is not a regular file."""
-    try:
-        return remove_checkpoint(store)
-    except NotRegularFileError as error:
-        log.warning("retention does not remove %s: %s", store, error)
-        return False
 
 
 def remove_checkpoint(store: Store) -> bool:

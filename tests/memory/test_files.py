@@ -21,6 +21,7 @@ from shardwise.memory.files import (
     lock_directory,
     read_record,
     ring_bell,
+    try_lock,
     write_record,
 )
 from shardwise.memory.home import Home, Run, new_run_id
@@ -28,7 +29,7 @@ from shardwise.memory.observe import RecordCache
 from shardwise.memory.rank_locks import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
 from shardwise.memory.records import Retry
 from shardwise.memory.seal import map_file
-from shardwise.store.local_files import try_lock, write_atomically
+from shardwise.store.local_files import write_atomically
 from tests.memory.test_irregular import KINDS, replace
 
 # Waits with a deadline on a clock of the test, atomic writes, locks and bells.

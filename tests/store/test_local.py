@@ -169,6 +169,26 @@ def test_a_file_whose_pages_are_cached_is_read_the_same(tmp_path: Path) -> None:
     assert read_file(store, KEY) == data.tobytes()
 
 
+def test_threads_find_together_that_a_file_system_has_no_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads get the same error, and the other one has already gone on to the page cache."""
+    pwrite, failures = os.pwrite, []
+
+    def fail_once(fd: int, data: memoryview, offset: int) -> int:
+        if not failures:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            failures.append(OSError(errno.EINVAL, "no direct writes"))
+            raise failures[0]
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail_once)
+    store = open_store(tmp_path)
+    write_file(store, KEY, content(8192))
+    assert read_file(store, KEY) == content(8192).tobytes()
+    assert failures
+
+
 def test_what_was_not_committed_promises_nothing_but_is_listed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     file = store.create(KEY, 5000)

@@ -18,10 +18,9 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError
-from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of
+from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of, uploads
 from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
-from shardwise.store.uploads import abort_idle_uploads
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.servers import (  # noqa: F401 - fixtures
     BUCKET,
@@ -306,12 +305,12 @@ def test_idle_uploads_are_told_by_the_clock_of_the_server(seaweedfs: Server) -> 
     client, key = s3_client(seaweedfs.endpoint), f"{store.store.url.path}/file"
     upload = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
     place = {"Bucket": BUCKET, "Key": key, "UploadId": upload}
-    assert abort_idle_uploads(store.store._client, key, idle_seconds=60) == 0
+    assert uploads.abort_uploads(store.store._client, key, idle_seconds=60) == 0
     time.sleep(7)
     client.upload_part(**place, PartNumber=1, Body=b"a")
-    assert abort_idle_uploads(store.store._client, key, idle_seconds=6) == 0
+    assert uploads.abort_uploads(store.store._client, key, idle_seconds=6) == 0
     time.sleep(7)
-    assert abort_idle_uploads(store.store._client, key, idle_seconds=6) == 1
+    assert uploads.abort_uploads(store.store._client, key, idle_seconds=6) == 1
 
 
 def test_uploads_of_other_keys_with_the_same_beginning_are_kept(moto: Server) -> None:  # noqa: F811

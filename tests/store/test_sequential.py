@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.errors import StoreError
 from shardwise.store import sequential
-from shardwise.store.sequential import SequentialWriter
+from shardwise.store.sequential import LARGEST_BACKLOG, SequentialWriter
 
 
 class Recorded:
@@ -35,13 +35,14 @@ class Recorded:
     def close(self) -> None:
         self.is_closed = True
 
-    def writer(self, size: int) -> SequentialWriter:
+    def writer(self, size: int, window: int = LARGEST_BACKLOG) -> SequentialWriter:
         return SequentialWriter(
             self,
             size,
             "file",
             finish=lambda: self.calls.append("finish"),
             discard=lambda: self.calls.append("discard"),
+            window=window,
         )
 
 
@@ -96,12 +97,9 @@ def test_after_a_failure_every_call_fails() -> None:
     assert stream.calls == ["discard"]
 
 
-def test_a_full_backlog_waits_for_bytes_that_another_thread_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 3500)
+def test_a_full_backlog_waits_for_bytes_that_another_thread_writes() -> None:
     stream = Recorded()
-    file = stream.writer(6000)
+    file = stream.writer(6000, 3500)
     for low in (3000, 2000):
         file.write_at(low, CONTENT[low : low + 1000])
     stream.go.clear()
@@ -126,24 +124,20 @@ def test_a_full_backlog_waits_for_bytes_that_another_thread_writes(
 def test_bytes_that_nobody_writes_are_waited_for_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 3500)
     monkeypatch.setattr(sequential, "LONGEST_STALL", 0.1)
-    file = Recorded().writer(9000)
+    file = Recorded().writer(9000, 3500)
     for low in (1000, 2000, 3000):
         file.write_at(low, CONTENT[low : low + 1000])
     with pytest.raises(StoreError, match="because nobody wrote byte 0: write the chunks"):
         file.write_at(4000, CONTENT[4000:5000])
 
 
-def test_reverse_order_is_written_if_it_fits_into_memory_and_refused_at_once_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sequential, "LARGEST_BACKLOG", 5000)
+def test_reverse_order_is_written_if_it_fits_into_memory_and_refused_at_once_otherwise() -> None:
     stream = Recorded()
-    file = stream.writer(6000)
+    file = stream.writer(6000, 5000)
     for low in range(5000, -1, -1000):
         file.write_at(low, CONTENT[low : low + 1000])
     file.commit()
     assert bytes(stream.data) == CONTENT[:6000].tobytes()
     with pytest.raises(StoreError, match="come too early, because 6000 bytes before them"):
-        Recorded().writer(7000).write_at(6000, CONTENT[6000:7000])
+        Recorded().writer(7000, 5000).write_at(6000, CONTENT[6000:7000])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import StoreError
 from shardwise.store.places import open_absolute
 
 
@@ -54,3 +55,12 @@ def test_the_url_gets_what_the_environment_adds(
         aws.setenv(name, value)
     assert str(open_absolute(url)) == expected
     assert str(open_absolute(expected)) == expected
+
+
+def test_missing_credentials_are_told(aws: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        aws.delenv(name, raising=False)
+    aws.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    aws.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreError, match="no credentials for S3 were found: set AWS_ACCESS"):
+        open_absolute("s3://b/run?endpoint=http://127.0.0.1:9").list()

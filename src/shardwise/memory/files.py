@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import msgspec
 
 from shardwise.errors import StoreError
 from shardwise.manifest.checksums import add_checksum, verify_checksum
-from shardwise.store.local_files import open_regular, try_lock, write_atomically
+from shardwise.store.local_files import open_regular, write_atomically
 
 PLAIN_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z"
 """The names of files that other nodes may read."""
@@ -105,6 +106,15 @@ def regular_files(directory: Path) -> dict[str, os.stat_result]:
                 if entry.is_file(follow_symlinks=False):
                     found[entry.name] = entry.stat(follow_symlinks=False)
     return found
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file or directory without waiting; return whether it is locked now."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

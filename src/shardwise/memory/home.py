@@ -39,6 +39,7 @@ from shardwise.memory.files import (
     lock_directory,
     read_record,
     ring_bell,
+    try_lock,
     write_record,
 )
 from shardwise.memory.records import (
@@ -49,7 +50,7 @@ from shardwise.memory.records import (
     StageOutcome,
 )
 from shardwise.store import LocalStore, open_store
-from shardwise.store.local_files import open_regular, try_lock
+from shardwise.store.local_files import open_regular
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
 FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"

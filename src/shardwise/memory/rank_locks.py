@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import lock_directory, opened, regular_files
+from shardwise.memory.files import lock_directory, opened, regular_files, try_lock
 from shardwise.memory.home import Home, Run
-from shardwise.store.local_files import open_regular, try_lock
+from shardwise.store.local_files import open_regular
 
 LOCK_TIMEOUT = 10.0
 _RANK = re.compile(r"[0-9]{5,9}")

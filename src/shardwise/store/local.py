@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -24,7 +25,6 @@ from shardwise.store.local_files import (
     refresh_directory,
     repeat_if_stale,
     sync_directory,
-    try_lock,
     write_atomically,
 )
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
@@ -231,10 +231,10 @@ def _lock_at(path: Path, fd: int, *, shared: bool) -> bool:
     file that is deleted, so the number of links does not show whether the path names it.
     """
     try:
-        if not try_lock(fd, shared=shared):
-            return False
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.ESTALE):  # NFS: another process has deleted the file
+        # Another process holds the lock, or has deleted the file on NFS.
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ESTALE):
             return False
     refresh_directory(path.parent)
     try:

@@ -99,16 +99,17 @@ class LocalWriter:
             self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        view = data.data
+        view, may_be_direct = data.data, True
         while view:
             try:
                 written = os.pwrite(self._fd, view, offset)
             except OSError as error:
-                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                if error.errno != errno.EINVAL or not may_be_direct:
                     raise
                 # The file system does not support O_DIRECT after all, or a write was short before.
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                may_be_direct = False
                 continue
             if self._page_cache:
                 start_writeback(self._fd, offset, written)
@@ -348,15 +349,6 @@ def write_atomically(
         with suppress(OSError):
             os.unlink(temporary, dir_fd=dir_fd)
         raise
-
-
-def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock an open file or directory without waiting; return whether it is locked now."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def sync_directory(directory: Path) -> None:

@@ -9,8 +9,8 @@ import threading
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from functools import cache
+from datetime import timedelta
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import StoreError
@@ -51,7 +51,7 @@ log = logging.getLogger("shardwise")
 
 
 class Client:
-    """The client of one bucket. Each process opens its own, because its threads survive no fork.
+    """The client of one bucket, for the process that opens it: its threads survive no fork.
 
     Args:
         url: the URL of the bucket; its path is ignored.
@@ -60,8 +60,7 @@ class Client:
     def __init__(self, url: StoreUrl) -> None:
         self.url = url
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, bool], ObjectStore] = {}
-        self._boto3: tuple[int, Any] | None = None
+        self._opened: dict[bool, ObjectStore] = {}  # by `repeats`
         self.obeys_conditions = False  # whether a probe has shown that the server obeys them
 
     def open(self, *, repeats: bool = False) -> ObjectStore:
@@ -75,22 +74,19 @@ class Client:
             StoreError: obstore is not installed, the options are wrong, no credentials were found,
                 or this process was forked from one that has used obstore.
         """
-        pid = os.getpid()
-        if (found := self._opened.get((pid, repeats))) is not None:
-            return found
-        if _first_process() != pid:
+        if _first_process() != os.getpid():
             raise StoreError(
-                f"{self.url}: process {pid} was forked from process {_first_process()}, which had "
-                "used an object store before: its connections do not work here, and no new ones "
-                "can be opened; start processes with the method 'spawn', or fork before the first "
-                "use of the store"
+                f"{self.url}: process {os.getpid()} was forked from process {_first_process()}, "
+                "which had used an object store before: its connections do not work here, and no "
+                "new ones can be opened; start processes with the method 'spawn', or fork before "
+                "the first use of the store"
             )
         with self._lock:
-            if (pid, repeats) not in self._opened:
+            if repeats not in self._opened:
                 seconds = self.url.retry_seconds
                 limit = seconds if repeats else min(seconds, SHORT_RETRY_SECONDS)
-                self._opened[pid, repeats] = _open_client(self.url, _retry_config(limit))
-            return self._opened[pid, repeats]
+                self._opened[repeats] = _open_client(self.url, _retry_config(limit))
+            return self._opened[repeats]
 
     def request(
         self, action: str, key: str, send: Callable[[ObjectStore], T], *, repeats: bool = False
@@ -115,19 +111,14 @@ class Client:
         """Return the URL of an object without options, for messages."""
         return f"{self.url.scheme}://{self.url.host}/{key}"
 
+    @cached_property
     def boto3_client(self) -> Any:
-        """Return boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
+        """boto3's client of the same bucket; None if the scheme is not s3, or without boto3.
 
         Raises:
             StoreError: the profile does not exist.
         """
-        if self.url.scheme != "s3":
-            return None
-        pid = os.getpid()
-        with self._lock:
-            if self._boto3 is None or self._boto3[0] != pid:
-                self._boto3 = pid, _boto3_client(self.url)
-            return self._boto3[1]
+        return _boto3_client(self.url) if self.url.scheme == "s3" else None
 
 
 @cache
@@ -213,7 +204,7 @@ def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
             endpoint = None if _is_aws(found.endpoint_url) else found.endpoint_url
             region = region or found.region_name
         if not url.is_set("anonymous"):
-            config["credential_provider"] = _Credentials(url)
+            config["credential_provider"] = _credentials(url, session)
     config["region"] = region if region and region != "aws-global" else DEFAULT_REGION
     if endpoint:
         config["endpoint"] = endpoint
@@ -228,27 +219,20 @@ def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
     )
 
 
-class _Credentials:
-    """The credentials that boto3 finds, which obstore asks for again before they expire."""
+def _credentials(url: StoreUrl, session: Any) -> Any:
+    """Return the credentials that boto3 finds, which obstore asks for again before they expire."""
+    from obstore.auth.boto3 import Boto3CredentialProvider
 
-    def __init__(self, url: StoreUrl) -> None:
-        self._found = _boto3_session(url).get_credentials()
-        self.config: dict[str, str] = {}
-        if self._found is None:
-            raise StoreError(
-                f"{url}: no credentials for S3 were found: set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run "
-                "on an instance with a role, or read a public bucket with ?anonymous=true"
-            )
-
-    def __call__(self) -> dict[str, object]:
-        frozen = self._found.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + CREDENTIALS_LIFETIME,
-        }
+    try:
+        found = Boto3CredentialProvider(session, ttl=CREDENTIALS_LIFETIME)
+    except ValueError as error:
+        raise StoreError(
+            f"{url}: no credentials for S3 were found: set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run on an "
+            "instance with a role, or read a public bucket with ?anonymous=true"
+        ) from error
+    found.config = {}  # the region of the session, although the URL may name another
+    return found
 
 
 def _boto3_session(url: StoreUrl) -> Any:

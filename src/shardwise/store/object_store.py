@@ -31,7 +31,7 @@ from shardwise.store.store import (
     too_large,
     too_many_files,
 )
-from shardwise.store.uploads import SmallUpload, UploadStream, abort_idle_uploads
+from shardwise.store.uploads import SmallUpload, UploadStream, abort_uploads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -281,7 +281,7 @@ class ObjectStore:
         """
         prefix = f"{self.url.path}/" if self.url.path else ""
         seconds = idle_seconds + longest_request(self.url)
-        return abort_idle_uploads(self._client, prefix, idle_seconds=seconds)
+        return abort_uploads(self._client, prefix, idle_seconds=seconds)
 
     def _part_bytes(self, size: int) -> int:
         """Return the size of the parts of an object, so that their number is allowed."""

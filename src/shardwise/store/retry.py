@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import threading
 import time
@@ -55,7 +54,7 @@ class Retry:
         self._warning_seconds = warning_seconds
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
-        self._written_at: dict[str, float] = {}  # by place, the oldest first
+        self._written_at: dict[str, float] = {}  # by place
         self._has_warned = False
 
     def __reduce__(self) -> tuple[type[Retry], tuple[float, float]]:
@@ -92,9 +91,8 @@ class Retry:
     def note_write(self, place: str) -> None:
         """Remember that a file was written."""
         with self._lock:
-            self._written_at.pop(place, None)
-            self._written_at[place] = self._clock()
             self._forget_old()
+            self._written_at[place] = self._clock()
 
     def forget_write(self, place: str) -> None:
         """Forget a file that is deleted."""
@@ -109,9 +107,7 @@ class Retry:
 
     def _forget_old(self) -> None:
         limit = self._clock() - LATE_SECONDS
-        old = itertools.takewhile(lambda each: each[1] < limit, self._written_at.items())
-        for place, _ in list(old):
-            del self._written_at[place]
+        self._written_at = {place: at for place, at in self._written_at.items() if at >= limit}
 
     def _warn(self, failure: OSError, begin: float) -> None:
         passed = self._clock() - begin

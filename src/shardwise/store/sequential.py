@@ -41,8 +41,7 @@ class SequentialWriter:
         place: name of the file, for messages.
         finish: is called after the stream was closed by `commit`.
         discard: ends the stream, and removes what was written. `close` calls it without `commit`.
-        window: the most bytes that wait, and the largest gap before them, in bytes; None for
-            `LARGEST_BACKLOG`.
+        window: the most bytes that wait, and the largest gap before them, in bytes.
         keeps_chunks: whether the stream uses a chunk after `write` returns, so each is copied.
     """
 
@@ -54,12 +53,12 @@ class SequentialWriter:
         *,
         finish: Callable[[], object],
         discard: Callable[[], object],
-        window: int | None = None,
+        window: int = LARGEST_BACKLOG,
         keeps_chunks: bool = False,
     ) -> None:
         self._stream, self._size, self._place = stream, size, place
         self._finish, self._discard = finish, discard
-        self._window = LARGEST_BACKLOG if window is None else window
+        self._window = window
         self._keeps_chunks = keeps_chunks
         self._position = 0  # of the chunk that is written next
         self._early: dict[int, Buffer] = {}  # the chunks that wait for the bytes before them

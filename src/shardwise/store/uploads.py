@@ -117,7 +117,9 @@ class UploadStream:
     def _upload(self) -> None:
         try:
             with translate_errors("write", self._client.place(self._key)):
-                abort_uploads_of(self._client, self._key)  # those of a process that was killed
+                abort_uploads(
+                    self._client, self._key, key=self._key
+                )  # those of a process that was killed
                 self._retry.call(
                     lambda: self._client.request("write", self._key, self._put, repeats=True)
                 )
@@ -181,59 +183,28 @@ def abort_failed_upload(client: Client, key: str) -> None:
             client.open().put(key, b"", use_multipart=False)
             client.open().delete(key)
     else:
-        abort_uploads_of(client, key)
+        abort_uploads(client, key, key=key)
 
 
-def abort_uploads_of(client: Client, key: str) -> int:
-    """Abort the unfinished uploads of an object that no other process writes. For S3 only.
+def abort_uploads(
+    client: Client, prefix: str, *, key: str | None = None, idle_seconds: float = 0.0
+) -> int:
+    """Abort unfinished uploads that nobody continues. For S3 with boto3 only.
 
     If the credentials do not allow it, the uploads stay, and a message is logged.
 
     Args:
         client: the client of the bucket.
-        key: the key of the object.
-
-    Returns:
-        The number of aborted uploads.
-    """
-    return _abort(client, key, lambda upload, _: bool(upload["Key"] == key))
-
-
-def abort_idle_uploads(client: Client, prefix: str, *, idle_seconds: float) -> int:
-    """Abort the unfinished uploads whose writers have probably died. For S3 with boto3 only.
-
-    An upload is idle if it began at least `idle_seconds` ago and got no part since then. Both times
-    are by the clock of the server. If the credentials do not allow it, the uploads stay, and a
-    message is logged.
-
-    Args:
-        client: the client of the bucket.
         prefix: the prefix of the keys of the objects.
-        idle_seconds: longer than a live writer needs for one part, with all its retries.
+        key: the only object whose uploads are aborted; None for all with the prefix.
+        idle_seconds: an upload is aborted if it began this long ago, and got no part since then, by
+            the clock of the server. Without `key`, longer than a live writer needs for one part,
+            with all its retries.
 
     Returns:
         The number of aborted uploads.
     """
-    s3, bucket = client.boto3_client(), client.url.host
-
-    def is_idle(upload: dict[str, Any], now: datetime) -> bool:
-        idle = timedelta(seconds=idle_seconds)
-        return now - upload["Initiated"] >= idle and not any(
-            now - part["LastModified"] < idle
-            for page in s3.get_paginator("list_parts").paginate(
-                Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-            )
-            for part in page.get("Parts", [])
-        )
-
-    return _abort(client, prefix, is_idle)
-
-
-def _abort(
-    client: Client, prefix: str, is_abandoned: Callable[[dict[str, Any], datetime], bool]
-) -> int:
-    """Abort the uploads below a prefix for which `is_abandoned(upload, now)` returns True."""
-    s3, bucket = client.boto3_client(), client.url.host
+    s3, bucket = client.boto3_client, client.url.host
     if s3 is None:
         return 0
     import botocore.exceptions
@@ -242,21 +213,25 @@ def _abort(
     try:
         pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
         for page in pages:
-            now = _server_time(page)
-            for upload in page.get("Uploads", []):
-                try:
-                    if is_abandoned(upload, now):
-                        s3.abort_multipart_upload(
-                            Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
-                        aborted += 1
-                except s3.exceptions.NoSuchUpload:  # noqa: PERF203 - it has just ended
+            answered_at = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            since = answered_at - timedelta(seconds=idle_seconds)
+            for found in page.get("Uploads", []):
+                if key not in (None, found["Key"]):
                     continue
+                upload = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+                with suppress(s3.exceptions.NoSuchUpload):  # it has just ended
+                    if not idle_seconds or _is_idle(s3, upload, found["Initiated"], since):
+                        s3.abort_multipart_upload(**upload)
+                        aborted += 1
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         log.info("cannot abort unfinished uploads below s3://%s/%s: %s", bucket, prefix, error)
     return aborted
 
 
-def _server_time(page: dict[str, Any]) -> datetime:
-    """Return the time at which the server answered."""
-    return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+def _is_idle(s3: Any, upload: dict[str, str], began_at: datetime, since: datetime) -> bool:
+    """Return whether an upload began before a time, and got no part since then."""
+    return began_at <= since and not any(
+        part["LastModified"] > since
+        for page in s3.get_paginator("list_parts").paginate(**upload)
+        for part in page.get("Parts", [])
+    )

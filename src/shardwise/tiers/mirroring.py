@@ -46,28 +46,24 @@ class Tier:
     Args:
         store: the tier.
         others_write: whether other processes save to this tier, so that directories change.
-        clock: a monotonic clock, in seconds.
 
     Attributes:
         known: the checkpoints with intact manifests and all files, by step.
         with_leftovers: the steps of `known` that also have files of other saves.
     """
 
-    def __init__(
-        self, store: Store, *, others_write: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Store, *, others_write: bool) -> None:
         self._store = store
         self._others_write = others_write
-        self._clock = clock
-        self._read_at = clock()
+        self._read_at = time.monotonic()
         self._names: dict[int, list[str]] = {}
         self.known: dict[int, CheckpointInfo] = {}
         self.with_leftovers: set[int] = set()
 
     def read(self) -> dict[int, CheckpointInfo]:
         """List the tier, and return its checkpoints."""
-        if self._clock() - self._read_at > REREAD_PERIOD:
-            self.known, self._names, self._read_at = {}, {}, self._clock()
+        if time.monotonic() - self._read_at > REREAD_PERIOD:
+            self.known, self._names, self._read_at = {}, {}, time.monotonic()
         found = {step: self._read_checkpoint(step) for step in committed_steps(self._store)}
         self.known = {step: each for step, each in found.items() if each is not None}
         self._names = {step: each for step, each in self._names.items() if step in self.known}
@@ -354,7 +350,6 @@ class MirrorWorker:
             delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
             wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
             self._due_at = self._clock() + wait
-            self._changed.notify_all()
         return is_current
 
     def stop(self, timeout: float) -> bool:

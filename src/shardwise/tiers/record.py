@@ -11,15 +11,13 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.decoding import DECODE_ERRORS, prepare_decoding
+from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.names import step_of_directory
 from shardwise.store import (
     LocalStore,
     Store,
-    name_of,
     open_store,
-    parent_of,
     publish_private,
     read_private,
 )
@@ -78,7 +76,7 @@ class MirrorRecord(msgspec.Struct, frozen=True, kw_only=True):
             data = root.read(MIRROR_FILE, limit=LARGEST_RECORD)
             try:
                 return msgspec.json.decode(data, type=cls)
-            except DECODE_ERRORS as error:
+            except (ValueError, RecursionError) as error:
                 raise StoreError(
                     f"{root}: {MIRROR_FILE} is damaged ({error}); remove it: the next training "
                     "with mirror= writes it again"
@@ -117,16 +115,16 @@ def open_with_mirror(store: Store) -> Store:
     """
     if not isinstance(store, LocalStore):  # in other stores, anybody may have written a file
         return store
-    name = name_of(store)
-    parent = parent_of(store) if step_of_directory(name) is not None else None
-    root = store if parent is None else parent
+    name = store.path.name
+    is_root = step_of_directory(name) is None
+    root = store if is_root else store.at_path(store.path.parent)
     try:
         data = read_private(root, MIRROR_FILE, limit=LARGEST_RECORD)
         place = msgspec.json.decode(data, type=MirrorRecord).place
         tiers = TieredStore(root, open_store(place))
-        return tiers if parent is None else tiers.at(name)
+        return tiers if is_root else tiers.at(name)
     except (FileNotFoundError, NotADirectoryError):
         return store
-    except (OSError, *DECODE_ERRORS) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is read without its mirror: %s", store, error)
         return store

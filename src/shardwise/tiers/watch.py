@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Set
 from contextlib import suppress
 
 from shardwise.deadline import Deadline
@@ -23,22 +23,10 @@ log = logging.getLogger("shardwise")
 
 
 class MirrorWatch:
-    """Follows the mirror of a root.
+    """Follows the mirror of a root."""
 
-    Args:
-        root: the root.
-        clock: seconds since 1970.
-        sleep: sleeps for a number of seconds.
-    """
-
-    def __init__(
-        self,
-        root: Store,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, root: Store) -> None:
         self._root = root
-        self._now, self._sleep = clock, sleep
         self._reported: Set[tuple[int, str]] | None = None
         self._reported_at = 0.0
 
@@ -53,7 +41,7 @@ class MirrorWatch:
         record = self.record()
         if record is None or record.failing_since is None:
             return ""
-        minutes = max(0.0, self._now() - record.failing_since) / 60
+        minutes = max(0.0, time.time() - record.failing_since) / 60
         pinned = (
             f"; of them, {len(record.pinned)} stay in {self._root} only until they are copied"
             if record.pinned
@@ -78,8 +66,8 @@ class MirrorWatch:
         self._reported = done.keys()
         if record.failing_since is None:
             self._reported_at = 0.0
-        elif self._now() - self._reported_at >= REPORT_PERIOD:
-            self._reported_at = self._now()
+        elif time.time() - self._reported_at >= REPORT_PERIOD:
+            self._reported_at = time.time()
             log.error("%s", self.describe_problem())
 
     def wait(self, step: int, timeout: float | None) -> None:
@@ -92,19 +80,19 @@ class MirrorWatch:
             TimeoutError: `timeout` seconds have passed.
             StoreError: without `timeout`, the mirror has failed for `LONGEST_COPY` seconds.
         """
-        start = self._now()
-        for _ in self._attempts():
+        start = time.time()
+        for _ in Deadline(None).attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             record = self.record()
             if self._is_mirrored(record, step):
                 return
-            seconds = self._now() - start
+            seconds = time.time() - start
             if timeout is not None and seconds >= timeout:
                 raise TimeoutError(
                     f"step {step} is not in the mirror after {timeout:g} s; the copy continues: "
                     f"wait again, with a longer timeout. {self.describe_problem()}".rstrip()
                 )
             since = record and record.failing_since
-            if timeout is None and since and self._now() - since >= LONGEST_COPY:
+            if timeout is None and since and time.time() - since >= LONGEST_COPY:
                 raise StoreError(
                     f"step {step} is not in the mirror: {self.describe_problem()}; remove the "
                     "cause, and the copy is tried again"
@@ -123,12 +111,12 @@ class MirrorWatch:
             Why the mirror lacks checkpoints; "" if it lacks none.
         """
         before: MirrorRecord | None = None
-        changed_at = self._now()
-        for _ in self._attempts():
+        changed_at = time.time()
+        for _ in Deadline(None).attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             record = self.record()
             if record is not None and not record.waiting and self._is_mirrored(record, step):
                 return ""
-            now = self._now()
+            now = time.time()
             if record != before:
                 before, changed_at = record, now
             if record is not None and record.failing_since is not None:
@@ -142,7 +130,3 @@ class MirrorWatch:
         """Return whether the mirror has the save of a step that the root has, if it has one."""
         manifest = None if step is None else saved_manifest(self._root.at(step_directory(step)))
         return manifest is None or (record is not None and record.has(step or 0, manifest.save_id))
-
-    def _attempts(self) -> Iterator[None]:
-        deadline = Deadline(None, self._now, self._sleep)
-        return deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE)
