@@ -77,7 +77,8 @@ def match_targets(
             absent.append(leaf)
             continue
         found.claimed.add(entry.name)
-        leaf = leaf.without_padding(entry.shape)
+        if leaf.padded:
+            leaf = leaf.without_padding(entry.shape)
         problem = _describe_mismatch(leaf, entry, saved, cast=cast)
         if problem is None:
             found.leaves.append(leaf)

@@ -59,9 +59,9 @@ class TensorLeaf:
     sharding: Sharding | None = None
 
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
-        """Return the leaf, cut to `shape`. Only rows of padding may be cut."""
+        """Return a padded leaf, cut to `shape` if this has fewer rows."""
         same_rows = len(shape) == len(self.shape) and shape[1:] == self.shape[1:]
-        if not (self.padded and same_rows and shape[0] < self.shape[0]):
+        if not (same_rows and shape[0] < self.shape[0]):
             return self
         fragments = []
         for fragment in self.fragments:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -45,11 +45,13 @@ class Selection:
         """
         if self.only and not _any_matches(names, self.only):
             return False
-        return not _any_matches(names, self.skip)
+        return not (self.skip and _any_matches(names, self.skip))
 
-    def unused_patterns(self, names: Collection[str]) -> list[str]:
-        """Return the patterns that match none of these names."""
-        return [each for each in (*self.only, *self.skip) if not _any_matches(names, [each])]
+    def unused_patterns(self, names: Collection[str]) -> Iterator[str]:
+        """Yield the patterns that match none of these names."""
+        for pattern in (*self.only, *self.skip):
+            if not _any_matches(names, [pattern]):
+                yield pattern
 
     def select_from(self, local_state: LocalState) -> LocalState:
         """Return the selected part of a local state. Its `unselected` lists all other names."""
