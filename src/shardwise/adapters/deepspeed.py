@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
+from shardwise.adapters.modules import ModuleBinding, modules_in
 from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
@@ -26,7 +26,7 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
+from shardwise.state.tensors import FlatRange, Parameter, has_class, tensor_leaf
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
