@@ -25,7 +25,7 @@ from shardwise.deadline import Deadline
 from shardwise.divergence.comparison import ReplicaSample
 from shardwise.divergence.replica_sets import ReplicaSet
 from shardwise.engine.planning import PlannedSave
-from shardwise.engine.tensors import DeviceMemory, HostMemory, TensorMemory
+from shardwise.engine.tensors import HostMemory, TensorMemory, TorchMemory
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry, encode_header_entries, lay_out_file
@@ -580,7 +580,7 @@ def test_memory_of_a_device_is_read_like_that_of_the_host(dtype: torch.dtype, wa
     cases = [values, values.t(), values[1:3, ::2], values[2, 3], values.expand(2, 4, 6)]
     for each in cases:
         index = tuple(slice(0, n) for n in each.shape)
-        one, other = DeviceMemory(each), HostMemory(each)
+        one, other = TorchMemory(each), HostMemory(each)
         assert (one.dtype, one.itemsize) == (other.dtype, other.itemsize)
         read = [np.zeros(each.shape, one.dtype) for _ in range(2)]
         one.read(index, read[0], wait=wait)
@@ -598,7 +598,7 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             for _ in range(20):
                 busy = (busy @ busy).clamp(0, 1)
             tensor.fill_(step)
-            content = content_of(DeviceMemory(tensor))
+            content = content_of(TorchMemory(tensor))
             copying = trial.begin(content, step)
             trial.staging.fence()
             tensor.fill_(100)

@@ -7,7 +7,7 @@ recognised by their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
+from shardwise.adapters.modules import ModuleBinding, modules_in
 from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
@@ -26,7 +26,7 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
+from shardwise.state.tensors import FlatRange, Parameter, has_class, tensor_leaf
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -249,41 +249,30 @@ def _refuse_unsupported_engine(name: str, engine: Any) -> None:
     """
     optimizer = engine.optimizer
     is_torch_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
-    if not is_torch_optimizer and _functions_for(optimizer) is None:
-        unsupported = f"its optimizer {type(optimizer).__name__}"
-    elif engine.has_moe_layers:
-        unsupported = "experts"
-    elif _uses_tensor_parallelism(engine):
-        unsupported = "tensor parallelism"
-    elif getattr(optimizer, "zenflow", False):
-        unsupported = "ZenFlow"
-    elif getattr(optimizer, "swap_optimizer", False) or getattr(
-        optimizer, "params_in_nvme_and_cpu", False
-    ):
-        unsupported = "offloading to NVMe"
-    elif hasattr(optimizer, "backup_optimizer"):
-        unsupported = (
-            "offloading the optimizer in part (ratio), which keeps moments in two optimizers,"
-        )
-    elif any(_is_quantized(parameter) for parameter in engine.module.parameters()):
-        unsupported = "quantized weights"
-    else:
+    # Only pipelines have a grid. Their model-parallel size includes the stages.
+    grid = getattr(engine, "grid", None)
+    sliced = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
+    parts = [getattr(each, "ds_tensor", None) for each in engine.module.parameters()]
+    nvme = ("swap_optimizer", "params_in_nvme_and_cpu")
+    features = {
+        f"its optimizer {type(optimizer).__name__}": not is_torch_optimizer
+        and _functions_for(optimizer) is None,
+        "experts": engine.has_moe_layers,
+        "tensor parallelism": sliced > 1 or engine.autotp_size() > 1,
+        "ZenFlow": getattr(optimizer, "zenflow", False),
+        "offloading to NVMe": any(getattr(optimizer, each, False) for each in nvme),
+        "offloading the optimizer in part (ratio), which keeps moments in two optimizers,": hasattr(
+            optimizer, "backup_optimizer"
+        ),
+        "quantized weights": any(hasattr(each, "ds_quant_scale") for each in parts),
+    }
+    unsupported = next((feature for feature, is_used in features.items() if is_used), None)
+    if unsupported is None:
         return
     raise StateError(
         f"{name}: {unsupported} is not supported for DeepSpeed engines: save with "
         "engine.save_checkpoint(); shardwise can open such checkpoints"
     )
-
-
-def _uses_tensor_parallelism(engine: Any) -> bool:
-    # Only pipelines have a grid. Their model-parallel size includes the stages.
-    grid = getattr(engine, "grid", None)
-    ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
-    return bool(ranks > 1 or engine.autotp_size() > 1)
-
-
-def _is_quantized(parameter: object) -> bool:
-    return hasattr(getattr(parameter, "ds_tensor", None), "ds_quant_scale")
 
 
 def _loss_scaler(optimizer: object) -> object | None:
@@ -305,24 +294,30 @@ def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
             setattr(scaler, key, value[key])
 
 
-def _masters_of_zero_1_and_2(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    return _partitions(
-        optimizer.single_partition_of_fp32_groups,
-        optimizer.round_robin_bit16_groups,
-        [dist.get_rank(each) for each in optimizer.real_dp_process_group],
-        names,
-        getattr(optimizer, "round_robin_bit16_offsets", None),  # since DeepSpeed 0.19.8
-    )
+def _masters_in_flat_tensors(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
+    """Yield this rank's master weights of each group as a parameter.
 
-
-def _masters_of_bf16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    ranks = [dist.get_rank(each) for each in optimizer.real_dp_process_group]
-    return _partitions(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, ranks, names)
-
-
-def _masters_of_fp16(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
-    flats, groups = optimizer.fp32_groups_flat, optimizer.fp16_groups
-    return _partitions(flats, groups, [0] * len(groups), names)
+    The parameters of a group lie in one flat tensor. Each rank holds an equal partition of it; of a
+    FP16_Optimizer, it holds the whole tensor.
+    """
+    kind = type(optimizer).__name__
+    flats, groups = (getattr(optimizer, attribute) for attribute in _FLAT_TENSORS[kind])
+    # The offsets in elements of each group's parameters, since DeepSpeed 0.19.8.
+    offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
+    for index, (flat, parameters) in enumerate(zip(flats, groups, strict=True)):
+        rank = 0
+        if kind != "FP16_Optimizer":
+            rank = dist.get_rank(optimizer.real_dp_process_group[index])
+        low, high = rank * flat.numel(), (rank + 1) * flat.numel()
+        if offsets is None:  # they lie end to end
+            starts = accumulate((each.numel() for each in parameters[:-1]), initial=0)
+        else:
+            starts = offsets[index]
+        ranges = [
+            FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, high)
+            for parameter, start in zip(parameters, starts, strict=True)
+        ]
+        yield Parameter(flat, "", tuple(ranges))
 
 
 def _masters_of_fp16_unfused(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
@@ -339,36 +334,6 @@ def _masters_of_zero_3(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
             part = _range_of_zero_3(parameter, names[id(parameter)])
             ranges.append(replace(part, start=start))
             start += parameter.ds_tensor.ds_numel
-        yield Parameter(flat, "", tuple(ranges))
-
-
-def _partitions(
-    flats: Sequence[torch.Tensor],
-    groups: Sequence[Sequence[torch.Tensor]],
-    ranks: Sequence[int],
-    names: NamesById,
-    offsets: Sequence[Sequence[int]] | None = None,
-) -> Iterator[Parameter]:
-    """Yield a rank's partition of each group as a parameter.
-
-    The parameters of a group lie in one flat tensor. Each rank holds an equal partition of it.
-
-    Args:
-        flats: the partition of this rank, for each group.
-        groups: the parameters of each group.
-        ranks: this rank in the process group of each group.
-        names: the names of the parameters.
-        offsets: the offsets in elements of each group's parameters in the flat tensor. Default: the
-            parameters lie end to end.
-    """
-    for index, (flat, parameters, rank) in enumerate(zip(flats, groups, ranks, strict=True)):
-        ends = list(accumulate(each.numel() for each in parameters))
-        starts = [0, *ends[:-1]] if offsets is None else offsets[index]
-        low, high = rank * flat.numel(), (rank + 1) * flat.numel()
-        ranges = [
-            FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, high)
-            for parameter, start in zip(parameters, starts, strict=True)
-        ]
         yield Parameter(flat, "", tuple(ranges))
 
 
@@ -404,13 +369,20 @@ def _rebuild_zero_3(optimizer: Any) -> None:
     optimizer.checkpoint_event_epilogue()
 
 
+_FLAT_TENSORS = {
+    "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "round_robin_bit16_groups"),
+    "BF16_Optimizer": ("fp32_groups_flat_partition", "bf16_groups"),
+    "FP16_Optimizer": ("fp32_groups_flat", "fp16_groups"),
+}
+"""The attributes of DeepSpeed's optimizers that hold the flat tensors, and the groups in them."""
+
 _Masters = Callable[[Any, NamesById], Iterator[Parameter]]
 _Rebuild = Callable[[Any], None]
 _FUNCTIONS: Mapping[str, tuple[_Masters, _Rebuild]] = {
-    "DeepSpeedZeroOptimizer": (_masters_of_zero_1_and_2, _rebuild_by_gather),
+    "DeepSpeedZeroOptimizer": (_masters_in_flat_tensors, _rebuild_by_gather),
     "DeepSpeedZeroOptimizer_Stage3": (_masters_of_zero_3, _rebuild_zero_3),
-    "BF16_Optimizer": (_masters_of_bf16, _rebuild_by_gather),
-    "FP16_Optimizer": (_masters_of_fp16, _rebuild_fp16),
+    "BF16_Optimizer": (_masters_in_flat_tensors, _rebuild_by_gather),
+    "FP16_Optimizer": (_masters_in_flat_tensors, _rebuild_fp16),
     "FP16_UnfusedOptimizer": (_masters_of_fp16_unfused, _rebuild_fp16_unfused),
 }
 """For each of DeepSpeed's optimizers: a function that yields the weights that it steps, and one

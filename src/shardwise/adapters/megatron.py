@@ -31,7 +31,7 @@ from shardwise.adapters.megatron_optimizer import (
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parallel
+from shardwise.adapters.modules import modules_in, unwrap_data_parallel
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
@@ -40,7 +40,7 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import Parameter
+from shardwise.state.tensors import Parameter, has_class
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"

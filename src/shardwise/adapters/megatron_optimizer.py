@@ -69,25 +69,25 @@ def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
     Raises:
         StateError: names the feature.
     """
-    unsupported = ""
-    if hasattr(optimizer, "chained_optimizers") and type(optimizer).__name__ != "ChainedOptimizer":
-        unsupported = type(optimizer).__name__
-    for chained_optimizer in optimizers_in_chain(optimizer):
-        torch_optimizer = chained_optimizer.optimizer
-        ddp = getattr(chained_optimizer, "ddp_config", None)
-        if getattr(ddp, "use_megatron_fsdp", False):
-            unsupported = "Megatron-FSDP"
-        elif type(chained_optimizer).__name__ not in _MASTERS_OF_TYPE:
-            unsupported = type(chained_optimizer).__name__
-        elif getattr(chained_optimizer.config, "use_precision_aware_optimizer", False):
-            unsupported = "a precision-aware optimizer, which keeps weights and moments in parts,"
-        elif type(torch_optimizer).__name__ == "HybridDeviceOptimizer":
-            unsupported = "offloading the optimizer to the CPU"
-        elif not isinstance(torch_optimizer, Optimizer):
-            unsupported = f"{type(torch_optimizer).__name__}, which is not a torch optimizer,"
+    kind, unsupported = type(optimizer).__name__, []
+    if hasattr(optimizer, "chained_optimizers") and kind != "ChainedOptimizer":
+        unsupported.append(kind)
+    for chained in optimizers_in_chain(optimizer):
+        inner, inner_kind = chained.optimizer, type(chained.optimizer).__name__
+        ddp = getattr(chained, "ddp_config", None)
+        features = {
+            "Megatron-FSDP": getattr(ddp, "use_megatron_fsdp", False),
+            type(chained).__name__: type(chained).__name__ not in _MASTERS_OF_TYPE,
+            "a precision-aware optimizer, which keeps weights and moments in parts,": getattr(
+                chained.config, "use_precision_aware_optimizer", False
+            ),
+            "offloading the optimizer to the CPU": inner_kind == "HybridDeviceOptimizer",
+            f"{inner_kind}, which is not a torch optimizer,": not isinstance(inner, Optimizer),
+        }
+        unsupported += [feature for feature, is_used in features.items() if is_used]
     if unsupported:
         raise StateError(
-            f"{name}: {unsupported} is not supported for Megatron-Core optimizers: save with "
+            f"{name}: {unsupported[0]} is not supported for Megatron-Core optimizers: save with "
             "megatron.core.dist_checkpointing; shardwise can open such checkpoints"
         )
 

@@ -151,10 +151,11 @@ class Part:
                     meta_tensors[id(tensor)] = tensor
         if meta_tensors:
             _refuse_meta_buffers(module, self._binding_name)
+        default = torch.get_default_device()
         for tensor in meta_tensors.values():
-            device = (
-                tensor.device_mesh.device_type if is_dtensor(tensor) else _device_for_meta_tensors()
-            )
+            device = torch.device("cpu") if default.type == "meta" else default
+            if is_dtensor(tensor):
+                device = torch.device(tensor.device_mesh.device_type)
             replacement = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
@@ -296,20 +297,6 @@ def _refuse_meta_buffers(module: nn.Module, module_name: str) -> None:
             f"{module_name}: the buffers {', '.join(meta_buffers)} are on the meta device and not "
             "persistent, so no checkpoint has them: compute them on a real device before loading"
         )
-
-
-def _device_for_meta_tensors() -> torch.device:
-    """Return the device on which a load allocates tensors that are on the meta device."""
-    default = torch.get_default_device()
-    return torch.device("cpu") if default.type == "meta" else default
-
-
-def has_class(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class with this name, in a module or below, by names alone."""
-    return any(
-        cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
-        for cls in type(value).__mro__
-    )
 
 
 def unwrap_data_parallel(module: nn.Module) -> nn.Module:

@@ -60,11 +60,15 @@ def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups
     return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
 
-def hyperparameters_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return the hyperparameters in the settings of a group, without the step count."""
-    step = (STEP,) if steps_are_in(optimizer) == "groups" else ()
-    left_out = (*NOT_HYPERPARAMETERS, *step)
-    return {key: value for key, value in settings.items() if key not in left_out}
+def hyperparameters_of(settings: Mapping[str, Any], *, steps: bool = False) -> dict[str, Any]:
+    """Return the hyperparameters in the settings of a group.
+
+    Args:
+        settings: the settings.
+        steps: whether a step count is among them, which is left out.
+    """
+    others = (*NOT_HYPERPARAMETERS, STEP) if steps else NOT_HYPERPARAMETERS
+    return {key: value for key, value in settings.items() if key not in others}
 
 
 def read_state(group: Group, parameter: torch.Tensor) -> dict[str, object]:
@@ -136,7 +140,7 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
             )
         value = group.get("value")
         if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in NOT_HYPERPARAMETERS}
+            value = hyperparameters_of(value)
         for member in group["members"]:
             settings[str(member)] = value
     return settings

@@ -67,7 +67,8 @@ class OptimizerBinding(Binding):
         local_state.join_parts(to_fill=False)
         grouped: list[tuple[tuple[str, ...], JsonValue]] = []
         for group in groups:
-            settings = hyperparameters_of(group.optimizer, group.settings)
+            counts_steps = steps_are_in(group.optimizer) == "groups"
+            settings = hyperparameters_of(group.settings, steps=counts_steps)
             value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
             grouped.append((group.names, value))
         local_state.grouped[self._groups_name] = grouped
@@ -304,7 +305,8 @@ class OptimizerBinding(Binding):
                 f"{type(settings).__name__}: leave the optimizer out with "
                 f"skip=[{f'{self.name}.*'!r}]"
             )
-        for key, value in hyperparameters_of(group.optimizer, settings).items():
+        counts_steps = steps_are_in(group.optimizer) == "groups"
+        for key, value in hyperparameters_of(settings, steps=counts_steps).items():
             current = group.settings.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
                 with torch.no_grad():

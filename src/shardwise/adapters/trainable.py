@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -233,21 +234,21 @@ class TrainableBinding(Binding):
         Raises:
             StateError: a tensor is on the meta device.
         """
-        kinds: dict[str, dict[str, str]] = {}
-        elements: dict[str, torch.Tensor] = {}
+        alike: dict[object, list[tuple[str, str, str, torch.Tensor]]] = {}
         for leaf in leaves:
             kind = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
             for position in _positions_of(math.prod(leaf.shape)):
                 element = _element_of(leaf, position)
                 if element is not None:
-                    name = leaf.name.removeprefix(f"{self.name}.")
-                    key = f"{self._elements}.{name}[{position}]"
-                    kinds.setdefault(leaf.name, {})[key], elements[key] = kind, element
-        contents = dict(_contents_of(elements))
-        return {
-            name: {key: f"{kind}{_SEPARATOR}{contents[key]}" for key, kind in kind_by_key.items()}
-            for name, kind_by_key in kinds.items()
-        }
+                    key = f"{self._elements}.{leaf.name.removeprefix(f'{self.name}.')}[{position}]"
+                    item = (leaf.name, key, kind, element)
+                    alike.setdefault((element.device, element.dtype), []).append(item)
+        found: dict[str, dict[str, str]] = {}
+        for items in alike.values():  # one copy for each device and dtype
+            rows = torch.stack([element for *_, element in items]).cpu().numpy()
+            for (name, key, kind, _), row in zip(items, rows, strict=True):
+                found.setdefault(name, {})[key] = f"{kind}{_SEPARATOR}{row.tobytes().hex()}"
+        return found
 
     def _saved_fingerprint(self, saved: SavedNames) -> dict[str, dict[str, str]]:
         """Return the fingerprint in a checkpoint, in the form of `_fingerprint_of`."""
@@ -310,11 +311,7 @@ def _positions_of(size: int) -> list[int]:
 
 def _element_of(leaf: TensorLeaf, position: int) -> torch.Tensor | None:
     """Return an element of a tensor as an integer; None if this rank does not hold it."""
-    index = []
-    for size in reversed(leaf.shape):
-        position, remainder = divmod(position, size)
-        index.append(remainder)
-    index.reverse()
+    index = [int(i) for i in np.unravel_index(position, leaf.shape)]
     for fragment in leaf.fragments:
         local = tuple(i - o for i, o in zip(index, fragment.box.offset, strict=True))
         if all(0 <= i < n for i, n in zip(local, fragment.box.shape, strict=True)):
@@ -325,14 +322,3 @@ def _element_of(leaf: TensorLeaf, position: int) -> torch.Tensor | None:
                 )
             return view_for_numpy(fragment.data)[local]
     return None
-
-
-def _contents_of(elements: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the bytes of elements as text, after one copy for each device and dtype."""
-    alike: dict[object, list[str]] = {}
-    for key, element in elements.items():
-        alike.setdefault((element.device, element.dtype), []).append(key)
-    for keys in alike.values():
-        rows = torch.stack([elements[key] for key in keys]).cpu().reshape(len(keys), 1)
-        for key, row in zip(keys, rows.numpy(), strict=True):
-            yield key, row.tobytes().hex()

@@ -64,7 +64,8 @@ def match_targets(
         if entry is None:
             absent.append(leaf)
             continue
-        leaf = leaf.without_padding(entry.shape)
+        if leaf.padded:
+            leaf = leaf.without_padding(entry.shape)
         problem = _describe_mismatch(leaf, entry, saved, cast=cast)
         if problem is None:
             leaves.append(leaf)

@@ -60,7 +60,7 @@ class TensorMemory(Protocol):
 
 
 class HostMemory:
-    """A fragment in host memory."""
+    """A fragment in host memory, of the dtype of the saved values."""
 
     device: torch.device | None = None
 
@@ -78,56 +78,36 @@ class HostMemory:
         self._array[index] = source
 
 
-class DeviceMemory:
-    """A fragment in the memory of an accelerator.
+class TorchMemory:
+    """A fragment that torch copies: on an accelerator, or of another dtype than the saved values.
 
     All writes run on the stream that was the current one when this object was created, even if
     another thread writes.
-    """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._numpy_view = view_for_numpy(data)
-        self._stream = _current_stream(data.device)
-        self.device: torch.device | None = data.device
-        self.itemsize = data.element_size()
-        self.dtype = torch.empty(0, dtype=self._numpy_view.dtype, device="cpu").numpy().dtype
-
-    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box to a host buffer."""
-        torch.from_numpy(out).copy_(self._numpy_view[index], non_blocking=not wait)
-
-    def write(self, index: Slices, source: Array) -> None:
-        """Copy a host buffer to a box."""
-        with _as_current(self._stream):
-            self._numpy_view[index] = _tensor_of(source).to(self._numpy_view.device)
-
-
-class CastingMemory:
-    """A fragment whose dtype differs from the saved dtype. Values are converted as by `Tensor.to`.
 
     Args:
         data: the memory of the fragment.
-        saved_dtype: the dtype of the values to write.
+        saved_dtype: for a load, the dtype of the values to write, which are converted as by
+            `Tensor.to`. Default: the dtype of `data`.
     """
 
-    device: torch.device | None = None
-
-    def __init__(self, data: torch.Tensor, saved_dtype: torch.dtype) -> None:
-        self._data = data.detach()
+    def __init__(self, data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> None:
+        if saved_dtype is None or saved_dtype == data.dtype:
+            self._data = view_for_numpy(data)
+            self._saved_dtype = self._data.dtype
+        else:
+            self._data, self._saved_dtype = data.detach(), saved_dtype
         self._stream = _current_stream(data.device)
-        self._saved_dtype = saved_dtype
-        example = view_for_numpy(torch.empty(0, dtype=saved_dtype, device="cpu"))
+        self.device: torch.device | None = None if data.device.type == "cpu" else data.device
+        example = view_for_numpy(torch.empty(0, dtype=self._saved_dtype, device="cpu"))
         self.dtype = example.numpy().dtype
         self.itemsize = example.element_size()
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Raise TypeError, because a save never converts."""
-        raise TypeError(
-            f"a fragment that converts from {self._saved_dtype} can be loaded, but not saved"
-        )
+        """Copy a box to a host buffer. A save never converts."""
+        torch.from_numpy(out).copy_(self._data[index], non_blocking=not wait)
 
     def write(self, index: Slices, source: Array) -> None:
-        """Convert a host buffer, and copy the result to a box."""
+        """Copy a host buffer to a box."""
         values = _tensor_of(source).view(self._saved_dtype).reshape(source.shape)
         with _as_current(self._stream):
             self._data[index] = values.to(self._data.device, self._data.dtype)
@@ -208,9 +188,8 @@ def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> Ten
         data: the local tensor.
         saved_dtype: for a load, the dtype of the values to write. Default: the tensor's dtype.
     """
-    if saved_dtype is not None and saved_dtype != data.dtype:
-        return CastingMemory(data, saved_dtype)
-    return HostMemory(data) if data.device.type == "cpu" else DeviceMemory(data)
+    is_plain = data.device.type == "cpu" and saved_dtype in (None, data.dtype)
+    return HostMemory(data) if is_plain else TorchMemory(data, saved_dtype)
 
 
 def describe_tensors(

@@ -59,9 +59,9 @@ class TensorLeaf:
     sharding: Sharding | None = None
 
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
-        """Return the leaf, cut to `shape`. Only rows of padding may be cut."""
+        """Return a padded leaf, cut to `shape` if this has fewer rows."""
         same_rows = len(shape) == len(self.shape) and shape[1:] == self.shape[1:]
-        if not (self.padded and same_rows and shape[0] < self.shape[0]):
+        if not (same_rows and shape[0] < self.shape[0]):
             return self
         fragments = []
         for fragment in self.fragments:
@@ -253,7 +253,9 @@ def _copy_leaf(leaf: TensorLeaf, filled: list[tuple[TensorLeaf, TensorLeaf]]) ->
     def after_load() -> None:
         filled.append((leaf, copy))
         for original, copied in zip(leaf.fragments, copy.fragments, strict=True):
-            _copy_into(original.data, copied.data)
+            # Dimensions without a stride repeat their first index, and cannot be assigned.
+            first = tuple(slice(0, 1) if s == 0 else slice(None) for s in original.data.stride())
+            original.data[first].copy_(copied.data[first])
         for other, copy_of_other in filled:
             for original, copied in zip(other.fragments, copy_of_other.fragments, strict=True):
                 if not same_bytes(original.data, copied.data):
@@ -272,17 +274,6 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
             return True
         covered += stride * (n - 1)
     return False
-
-
-def _copy_into(data: torch.Tensor, copy: torch.Tensor) -> None:
-    if not _overlaps_itself(data):
-        data.copy_(copy)
-        return
-    first_indices = tuple(slice(0, 1) if s == 0 else slice(None) for s in data.stride())
-    base = data[first_indices]
-    index_ranges = [torch.arange(n, device="cpu") for n in base.shape]
-    for index in torch.cartesian_prod(*index_ranges).reshape(-1, base.dim()):
-        base[tuple(index)] = copy[first_indices][tuple(index)]
 
 
 def _different_values(name: str, other: str) -> StateError:

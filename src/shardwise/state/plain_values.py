@@ -171,20 +171,25 @@ def _encode(value: Any, context: _Context) -> JsonValue:
     if value is None or value_type is bool:
         return value
     if value_type is str:
-        return _check_text(value, context)
+        if not value.isascii():
+            _check_text(value, context)
+        return value
     if (value_type is int and -_INT64 <= value < _INT64) or (
         value_type is float and math.isfinite(value)
     ):
         return value
     if value_type is list:
-        return _encode_items(value, context)
-    if value_type is dict and TAG not in value and all(type(key) is str for key in value):
-        return {
-            _check_text(key, context): _encode(item, context.within(key))
-            for key, item in value.items()
-        }
-    inherited = (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type))
-    tag = _TAG_BY_TYPE.get(value_type) or next(inherited, "pickle")
+        return [_encode(item, context.within(i)) for i, item in enumerate(value)]
+    if value_type is dict and TAG not in value and set(map(type, value)) <= {str}:
+        encoded: dict[str, JsonValue] = {}
+        for key, item in value.items():
+            if not key.isascii():
+                _check_text(key, context)
+            encoded[key] = _encode(item, context.within(key))
+        return encoded
+    tag = _TAG_BY_TYPE.get(value_type) or next(
+        (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type)), "pickle"
+    )
     fields = _KINDS[tag].encode(value, context)
     if fields is None and tag != "pickle":
         tag, fields = "pickle", _encode_pickle(value, context)
@@ -201,7 +206,7 @@ def _decode(encoded: JsonValue, context: _Context) -> object:
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
-        return _decode_items(encoded, context)
+        return [_decode(item, context.within(i)) for i, item in enumerate(encoded)]
     if not isinstance(encoded, dict):
         raise StateError(f"{context.name}: {type(encoded).__name__} is not a JSON value")
     if TAG not in encoded:
@@ -223,20 +228,11 @@ def _decode(encoded: JsonValue, context: _Context) -> object:
         ) from error
 
 
-def _check_text(text: str, context: _Context) -> str:
+def _check_text(text: str, context: _Context) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise StateError(f"{context.name}: invalid Unicode: {error}: save it as bytes") from error
-    return text
-
-
-def _encode_items(values: Any, context: _Context) -> list[JsonValue]:
-    return [_encode(value, context.within(i)) for i, value in enumerate(values)]
-
-
-def _decode_items(encoded: object, context: _Context) -> list[Any]:
-    return [_decode(value, context.within(i)) for i, value in enumerate(require_list(encoded))]
 
 
 def _encode_pairs(value: Mapping[object, object], context: _Context) -> Fields:
@@ -381,11 +377,11 @@ def _text_kind(
     )
 
 
-def _items_kind(value_type: type, make: Callable[[list[Any]], object]) -> _Kind:
+def _items_kind(value_type: type, make: Callable[[Any], object]) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, context: {"v": _encode_items(value, context)},
-        lambda fields, context: make(_decode_items(fields["v"], context)),
+        lambda value, context: {"v": _encode(list(value), context)},
+        lambda fields, context: make(_decode(require_list(fields["v"]), context)),
     )
 
 

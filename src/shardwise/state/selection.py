@@ -37,7 +37,7 @@ class Selection:
         """
         if self._only and not _any_matches(names, self._only):
             return False
-        return not _any_matches(names, self._skip)
+        return not (self._skip and _any_matches(names, self._skip))
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""

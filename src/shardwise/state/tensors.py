@@ -59,10 +59,7 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
             "module once before saving or loading"
         )
     if is_dtensor(tensor):
-        fragments = fragments_like(name, tensor._local_tensor, tensor)
-        shape, key = tuple(tensor.shape), _tie_key(tensor, fragments)
-        sharding = _sharding_of(name, tensor)
-        return TensorLeaf(name, tensor.dtype, shape, fragments, key, sharding=sharding)
+        return _sharded_leaf(name, tensor, tensor)
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:
@@ -136,6 +133,14 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
+def has_class(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class with this name, in a module or below, by names alone."""
+    return any(
+        cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
+        for cls in type(value).__mro__
+    )
+
+
 def detach_checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values, detached, whose memory holds them.
 
@@ -188,54 +193,47 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
-def _sharding_of(name: str, tensor: DTensor) -> Sharding | None:
-    """Return how a DTensor is split over its mesh; None on a rank outside of the mesh.
-
-    Raises:
-        StateError: a placement is a pending reduction.
-    """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), tensor.placements)
-    if pending is not None:
-        raise StateError(
-            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
-            "are not reduced yet: redistribute it to Replicate() or Shard() first"
-        )
-    return Sharding(mesh, splits)
-
-
-def fragments_like(name: str, local: torch.Tensor, like: DTensor) -> tuple[Fragment, ...]:
-    """Return the boxes of a DTensor that this rank holds, with memory.
+def _sharded_leaf(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
+    """Return the part of a DTensor that this rank holds; none on a rank outside of its mesh.
 
     Args:
-        local: the memory: the DTensor's own local tensor, or one that is sharded alike.
+        name: the name of the tensor.
+        value: the DTensor, or a local tensor that is sharded like it.
+        like: the DTensor.
 
     Raises:
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    local, shape = detach_checked(name, local), tuple(like.shape)
-    sharding = _sharding_of(name, like)
-    if sharding is None:
-        return ()
+    local = detach_checked(name, _local_tensor(value))
+    shape, mesh, placements = tuple(like.shape), like.device_mesh, like.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return TensorLeaf(name, value.dtype, shape, (), _tie_key(value, ()))
+    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
+    if pending is not None:
+        raise StateError(
+            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
+            "are not reduced yet: redistribute it to Replicate() or Shard() first"
+        )
     try:
-        pairs = shard_boxes(shape, sharding.splits)
+        pairs = shard_boxes(shape, splits)
     except LayoutError as error:
-        raise LayoutError(f"{name}: {error}: correct the placements {like.placements}") from error
+        raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
     size = sum(box.size for box, _ in pairs)
     if size != local.numel():
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
-            f"part of the global shape {list(shape)}, with placements {like.placements} over mesh "
-            f"{tuple(like.device_mesh.shape)}, has {size} elements: pass the right shape= and "
+            f"part of the global shape {list(shape)}, with placements {placements} over mesh "
+            f"{tuple(mesh.shape)}, has {size} elements: pass the right shape= and "
             "stride= to DTensor.from_local()"
         )
-    if len(pairs) == 1:
-        return (Fragment(pairs[0][0], local),)
-    return tuple(Fragment(box, local[local_box.slices()]) for box, local_box in pairs)
+    fragments = tuple(
+        Fragment(box, local if len(pairs) == 1 else local[local_box.slices()])
+        for box, local_box in pairs
+    )
+    key, sharding = _tie_key(value, fragments), Sharding(mesh, splits)
+    return TensorLeaf(name, value.dtype, shape, fragments, key, sharding=sharding)
 
 
 @lru_cache(maxsize=4096)
@@ -380,8 +378,7 @@ class Parameter:
             if is_dtensor(value) or not is_dtensor(self.tensor):
                 return [tensor_leaf(name, value)]
             if value.shape == _local_tensor(self.tensor).shape != self.tensor.shape:
-                fragments = fragments_like(name, value, self.tensor)
-                return [TensorLeaf(name, value.dtype, tuple(self.tensor.shape), fragments)]
+                return [_sharded_leaf(name, value, self.tensor)]
             _refuse_unless_scalar(name, value)
             return [tensor_leaf(name, value)]
         local = _local_tensor(self.tensor)
