@@ -156,11 +156,11 @@ def load(
     """
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
-        staging_bytes=staging_bytes)  # fmt: skip
-    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
+        staging_bytes=staging_bytes, spec=spec, skip_unknown=skip_unknown, format=format,
+        step=step)  # fmt: skip
     get_store, recorder = partial(open_place, place), Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
-        return load_state(get_store, state, options, how, ranks, recorder)
+        return load_state(get_store, state, options, ranks, recorder)
 
 
 @skip_compile

@@ -41,8 +41,8 @@ State = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How to load; see `shardwise.load`."""
+class LoadOptions(OpenOptions):
+    """How to open a checkpoint and to load it; see `shardwise.load`."""
 
     strict: bool = True
     only: Sequence[str] = ()
@@ -69,7 +69,6 @@ def load_state(
     get_store: Callable[[], Store],
     state: State,
     options: LoadOptions,
-    open_options: OpenOptions,
     group: Group,
     recorder: Recorder,
 ) -> LoadReport:
@@ -77,7 +76,7 @@ def load_state(
 
     Args:
         get_store: returns the store of the place. A failure on a rank is raised on all ranks.
-        state, options, open_options: what to fill, how, and how to read the checkpoint.
+        state, options: what to fill, and how.
         group: the ranks.
         recorder: gets an event for each stage.
 
@@ -91,8 +90,8 @@ def load_state(
                 rename = rename_function(options.rename)
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
                 place = get_store()
-                agree_on_place(all_ranks, place, open_options, options.settings)
-            store, layout = open_any(place, group, cleanup, open_options)
+                agree_on_place(all_ranks, place, options, options.settings)
+            store, layout = open_any(place, group, cleanup, options)
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
             with Round(group, "matching names") as all_ranks:

@@ -159,17 +159,27 @@ def open_any(
 
 
 def _find_manifest(store: Store) -> bytes | None:
-    """Return the manifest of a shardwise checkpoint; None if there may be a foreign one."""
+    """Return the manifest of a shardwise checkpoint; None if there may be a foreign one.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+        FormatError: the manifest is too large, or not a regular file.
+        StoreUnavailableError: the storage does not answer.
+    """
     if name_of(store) == MANIFEST and is_file(store):
         raise CheckpointNotFoundError(
             f"{store} is a file inside a checkpoint: pass its directory, {parent_of(store)}"
         )
     try:
-        return read_manifest(store)
-    except CheckpointNotFoundError:
-        if not _may_be_foreign(_names_at(store)):
-            raise
-    return None
+        return store.read(MANIFEST, limit=LARGEST_MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        if _may_be_foreign(_names_at(store)):
+            return None
+        raise CheckpointNotFoundError(_describe_missing(store)) from None
+    except StoreUnavailableError:  # which says nothing about the manifest
+        raise
+    except StoreError as error:
+        raise FormatError(str(error)) from error
 
 
 def _read_foreign(store: Store, options: OpenOptions) -> Layout:
@@ -190,28 +200,6 @@ def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]
     return check_layout(store, layout)
 
 
-def read_manifest(store: Store) -> bytes:
-    """Read the manifest of a checkpoint, as bytes.
-
-    Raises:
-        CheckpointNotFoundError: the store has no manifest.
-        FormatError: the manifest is too large, or not a regular file.
-        StoreUnavailableError: the storage does not answer, which says nothing about the manifest.
-    """
-    try:
-        return store.read(MANIFEST, limit=LARGEST_MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(_describe_missing(store)) from None
-    except NotADirectoryError:
-        raise CheckpointNotFoundError(
-            f"{store} is a file, not a checkpoint: pass the directory of a checkpoint"
-        ) from None
-    except StoreUnavailableError:
-        raise
-    except StoreError as error:
-        raise FormatError(str(error)) from error
-
-
 def _open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
     """Decode and check the manifest of a shardwise checkpoint.
 
@@ -225,13 +213,14 @@ def _open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
         FormatError: the manifest is invalid.
         CorruptionError: a file is missing whose size had to be compared.
     """
-    remedy = ""
     try:
         manifest = decode_manifest(data)
-        remedy = "; load another checkpoint"  # decoding errors end with their own
+    except FormatError as error:
+        raise FormatError(f"{store}: {error}") from error
+    try:
         return layout_of_manifest(manifest, store if checks_sizes else None)
     except FormatError as error:
-        raise FormatError(f"{store}: {error}{remedy}") from error
+        raise FormatError(f"{store}: {error}; load another checkpoint") from error
 
 
 def _describe_missing(store: Store) -> str:

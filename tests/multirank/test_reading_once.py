@@ -307,10 +307,10 @@ def die_in_mid_load() -> AbstractContextManager[object]:
     """This rank is killed once it has read a few spans."""
     calls = iter(range(1000))
 
-    def killing(*args: object) -> object:
+    def killing(*args: object, **options: object) -> object:
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return patched.temp_original(*args)
+        return patched.temp_original(*args, **options)
 
     patched = patch(READ, killing)
     return patched
@@ -331,7 +331,7 @@ def fail_to_read() -> AbstractContextManager[object]:
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch(READ, lambda *_: time.sleep(6))
+    return patch(READ, lambda *_, **__: time.sleep(6))
 
 
 def refuse_connections() -> AbstractContextManager[object]:

@@ -68,10 +68,10 @@ def die_while_reading(path: str, count: int, victim: int) -> None:
     if dist.get_rank() == victim:
         calls = iter(range(1000))
 
-        def killing(*args: object) -> object:
+        def killing(*args: object, **options: object) -> object:
             if next(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return patched.temp_original(*args)
+            return patched.temp_original(*args, **options)
 
         patched = patch(READ, killing)
         patched.start()
@@ -162,7 +162,7 @@ def plan_other_reads() -> AbstractContextManager[object]:
 
 def stop_reading() -> AbstractContextManager[object]:
     """This rank never ends a read in time."""
-    return patch(READ, lambda *_: time.sleep(5))
+    return patch(READ, lambda *_, **__: time.sleep(5))
 
 
 def save_foreign(path: Path, count: int) -> str:

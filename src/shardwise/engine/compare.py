@@ -19,6 +19,7 @@ from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import view_for_numpy
 from shardwise.state.plain_values import find_differences
 from shardwise.store import Files
@@ -196,19 +197,21 @@ def _compare_tensors(
     recorder: Recorder,
 ) -> list[TensorDifference]:
     """Return the tensors whose bytes differ. Tensors that are tied in a and in b are read once."""
-    # The keys are the names under which a and b store the bytes.
-    read = {(x.same_as or x.name, y.same_as or y.name): x for x, y in pairs}
-    tallies = {entry.name: _Tally() for entry in read.values()}
-    entries = ((x, Box.whole(x.shape), DTYPES[x.dtype].itemsize) for x in read.values())
-    for batch in batch_boxes(entries, MAX_BATCH_BYTES):
-        nbytes = sum(box.size * DTYPES[entry.dtype].itemsize for entry, box in batch)
+    names_a, names_b = SavedNames(a[1]), SavedNames(b[1])
+    # The keys are the indices by which a and b store the bytes.
+    stored = {(names_a.stored_index(x.name), names_b.stored_index(y.name)): x for x, y in pairs}
+    tallies = {key: _Tally() for key in stored}
+    boxes = ((k, Box.whole(x.shape), DTYPES[x.dtype].itemsize) for k, x in stored.items())
+    for batch in batch_boxes(boxes, MAX_BATCH_BYTES):
+        nbytes = sum(box.size * DTYPES[stored[key].dtype].itemsize for key, box in batch)
         with recorder.stage("compare", nbytes):
-            data = [read_boxes(batch, *source, arena, verify=True) for source in (a, b)]
-            for (entry, _), x, y in zip(batch, *data, strict=True):
-                tallies[entry.name].add(x, y)
+            in_a = read_boxes([(i, box) for (i, _), box in batch], *a, arena, verify=True)
+            in_b = read_boxes([(j, box) for (_, j), box in batch], *b, arena, verify=True)
+            for (key, _), data_a, data_b in zip(batch, in_a, in_b, strict=True):
+                tallies[key].add(data_a, data_b)
     differences = []
     for x, y in pairs:
-        tally = tallies[read[x.same_as or x.name, y.same_as or y.name].name]
+        tally = tallies[names_a.stored_index(x.name), names_b.stored_index(y.name)]
         if tally.differing:
             elements = math.prod(x.shape)
             differences.append(

@@ -31,7 +31,6 @@ from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.load import LoadPlan, Spans, plan_load
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
@@ -189,6 +188,9 @@ def plan_reads(
 ) -> RankReads:
     """Plan the reads that fill some tensors.
 
+    If one memory has several names, the first name fills the memory. If the checkpoint stores
+    another tensor under a second name, a further leaf reads that into a copy, and compares.
+
     Args:
         leaves: the tensors.
         saved: the contents of the checkpoint.
@@ -199,9 +201,37 @@ def plan_reads(
     Raises:
         StateError: a tensor has no memory.
     """
-    layout = saved.layout
+    listed, ties = split_ties(leaves)
+    first_names = dict(ties)
+    for leaf in leaves:
+        first = first_names.get(leaf.name)
+        if first is not None and saved.stored_index(leaf.name) != saved.stored_index(first):
+            listed.append(_comparing_leaf(leaf, first))
+    by_index = [(saved.stored_index(leaf.name), leaf) for leaf in listed]
+    return _plan_reads(by_index, saved.layout, store, arena, verify=verify)
+
+
+def _plan_reads(
+    leaves: Sequence[tuple[int, TensorLeaf]],
+    layout: Layout,
+    store: Files,
+    arena: Arena,
+    *,
+    verify: bool,
+) -> RankReads:
+    """Plan the reads that fill tensors, each given with its index in `Pieces.tensor`.
+
+    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
+    into a temporary leaf.
+    """
+    stored: list[tuple[int, TensorLeaf]] = []
+    for index, leaf in leaves:
+        terms = layout.terms_of.get(index)
+        if terms is None:
+            stored.append((index, leaf))
+        else:
+            stored += zip(terms, _leaves_of_terms(leaf, terms, layout), strict=True)
     dims = layout.pieces.offset.shape[1]
-    stored = list(_stored_tensors(leaves, saved))
     targets: list[TargetFragment] = []
     tensor: list[int] = []
     offsets: list[tuple[int, ...]] = []
@@ -215,13 +245,14 @@ def plan_reads(
             tensor.append(index)
             offsets.append(box.offset[:dims])  # only empty tensors have more dimensions
             shapes.append(box.shape[:dims])
-    wanted = (
-        np.array(tensor, np.int64),
-        padded_rows(offsets, dims, 0),
-        padded_rows(shapes, dims, 1),
-    )
+    offset, shape = padded_rows(offsets, dims, 0), padded_rows(shapes, dims, 1)
     largest = _largest_reads(store, layout, arena)
-    plan = plan_load(layout, wanted, largest_read=largest, largest_gap=arena.transfer.largest_gap)
+    plan = plan_load(
+        layout,
+        (np.array(tensor, np.int64), offset, shape),
+        largest_read=largest,
+        largest_gap=arena.transfer.largest_gap,
+    )
     return RankReads(
         store=store,
         layout=layout,
@@ -248,33 +279,6 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     return np.array(sizes, np.int64)
 
 
-def _stored_tensors(
-    leaves: Sequence[TensorLeaf], saved: SavedNames
-) -> Iterator[tuple[int, TensorLeaf]]:
-    """Yield each stored tensor to read, by its index, with the leaf to read it into.
-
-    If one memory has several names, the first name fills the memory. If the checkpoint stores
-    another tensor under a second name, a further leaf reads that into a copy, and compares.
-
-    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
-    into a temporary leaf.
-    """
-    listed, ties = split_ties(leaves)
-    first_names = dict(ties)
-    for leaf in leaves:
-        first = first_names.get(leaf.name)
-        if first is not None and saved.stored_index(leaf.name) != saved.stored_index(first):
-            listed.append(_comparing_leaf(leaf, first))
-    for leaf in listed:
-        index = saved.stored_index(leaf.name)
-        terms = saved.layout.terms_of.get(index)
-        if terms is None:
-            yield index, leaf
-        else:
-            dtype = getattr(torch, saved.layout.tensors[index].dtype)
-            yield from zip(terms, _leaves_of_terms(leaf, len(terms), dtype), strict=True)
-
-
 def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
     """Return a leaf that reads into a copy, and raises if the copy differs from the memory."""
     copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
@@ -292,17 +296,18 @@ def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
     return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
 
 
-def _leaves_of_terms(leaf: TensorLeaf, count: int, dtype: torch.dtype) -> list[TensorLeaf]:
+def _leaves_of_terms(leaf: TensorLeaf, indices: Sequence[int], layout: Layout) -> list[TensorLeaf]:
     """Return a temporary leaf for each term of a mean.
 
     `finish` runs after all leaves are filled, so the last one computes the mean.
     """
+    dtype = getattr(torch, layout.tensors[int(layout.tensor_of[indices[0]])].dtype)
     terms = [
         tuple(
             Fragment(f.box, torch.empty(f.box.shape, dtype=dtype, device="cpu"))
             for f in leaf.fragments
         )
-        for _ in range(count)
+        for _ in indices
     ]
 
     def finish() -> None:
@@ -312,7 +317,7 @@ def _leaves_of_terms(leaf: TensorLeaf, count: int, dtype: torch.dtype) -> list[T
         if leaf.after_load is not None:
             leaf.after_load()
 
-    hooks = [None] * (count - 1) + [finish]
+    hooks = [None] * (len(indices) - 1) + [finish]
     return [
         TensorLeaf(leaf.name, dtype, leaf.shape, fragments, None, hook)
         for fragments, hook in zip(terms, hooks, strict=True)
@@ -320,27 +325,24 @@ def _leaves_of_terms(leaf: TensorLeaf, count: int, dtype: torch.dtype) -> list[T
 
 
 def read_boxes(
-    boxes: Sequence[tuple[TensorEntry, Box]],
-    store: Files,
-    layout: Layout,
-    arena: Arena,
-    *,
-    verify: bool,
+    boxes: Sequence[tuple[int, Box]], store: Files, layout: Layout, arena: Arena, *, verify: bool
 ) -> list[torch.Tensor]:
     """Read boxes of tensors into new CPU tensors, all together.
+
+    Args:
+        boxes: the index of each tensor in `Pieces.tensor`, and the box.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes.
     """
-    out = [
-        torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-        for entry, box in boxes
-    ]
-    leaves = [
-        TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
-        for (entry, box), data in zip(boxes, out, strict=True)
-    ]
-    plan_reads(leaves, SavedNames(layout), store, arena, verify=verify).fill_alone()
+    out, leaves = [], []
+    for index, box in boxes:
+        entry = layout.tensors[int(layout.tensor_of[index])]
+        data = torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        leaf = TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
+        out.append(data)
+        leaves.append((index, leaf))
+    _plan_reads(leaves, layout, store, arena, verify=verify).fill_alone()
     return out
 
 

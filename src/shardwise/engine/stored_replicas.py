@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import torch
 
@@ -52,30 +51,35 @@ def find_differences(
         The number of compared bytes, and one line for each tensor whose copies differ, with the
         first place that differs.
     """
-    rows = np.arange(len(layout.replicas))
+    replicas = layout.replicas
+    tensor_of = layout.tensor_of[replicas.tensor]
+    rows = np.arange(len(replicas))
+    # Several copies of a tensor have the same boxes, so each copy is read as a tensor of its own.
+    first = len(layout.tensor_of)
+    indices = [*layout.tensor_of.tolist(), *tensor_of.tolist()]
+    all_copies = Layout(
+        format=layout.format,
+        files=layout.files,
+        tensors=tuple(layout.tensors[index] for index in indices),
+        pieces=Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)]),
+    )
     if tensors is not None:
-        rows = rows[np.isin(layout.tensor_of[layout.replicas.tensor], [*tensors])]
-    # Two layouts: the tensors that a load reads, each named by its stored index; and the further
-    # copies, each named by its row, because several copies of a tensor have the same boxes.
-    loaded_layout = _layout_by_index(layout, layout.tensor_of, layout.pieces)
-    copies = replace(layout.replicas, tensor=np.arange(len(layout.replicas)))
-    copies_layout = _layout_by_index(layout, layout.tensor_of[layout.replicas.tensor], copies)
-    tensor_of = layout.replicas.tensor.tolist()
+        rows = rows[np.isin(tensor_of, [*tensors])]
     total = 0
     differences: dict[int, str] = {}
     for number, batch in enumerate(batch_boxes(_boxes_of_rows(layout, rows.tolist()), batch_bytes)):
         if number % share[1] != share[0]:
             continue
-        nbytes = sum(box.size * int(layout.itemsizes[tensor_of[row]]) for row, box in batch)
+        loaded = [(int(replicas.tensor[row]), box) for row, box in batch]
+        copies = [(first + row, box) for row, box in batch]
+        nbytes = sum(box.size * int(layout.itemsizes[index]) for index, box in loaded)
         with recorder.stage("replicas", nbytes):
-            boxes = [(loaded_layout.tensors[tensor_of[row]], box) for row, box in batch]
-            copy_boxes = [(copies_layout.tensors[row], box) for row, box in batch]
-            firsts = read_boxes(boxes, store, loaded_layout, arena, verify=True)
-            others = read_boxes(copy_boxes, store, copies_layout, arena, verify=True)
-            for (row, box), first, other in zip(batch, firsts, others, strict=True):
-                tensor = tensor_of[row]
-                if tensor not in differences and not same_bytes(first, other):
-                    differences[tensor] = _describe_difference(layout, row, box, first, other)
+            data = read_boxes([*loaded, *copies], store, all_copies, arena, verify=True)
+            for (row, box), (tensor, _), one, other in zip(
+                batch, loaded, data, data[len(batch) :], strict=False
+            ):
+                if tensor not in differences and not same_bytes(one, other):
+                    differences[tensor] = _describe_difference(layout, row, box, one, other)
         total += nbytes
     return total, list(differences.values())
 
@@ -139,15 +143,6 @@ def _boxes_of_rows(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, 
         ndim = len(layout.tensors[int(layout.tensor_of[tensor])].shape)
         offset, shape = (tuple(c[row, :ndim].tolist()) for c in (replicas.offset, replicas.shape))
         yield row, Box(offset, shape), int(layout.itemsizes[tensor])
-
-
-def _layout_by_index(layout: Layout, tensors: IntArray, pieces: Pieces) -> Layout:
-    """Return a layout of the same files with these tensors, each named by its index."""
-    entries = tuple(
-        msgspec.structs.replace(layout.tensors[tensor], name=str(index), same_as=None)
-        for index, tensor in enumerate(tensors.tolist())
-    )
-    return Layout(format=layout.format, files=layout.files, tensors=entries, pieces=pieces)
 
 
 def _describe_difference(

@@ -63,8 +63,7 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
     _check_runs(layout, runs)
     if store is not None and int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES:
         _check_file_sizes(layout, store)
-    data_at = np.array([file.data_at for file in manifest.files], np.int64)
-    layout = replace(layout, pieces=expand_runs(runs, data_at))
+    layout = replace(layout, pieces=expand_runs(runs, layout.file_bounds[:, 0]))
     _check_pieces(layout, layout.pieces)
     _check_coverage(layout)
     _refuse_shared_bytes(layout)

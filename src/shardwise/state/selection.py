@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Set
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState
@@ -20,14 +21,16 @@ class Selection:
         StateError: `only` or `skip` is not a list of patterns.
     """
 
-    def __init__(self, only: Iterable[str] = (), skip: Iterable[str] = ()) -> None:
+    def __init__(self, only: Collection[str] = (), skip: Collection[str] = ()) -> None:
         for name, patterns in (("only", only), ("skip", skip)):
             is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
             if not is_list or not all(isinstance(each, str) for each in patterns):
                 raise StateError(
                     f"{name}={patterns!r}: expected a list of patterns, for example ['model.*']"
                 )
-        self._only, self._skip = tuple(only), tuple(skip)
+        self._patterns = (*only, *skip)
+        self._only = re.compile("|".join(map(translate, only)))  # without patterns, matches all
+        self._skip = re.compile("|".join(map(translate, skip))) if skip else None
 
     def selects(self, *names: str) -> bool:
         """Return whether a name is selected.
@@ -35,17 +38,20 @@ class Selection:
         Several names of one value are selected together: if any matches `only`, and none matches
         `skip`.
         """
-        if self._only and not _any_matches(names, self._only):
-            return False
-        return not (self._skip and _any_matches(names, self._skip))
+        is_skipped = self._skip is not None and any(map(self._skip.match, names))
+        return not is_skipped and any(map(self._only.match, names))
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""
-        return [each for each in (*self._only, *self._skip) if not _any_matches(names, [each])]
+        return [
+            pattern
+            for pattern in self._patterns
+            if not any(map(re.compile(translate(pattern)).match, names))
+        ]
 
     def select_from(self, local_state: LocalState) -> LocalState:
         """Return the selected part of a local state. Its `unselected` lists all other names."""
-        if not (self._only or self._skip):
+        if not self._patterns:
             return local_state
         unselected = [name for name in local_state.names() if not self.selects(name)]
         return LocalState(
@@ -56,10 +62,6 @@ class Selection:
             local_state.problems,
             [*local_state.unselected, *unselected],
         )
-
-
-def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def is_below(name: str, scope: Set[str]) -> bool:
