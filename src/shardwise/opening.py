@@ -346,6 +346,8 @@ def refuse_as_destination(store: Store) -> None:
         StateError: the path is a file.
     """
     names = _names_at(store)
+    if names == []:
+        return
     if formats := _formats_at(store, names):
         raise CheckpointExistsError(
             f"Checkpoint already exists: {store} has a checkpoint of {formats}, which a save never "
@@ -353,7 +355,7 @@ def refuse_as_destination(store: Store) -> None:
         )
     if names is None:
         raise _file_error(store)
-    steps = [step for step in map(step_of_directory, names or ()) if step is not None]
+    steps = [step for step in map(step_of_directory, names) if step is not None]
     if steps:
         raise CheckpointExistsError(
             f"{store} is the root of a run, with a directory for each step (such as "

@@ -105,7 +105,9 @@ class Round:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._is_over or not (error is None or isinstance(error, Exception)):
+        if self._is_over or self._group.size == 1:
+            return
+        if not (error is None or isinstance(error, Exception)):
             return  # interrupted: the other ranks notice that this process ends
         if error is None:
             self._exchange(b"", lambda _: b"")
@@ -175,8 +177,6 @@ class Round:
     def _exchange(self, data: bytes, reply: Callable[[list[bytes]], bytes]) -> bytes:
         """Send this rank's data to rank 0, and return its reply."""
         self._is_over = True
-        if self._group.size == 1:
-            return reply([data])
         answer, error = _Reply(self._operation), None
         if self._first_only:
             if self._group.rank == 0:
@@ -194,8 +194,6 @@ class Round:
     def _report(self, error: Exception) -> dict[int, str]:
         """Tell the other ranks that this rank has failed, and return the errors of all ranks."""
         self._is_over = True
-        if self._group.size == 1:
-            return {}
         if self._first_only:
             return self._broadcast(self._reply_of(error)).failures
         failed = _Message(self._operation, failure=describe_error(error))

@@ -247,13 +247,18 @@ def lay_out_file(
     entries, objects_start = pieces
     objects_stop = objects_start + objects_bytes
 
+    metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
+    head = msgspec.json.encode({METADATA: metadata})[:-1] + b","
+    head += entries[1:-1] + b"," if entries != b"{}" else b""
+
     def encode_header(checksums_stop: int) -> bytes:
-        metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
-        others = {CHECKSUMS_KEY: _entry_of_bytes(objects_stop, checksums_stop)}
-        if objects_bytes:
-            others = {OBJECTS_KEY: _entry_of_bytes(objects_start, objects_stop), **others}
-        parts = msgspec.json.encode({METADATA: metadata}), entries, msgspec.json.encode(others)
-        return b"{" + b",".join(part[1:-1] for part in parts if part != b"{}") + b"}"
+        ends = {OBJECTS_KEY: (objects_start, objects_stop)} if objects_bytes else {}
+        ends[CHECKSUMS_KEY] = objects_stop, checksums_stop
+        others = {}
+        for key, (start, stop) in ends.items():
+            shape, offsets = [stop - start], [start, stop]
+            others[key] = {"dtype": "U8", "shape": shape, "data_offsets": offsets}
+        return head + msgspec.json.encode(others)[1:]
 
     # The entry of the checksums contains offsets that depend on the size of the header. So reserve
     # space for an entry with larger offsets, which is at least as long.
@@ -271,7 +276,3 @@ def lay_out_file(
         checksums_crc32=0,
     )
     return len(encoded).to_bytes(8, "little") + encoded, entry
-
-
-def _entry_of_bytes(start: int, stop: int) -> dict[str, object]:
-    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}

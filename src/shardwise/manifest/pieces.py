@@ -244,7 +244,7 @@ def encode_tensors(
         tensors: the tensors, in the order of the manifest.
         tensor, file, start, offset, shape: the pieces, sorted by tensor; see `Runs`.
     """
-    entries: list[list[PieceEntry]] = [[] for _ in tensors]
+    pieces_of: dict[int, list[PieceEntry]] = {}
     runs = find_runs(tensor, file, start, offset, shape)
     columns = (getattr(runs, name).tolist() for name in Runs.__slots__)
     for row in zip(*columns, strict=True):
@@ -252,14 +252,13 @@ def encode_tensors(
         n = len(tensors[index].shape)
         repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
         entry = PieceEntry(file_, start_, tuple(offset_[:n]), tuple(shape_[:n]), repeat)
-        entries[index].append(entry)
-    lines = [
-        msgspec.json.encode(
-            TensorWithPieces(each.name, each.dtype, each.shape, each.same_as, tuple(own))
-        )
-        for each, own in zip(tensors, entries, strict=True)
-    ]
-    return msgspec.Raw(b"[" + b",".join(b"\n" + line for line in lines) + b"]")
+        pieces_of.setdefault(index, []).append(entry)
+    lines = []
+    for i, each in enumerate(tensors):
+        pieces = tuple(pieces_of.get(i, ()))
+        listed = TensorWithPieces(each.name, each.dtype, each.shape, each.same_as, pieces)
+        lines.append(b"\n" + msgspec.json.encode(listed))
+    return msgspec.Raw(b"[" + b",".join(lines) + b"]")
 
 
 def encode_tensors_with(tensors: Sequence[TensorEntry], rows: Iterable[Row]) -> msgspec.Raw:

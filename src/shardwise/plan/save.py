@@ -102,6 +102,7 @@ class SavePlan:
         replicas: pairs of ranks and rows: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
             hold the boxes 3 and 7. Sets of few ranks come first.
         bytes_held: the tensor bytes of all ranks together, with replicas.
+        bytes_stored: the tensor bytes that are written, without replicas.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
         writers: the ranks that write a file, in the order of the list of files.
         box: the row in `boxes` that contains each piece, `(n,)`.
@@ -117,17 +118,13 @@ class SavePlan:
     boxes: HeldBoxes
     replicas: tuple[tuple[tuple[int, ...], IntArray], ...]
     bytes_held: int
+    bytes_stored: int
     limits: IntArray
     writers: IntArray
     box: IntArray
     offset: IntArray
     shape: IntArray
     end: IntArray
-
-    @property
-    def bytes_stored(self) -> int:
-        """The tensor bytes that are written, without replicas."""
-        return int(self.end[-1]) if len(self.end) else 0
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -236,6 +233,7 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
     limits = np.searchsorted(writer[order], np.arange(ranks + 1))
     has_values = np.array([bool(each.per_rank) for each in world.structures])
+    nbytes = shape[order].prod(axis=1) * itemsizes[tensor[order]]
     return SavePlan(
         world=world,
         rank=rank,
@@ -245,12 +243,13 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
         boxes=boxes,
         replicas=replicas,
         bytes_held=int(held.sum()),
+        bytes_stored=int(nbytes.sum()),
         limits=limits,
         writers=np.flatnonzero((np.diff(limits) > 0) | has_values[world.structure_of]),
         box=box[order],
         offset=offset[order],
         shape=shape[order],
-        end=np.cumsum(shape[order].prod(axis=1) * itemsizes[tensor[order]]),
+        end=np.cumsum(nbytes),
     )
 
 
