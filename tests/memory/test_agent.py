@@ -208,7 +208,7 @@ def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
 ) -> None:
     run = Home(tmp_path).run(hit)
     shutil.copytree(place.path, run.step_path(3))
-    (run.step_path(3) / f"of-no-rank-{SAVE}.copying").touch()
+    (run.step_path(3) / f"of-no-rank-{SAVE}.copying.json").touch()
     trial = Trial(place)
     for _ in range(100):
         trial.round()

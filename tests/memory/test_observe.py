@@ -45,7 +45,7 @@ def begun(tmp_path: Path) -> SnapshotDirectory:
     place.path.mkdir(parents=True)
     stage(place, FILES[0])
     write_record(place.path / records.save_record("persist", SAVE), {})
-    (place.path / records.copying_marker(FILES[1])).touch()
+    (place.path / records.file_record(FILES[1], "copying")).touch()
     return place
 
 
@@ -67,7 +67,7 @@ def due(place: SnapshotDirectory) -> tuple[StageState, StageState]:
 def test_nothing_is_begun_while_another_rank_copies(begun: SnapshotDirectory) -> None:
     lock = RankLock(begun.run, 1)
     assert due(begun) == (StageState.WAITING, StageState.WAITING)
-    (begun.path / records.copying_marker(FILES[1])).unlink()
+    (begun.path / records.file_record(FILES[1], "copying")).unlink()
     assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 

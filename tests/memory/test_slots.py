@@ -32,7 +32,6 @@ from shardwise.memory.reclaim import (
     bytes_stored_for_others,
     delete_smallest_spares,
     discard,
-    discard_all,
     free,
     list_spares,
     reuse_spare,
@@ -215,7 +214,7 @@ def test_what_is_newer_is_discarded(run: Run) -> None:
         (run.step_path(step) / "manifest.json").write_text("{}")
     discard([SnapshotDirectory(run, 2), SnapshotDirectory(run, 3)])
     assert run.steps() == [1]
-    discard_all(run)
+    discard(run.snapshots())
     assert run.steps() == []
 
 

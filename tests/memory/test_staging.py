@@ -662,7 +662,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
         return now[0] - start
 
     assert 121 < seconds_waited() < 130
-    (place.path / records.copying_marker(data_file(0, save_id))).touch()
+    (place.path / records.file_record(data_file(0, save_id), "copying")).touch()
     assert 600 < seconds_waited() < 730
     (place.path / records.save_record("pending", save_id)).touch()
     assert seconds_waited() == 3600

@@ -25,7 +25,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.manifest.names import data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.memory.reclaim import discard_all
+from shardwise.memory.reclaim import discard
 from shardwise.memory.redundancy.placement import make_ring_group
 from shardwise.memory.trainer.rings import Ring, protect_ring
 from shardwise.memory.trainer.slots import Slot, Slots
@@ -161,9 +161,9 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     whole = [each.file.name for each in SnapshotDirectory(left, 1).staged_files()]
     names = SnapshotDirectory(left, 1).list_names("")
     assert not any(records.file_record(file, "entry") in names for file in whole)
-    discard_all(left)
+    discard(left.snapshots())
     work(directory, run, *range(11, 11 + SLOTS))
-    discard_all(left)
+    discard(left.snapshots())
     assert len(os.listdir(left.free_directory)) == SLOTS
 
 
@@ -171,7 +171,7 @@ def retire(directory: Path, run: str, number: int) -> None:
     """Stage as much as there is memory for, and be killed as all of it is retired."""
     stage(directory, run, *range(1, 1 + SLOTS))
     die_before_effect(number, directory)
-    discard_all(Home(directory).run(run))
+    discard(Home(directory).run(run).snapshots())
 
 
 def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from shardwise import api
@@ -25,7 +25,7 @@ from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import names_in_root
 from shardwise.retention import Keep, committed_steps
 from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
-from shardwise.tiers.options import Mirror, MirrorRequest, StorageTask
+from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.store import TieredStore
 
 log = logging.getLogger("shardwise")
@@ -75,13 +75,7 @@ class Settings:
 
     def storage_task(self, newest: int | None, damaged: Collection[int]) -> StorageTask:
         """Return what to do in storage after the save of the step `newest`."""
-        return StorageTask(
-            root=str(self.root),
-            keep=asdict(self.keep),
-            mirror=None if self.mirror is None else MirrorRequest.of(self.mirror),
-            newest=newest,
-            damaged=sorted(damaged),
-        )
+        return StorageTask.of(self.root, self.keep, self.mirror, newest, damaged)
 
     @property
     def mirror_store(self) -> Store | None:

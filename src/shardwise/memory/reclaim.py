@@ -159,15 +159,6 @@ def discard(places: Sequence[SnapshotDirectory]) -> None:
             )
 
 
-def discard_all(run: Run) -> None:
-    """Free all snapshots of a run.
-
-    Raises:
-        StoreError: the agent does not release a snapshot.
-    """
-    discard(run.snapshots())
-
-
 def discard_superseded(
     run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
 ) -> None:
@@ -232,7 +223,7 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
     for other in home.runs():
         if other != run and other.root() == root and not has_trainers(other):
             try:
-                discard_all(other)
+                discard(other.snapshots())
             except StoreError as error:
                 log.warning("cannot remove run %s of the same root: %s", other.name, error)
                 continue
@@ -250,7 +241,7 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
         StoreError: a trainer is alive, or the agent does not release a snapshot.
     """
     _refuse_trainers(run, force)
-    discard_all(run)
+    discard(run.snapshots())
     with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
         if locked and has_trainers(run):

@@ -34,7 +34,7 @@ REMOVE_OLD = "retain"
 """The stage that follows `persist` and removes old checkpoints. Only closing a run waits for it."""
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
-STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying"
+STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying.json"
 RecordKind = Literal["", "done", "all", "retry", "copy"]
 PENDING_KINDS: tuple[RecordKind, ...] = ("", "copy")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
@@ -271,7 +271,8 @@ def file_record(data_file: str, kind: str) -> str:
     Args:
         kind: "staged" for the `StagedFile`; "failed" for the `StageOutcome` that says why the file
             could not be staged; "entry" for the `FileEntry` of the sealed file; "kept-0" for the
-            `RingFile` of the first copy or parity chunk that the rank made, and so on.
+            `RingFile` of the first copy or parity chunk that the rank made, and so on; "copying"
+            for the empty file that exists while the rank copies its data into memory.
     """
     return f"{data_file.removesuffix('.safetensors')}.{kind}.json"
 
@@ -279,11 +280,6 @@ def file_record(data_file: str, kind: str) -> str:
 def data_file_of(staged: str) -> str:
     """Return the name of the data file of a `StagedFile` record."""
     return f"{staged.removesuffix(STAGED_SUFFIX)}.safetensors"
-
-
-def copying_marker(data_file: str) -> str:
-    """Return the name of the empty file that exists while a rank copies its data into memory."""
-    return f"{data_file.removesuffix('.safetensors')}{COPYING_SUFFIX}"
 
 
 def ring_file_name(record: str) -> str:

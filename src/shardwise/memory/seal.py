@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import map_pages
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, block_checksums, crc32
+from shardwise.manifest.checksums import BLOCK, block_checksums
 from shardwise.manifest.manifest import FileEntry
 from shardwise.memory.files import opened
 from shardwise.store.store import Buffer
@@ -124,7 +125,7 @@ def seal(data: Buffer, entry: FileEntry, processes: int | None = None) -> FileEn
     for each, child in children.items():
         if not _has_succeeded(child):
             _write_checksums(data, end, *each)
-    return msgspec.structs.replace(entry, checksums_crc32=crc32(data[end:].tobytes()))
+    return msgspec.structs.replace(entry, checksums_crc32=crc32(data[end:].data))
 
 
 def _write_checksums(data: Buffer, end: int, low: int, high: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -108,6 +108,24 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Keep.decode(self.keep)
+
+    @classmethod
+    def of(
+        cls,
+        root: Store,
+        keep: Keep,
+        mirror: Mirror | None,
+        newest: int | None = None,
+        damaged: Collection[int] = (),
+    ) -> StorageTask:
+        """Return the task for a root and its mirror; see the attributes."""
+        return cls(
+            root=str(root),
+            keep=asdict(keep),
+            mirror=None if mirror is None else MirrorRequest.of(mirror),
+            newest=newest,
+            damaged=sorted(damaged),
+        )
 
     @property
     def is_needed(self) -> bool:

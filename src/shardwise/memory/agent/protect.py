@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from shardwise.deadline import Deadline
 from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
+from shardwise.manifest.checksums import BLOCK, BlockTable
 from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
@@ -267,7 +268,7 @@ class _ProtectionFiles:
         """Read the checksums of a file from its owner."""
         table = np.empty(entry.size - entry.checksums_at, np.uint8)
         self._nodes.read_range(owner, entry.name, entry.checksums_at, table)
-        if crc32(table) != entry.checksums_crc32:
+        if crc32(table.data) != entry.checksums_crc32:
             raise CorruptionError(
                 f"{entry.name} on node {owner} is damaged: its table of checksums has changed "
                 "since the node sealed it; save a newer step"

@@ -146,7 +146,7 @@ class AgentWatch:
         if names is None:
             return
         now = self._clock()
-        marker = records.copying_marker(f"-{self._save_id}.safetensors")
+        marker = f"-{self._save_id}{records.COPYING_SUFFIX}"
         is_copying = any(name.endswith(marker) for name in names)
         requests = (
             records.save_record("pending", self._save_id),

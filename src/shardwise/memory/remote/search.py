@@ -12,7 +12,7 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import Manifest, decode_manifest
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import LARGEST_RECORD, decode_record
@@ -240,8 +240,9 @@ class Search:
                 tried_saves.add(manifest.save_id)
                 if epoch not in (None, self._read_epoch(step, manifest.save_id)):
                     continue
+                size_of = {file.name: file.size for file in manifest.files}
                 found = self._why_superseded(step, manifest.save_id) or self._assemble(
-                    step, manifest, each.node
+                    step, manifest.save_id, size_of, each.node
                 )
                 if not isinstance(found, str):
                     return found
@@ -280,22 +281,23 @@ class Search:
                         return decode_record(self.read(each.node, step, name), record_type, name)
         return None
 
-    def _assemble(self, step: int, manifest: Manifest, source: str) -> Assembly | str:
-        """Return where the files of a manifest are, or which cannot be read.
+    def _assemble(
+        self, step: int, save_id: str, size_of: dict[str, int], source: str
+    ) -> Assembly | str:
+        """Return where the files of a save are, or which cannot be read.
 
         Args:
-            step: the step.
-            manifest: the manifest of the step.
+            step, save_id: the save.
+            size_of: the size of each file in its manifest.
             source: the node that provided the manifest.
         """
-        size_of = {file.name: file.size for file in manifest.files}
         files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
         nodes_by_file = {
             name: [node for node, files in files_of.items() if files.get(name) == size]
             for name, size in size_of.items()
         }
         lost = {name for name, nodes in nodes_by_file.items() if not nodes}
-        requests = [records.save_record("protect", manifest.save_id)]
+        requests = [records.save_record("protect", save_id)]
         request = self._read_record(step, requests, ProtectRequest)
         protection = None if request is None else request.protection
         if protection is not None:

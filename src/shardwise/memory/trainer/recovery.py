@@ -18,7 +18,6 @@ from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.registry import read_entries
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import NodeFiles, Search, list_own_files
-from shardwise.store import lock_for_reading
 
 if TYPE_CHECKING:
     from shardwise.memory.trainer.snapshots import Snapshots
@@ -51,7 +50,7 @@ def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> Foun
         nodes_read |= found.nodes.keys()
         store = AssembledStore(found, snapshots.run, snapshots.node, snapshots.tls)
         # This node's files are not freed meanwhile. One rank locks storage for all.
-        with closing(store), lock_for_reading(store, MANIFEST):
+        with closing(store), store.lock(MANIFEST, shared=True):
             yield found, store
         damaged = found.step
 

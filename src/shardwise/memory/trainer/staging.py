@@ -326,7 +326,7 @@ class Staging:
         size, device_bytes = source.entry.size, _bytes_from_devices(source)
         slot = self._wait_for_slot(self._own_slots, size, device_bytes)
         fill = copying.pace_fill(self._streams.make_fill(source, wait=False))
-        marker = place.path / records.copying_marker(file)
+        marker = place.path / records.file_record(file, "copying")
         marker.touch()
         try:
             try:
