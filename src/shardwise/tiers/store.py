@@ -110,9 +110,7 @@ class TieredStore(ReadOnlyStore):
         Raises:
             FileNotFoundError: no tier has the file.
         """
-        file = _TieredFile(path, self._tiers, self._count)
-        file.open_first()
-        return file
+        return _TieredFile(path, self._tiers, self._count)
 
     def read(self, key: str, *, limit: int) -> bytes:
         """Return the content of a small file from the nearest tier that has it.
@@ -180,6 +178,9 @@ class _TieredFile:
 
     Args:
         count: called with the index of a tier and the bytes that were read from it.
+
+    Raises:
+        FileNotFoundError: no tier has the file.
     """
 
     def __init__(self, key: str, tiers: Sequence[Store], count: Callable[[int, int], None]) -> None:
@@ -188,14 +189,8 @@ class _TieredFile:
         self._count = count
         self._lock = threading.Lock()
         self._files: dict[int, ReadableFile | Exception] = {}
-
-    @property
-    def copies(self) -> int:
-        return len(self._tiers)
-
-    @property
-    def size(self) -> int:
-        return self.open_first().size
+        self.copies = len(tiers)
+        self.size = _first_result(self._copy, range(self.copies)).size
 
     def copy_size(self, number: int) -> int:
         return self._copy(number).size
@@ -215,10 +210,6 @@ class _TieredFile:
         for file in files.values():
             if not isinstance(file, Exception):
                 file.close()
-
-    def open_first(self) -> ReadableFile:
-        """Return the file in the nearest tier that has it."""
-        return _first_result(self._copy, range(self.copies))
 
     def _copy(self, number: int) -> ReadableFile:
         """Return the file in a tier. A tier that could not open it is not asked again."""
