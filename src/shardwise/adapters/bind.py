@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, cast
@@ -15,12 +16,7 @@ from torch.optim import Optimizer
 
 from shardwise.adapters.modules import ModuleBinding, has_fsdp1, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
-from shardwise.adapters.values import (
-    ObjectBinding,
-    PerRankBinding,
-    TensorBinding,
-    bind_dict_item,
-)
+from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.manifest.names import check_name
 from shardwise.plugins import find_plugins, load_plugin
@@ -152,7 +148,10 @@ def _bind_dict(
         elif _is_nested_state(value):
             yield from _bind_dict(cast(State, value), f"{name}.", bindings, functions, allow_pickle)
         else:
-            yield bind_dict_item(container, key, name, allow_pickle=allow_pickle)
+            get_item, set_item = container.__getitem__, container.__setitem__
+            yield ObjectBinding(
+                name, partial(get_item, key), partial(set_item, key), allow_pickle=allow_pickle
+            )
 
 
 def _bind_object(

@@ -52,11 +52,11 @@ def modules_in(value: object) -> list[nn.Module]:
 
 def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
     """Return whether a part of the modules is wrapped in FullyShardedDataParallel."""
-    return any(
-        is_instance(part, "torch.distributed.fsdp", "FullyShardedDataParallel")
-        for module in modules
-        for part in module.modules()
-    )
+    for module in modules:
+        for part in module.modules():
+            if is_instance(part, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+                return True
+    return False
 
 
 class Part:

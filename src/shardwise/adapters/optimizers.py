@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,8 +125,9 @@ class OptimizerBinding(Binding):
             if not group.optimizer.state.get(parameter.tensor):
                 group.optimizer.state.pop(parameter.tensor, None)
         for group in self._groups:
-            optimizer, tensors = group.optimizer, group.settings["params"]
-            if steps_are_in(optimizer) == "groups" and not any(map(optimizer.state.get, tensors)):
+            if steps_are_in(group.optimizer) == "groups" and not any(
+                group.optimizer.state.get(each.tensor) for each in group.parameters
+            ):
                 group.settings.pop(STEP, None)
             if self._groups_name in values and group.parameters:
                 self._set_hyperparameters(group, group.parameters[0].names[0])
@@ -159,33 +160,26 @@ class OptimizerBinding(Binding):
                     )
                 ids.update(map(id, settings["params"]))
                 groups.append(Group(optimizer, settings, []))
-        found = self._find_parameters(ids)
+        found: dict[str, dict[int, Parameter]] = {}
+        for binding in self._bindings:
+            for parameter in binding.parameters() if binding.kind == "module" else ():
+                if id(parameter.tensor) in ids:
+                    found.setdefault(binding.name, {}).setdefault(id(parameter.tensor), parameter)
+        parameters: dict[int, Parameter] = {}
+        for module, of_module in reversed(found.items()):
+            for key, parameter in of_module.items():
+                parameters[key] = parameter if len(found) == 1 else parameter.add_prefix(module)
         for group in groups:
             for tensor in group.settings["params"]:
-                if id(tensor) not in found:
+                if id(tensor) not in parameters:
                     raise StateError(
                         f"{self.name}: no module in the state has the optimizer's parameter of "
                         f"shape {list(tensor.shape)}, so its name is unknown: put the module, or "
                         "its engine, into the state too. If it is there, create the optimizer "
                         "after all that replaces parameters, such as fully_shard"
                     )
-                group.parameters.append(found[id(tensor)])
+                group.parameters.append(parameters[id(tensor)])
         return groups
-
-    def _find_parameters(self, ids: Collection[int]) -> Mapping[int, Parameter]:
-        """Return the parameters of the state's modules that have these ids, by id."""
-        found: dict[str, dict[int, Parameter]] = {}
-        for binding in self._bindings:
-            for parameter in binding.parameters() if binding.kind == "module" else ():
-                if id(parameter.tensor) in ids:
-                    found.setdefault(binding.name, {}).setdefault(id(parameter.tensor), parameter)
-        if len(found) == 1:
-            return next(iter(found.values()))
-        return {
-            key: parameter.add_prefix(name)
-            for name, parameters in reversed(found.items())
-            for key, parameter in parameters.items()
-        }
 
     def _add_value(
         self, local_state: LocalState, parameter: Parameter, key: str, value: object

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -152,17 +152,6 @@ def _can_be_filled(value: torch.Tensor | np.ndarray | Shards) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.flags.writeable)
     return not (isinstance(value, torch.Tensor) and value.is_meta)
-
-
-def bind_dict_item(
-    container: MutableMapping[str, object], key: str, name: str, *, allow_pickle: bool
-) -> ObjectBinding:
-    """Return the binding of the plain value `container[key]`. A load replaces the item."""
-
-    def set_value(value: object) -> None:
-        container[key] = value
-
-    return ObjectBinding(name, lambda: container[key], set_value, allow_pickle=allow_pickle)
 
 
 def tensors_inside(name: str, saved: SavedNames) -> dict[str, str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import add, mul
+from operator import add, attrgetter, mul
 from types import SimpleNamespace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +24,8 @@ Array = npt.NDArray[np.generic]
 Slices = tuple[slice, ...]
 
 
-class TensorMemory(Protocol):
-    """The memory of one fragment, with any strides.
+class HostMemory:
+    """A fragment in host memory, of the dtype of the saved values, with any strides.
 
     Attributes:
         itemsize: the size of an element, in bytes.
@@ -34,9 +33,12 @@ class TensorMemory(Protocol):
         device: the accelerator that holds the memory; None for host memory.
     """
 
-    itemsize: int
-    dtype: np.dtype[np.generic]
-    device: torch.device | None
+    device: torch.device | None = None
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._array: Array = view_for_numpy(data).numpy()
+        self.dtype = self._array.dtype
+        self.itemsize = self.dtype.itemsize
 
     def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
         """Copy a box of the fragment to a host buffer.
@@ -47,7 +49,7 @@ class TensorMemory(Protocol):
             wait: return when the box is copied. Otherwise an accelerator copies on its current
                 stream, and the caller keeps the memory and `out` until the copy is complete.
         """
-        ...
+        np.copyto(out, self._array[index])
 
     def write(self, index: Slices, source: Array) -> None:
         """Copy a host buffer to a box of the fragment.
@@ -56,33 +58,14 @@ class TensorMemory(Protocol):
             index: the box, as slices of the fragment.
             source: a buffer with the shape of the box and this memory's `dtype`.
         """
-        ...
-
-
-class HostMemory:
-    """A fragment in host memory, of the dtype of the saved values."""
-
-    device: torch.device | None = None
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._array: Array = view_for_numpy(data).numpy()
-        self.dtype = self._array.dtype
-        self.itemsize = self.dtype.itemsize
-
-    def read(self, index: Slices, out: Array, *, wait: bool = True) -> None:
-        """Copy a box to a host buffer."""
-        np.copyto(out, self._array[index])
-
-    def write(self, index: Slices, source: Array) -> None:
-        """Copy a host buffer to a box."""
         self._array[index] = source
 
 
 class TorchMemory:
     """A fragment that torch copies: on an accelerator, or of another dtype than the saved values.
 
-    All writes run on the stream that was the current one when this object was created, even if
-    another thread writes.
+    Its attributes and methods are those of `HostMemory`. All writes run on the stream that was the
+    current one when this object was created, even if another thread writes.
 
     Args:
         data: the memory of the fragment.
@@ -111,6 +94,10 @@ class TorchMemory:
         values = _tensor_of(source).view(self._saved_dtype).reshape(source.shape)
         with _as_current(self._stream):
             self._data[index] = values.to(self._data.device, self._data.dtype)
+
+
+TensorMemory = HostMemory | TorchMemory
+"""The memory of one fragment."""
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:
@@ -213,7 +200,7 @@ def describe_tensors(
     listed, ties = split_ties(leaves)
     fragments: list[Fragment] = []
     tensor: list[int] = []
-    names, dtypes, held = [], [], []
+    names, dtypes, shapes, held = [], [], [], []
     for index, leaf in enumerate(listed):
         boxes = []
         for fragment in leaf.fragments:
@@ -223,13 +210,13 @@ def describe_tensors(
             tensor.append(index)
         names.append(leaf.name)
         dtypes.append(str(leaf.dtype).removeprefix("torch."))
+        shapes.append(leaf.shape)
         held.append((leaf.shape, leaf.sharding, boxes))
     rules, rule_of, coordinates = find_rules(held)
     without_rule = []
     for index, fragment in zip(tensor, fragments, strict=True):
         if rule_of[index] < 0:
             without_rule.append((index, fragment.box.offset, fragment.box.shape))
-    shapes = [shape for shape, _, _ in held]
     structure = Structure(
         tuple(names),
         tuple(dtypes),
@@ -245,8 +232,8 @@ def describe_tensors(
         structure,
         coordinates,
         np.array(tensor, np.int64),
-        padded_rows([fragment.box.offset for fragment in fragments], dims, 0),
-        padded_rows([fragment.box.shape for fragment in fragments], dims, 1),
+        padded_rows(map(attrgetter("box.offset"), fragments), dims, 0),
+        padded_rows(map(attrgetter("box.shape"), fragments), dims, 1),
     )
     return description, tuple(fragments)
 
@@ -308,8 +295,8 @@ class SpanCopier:
         targets: Sequence[TargetFragment],
     ) -> None:
         dims = transfers.offset.shape[1]
-        target_offsets = padded_rows([target.offset for target in targets], dims, 0)
-        itemsizes = np.array([target.memory.itemsize for target in targets], np.int64)
+        target_offsets = padded_rows(map(attrgetter("offset"), targets), dims, 0)
+        itemsizes = np.array([*map(attrgetter("memory.itemsize"), targets)], np.int64)
         start = transfers.offset - target_offsets[transfers.fragment]
         stride = strides[transfers.piece] * itemsizes[transfers.fragment, np.newaxis]
         self._targets = targets
