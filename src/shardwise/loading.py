@@ -14,7 +14,7 @@ from shardwise.adapters import bind_state, unite_local_states
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport, plan_reads, read_per_rank
+from shardwise.engine.load import LoadReport, ReadAlone, plan_reads, read_per_rank
 from shardwise.engine.match import MatchReport, combine_reports, make_report, match_targets
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder
@@ -25,7 +25,7 @@ from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
-from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
+from shardwise.ports.read_strategy import ReadStrategy
 from shardwise.state.leaves import LocalState, ParameterOrder, copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store

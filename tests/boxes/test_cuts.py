@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.boxes import (
     Box,
     Split,
+    batch_boxes,
     boxes_of_covers,
     boxes_of_range,
     boxes_of_ranges,
@@ -29,7 +30,6 @@ from shardwise.boxes import (
     split_into_batches,
     split_into_boxes,
 )
-from shardwise.engine.load import batch_boxes
 from shardwise.errors import LayoutError
 
 # Flattened ranges as boxes, against numpy's row-major order.

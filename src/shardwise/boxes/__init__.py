@@ -1,6 +1,6 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.boxes.box import Box, split_into_boxes
+from shardwise.boxes.box import Box, batch_boxes, split_into_boxes
 from shardwise.boxes.coverage import Overlaps, find_overlaps, find_uncovered_tensors
 from shardwise.boxes.flat import (
     RangeBoxes,
@@ -26,6 +26,7 @@ __all__ = [
     "ShardPlacement",
     "Sharding",
     "Split",
+    "batch_boxes",
     "boxes_of_covers",
     "boxes_of_range",
     "boxes_of_ranges",

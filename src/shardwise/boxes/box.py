@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shardwise.errors import LayoutError
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,3 +99,27 @@ def split_into_boxes(shape: tuple[int, ...], max_size: int) -> Iterator[Box]:
         count = min(rows, shape[0] - low)
         for below in split_into_boxes(shape[1:], max(max_size // count, 1)):
             yield Box((low, *below.offset), (count, *below.shape))
+
+
+def batch_boxes(
+    arrays: Iterable[tuple[Key, Box, int]], max_bytes: int
+) -> Iterator[list[tuple[Key, Box]]]:
+    """Cut boxes into smaller ones, and yield lists of these of at most `max_bytes` bytes in all.
+
+    Args:
+        arrays: a key, the box to cut, and the size of an element in bytes.
+        max_bytes: the limit on the size of a list. A list has at least one box.
+    """
+    batch: list[tuple[Key, Box]] = []
+    remaining = max_bytes
+    for key, whole, itemsize in arrays:
+        for part in split_into_boxes(whole.shape, max(1, max_bytes // itemsize)):
+            nbytes = part.size * itemsize
+            if batch and nbytes > remaining:
+                yield batch
+                batch, remaining = [], max_bytes
+            offset = tuple(a + b for a, b in zip(whole.offset, part.offset, strict=True))
+            batch.append((key, Box(offset, part.shape)))
+            remaining -= nbytes
+    if batch:
+        yield batch

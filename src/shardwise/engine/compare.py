@@ -11,10 +11,10 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
-from shardwise.boxes import Box
+from shardwise.boxes import Box, batch_boxes
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import batch_boxes, read_boxes, read_per_rank
+from shardwise.engine.load import read_boxes, read_per_rank
 from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from shardwise.boxes import Box, split_into_boxes
+from shardwise.boxes import Box
 from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
@@ -38,7 +37,6 @@ from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
-Key = TypeVar("Key")
 Readers = dict[int, DataReader]
 """The readers of files, by the index of the file in the layout."""
 
@@ -181,6 +179,22 @@ class RankReads:
         for leaf in self.leaves:
             if leaf.after_load is not None:
                 leaf.after_load()
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """The bytes that this rank read from storage, and that it received from other nodes."""
+
+    read: int
+    received: int = 0
+
+
+class ReadAlone:
+    """Each rank reads all that it needs."""
+
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+        """Agree on nothing: the returned function reads on this rank alone."""
+        return lambda: BytesMoved(reads.fill_alone())
 
 
 def plan_reads(
@@ -346,30 +360,6 @@ def read_boxes(
     return out
 
 
-def batch_boxes(
-    arrays: Iterable[tuple[Key, Box, int]], max_bytes: int
-) -> Iterator[list[tuple[Key, Box]]]:
-    """Cut boxes into smaller ones, and yield lists of these of at most `max_bytes` bytes in all.
-
-    Args:
-        arrays: a key, the box to cut, and the size of an element in bytes.
-        max_bytes: the limit on the size of a list. A list has at least one box.
-    """
-    batch: list[tuple[Key, Box]] = []
-    remaining = max_bytes
-    for key, whole, itemsize in arrays:
-        for part in split_into_boxes(whole.shape, max(1, max_bytes // itemsize)):
-            nbytes = part.size * itemsize
-            if batch and nbytes > remaining:
-                yield batch
-                batch, remaining = [], max_bytes
-            offset = tuple(a + b for a, b in zip(whole.offset, part.offset, strict=True))
-            batch.append((key, Box(offset, part.shape)))
-            remaining -= nbytes
-    if batch:
-        yield batch
-
-
 def read_per_rank(
     store: Files, layout: Layout, names: Sequence[str], group: Group, *, verify: bool
 ) -> dict[str, list[JsonValue]]:
@@ -399,16 +389,15 @@ def read_per_rank(
                 f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
                 "value of this rank; load another checkpoint"
             )
-        reader = DataReader(store, files[rank], verify=verify)
+        with closing(DataReader(store, files[rank], verify=verify)) as reader:
+            encoded = reader.read_objects()
         try:
-            values = msgspec.json.decode(reader.read_objects() or b"{}")
+            values = msgspec.json.decode(encoded or b"{}")
         except DECODE_ERRORS as error:
             raise FormatError(
                 f"{store}: {files[rank].name} has invalid per-rank values: {error}"
                 "; copy the file again from an intact source, or load another checkpoint"
             ) from error
-        finally:
-            reader.close()
         for name in names:
             if not isinstance(values, dict) or name not in values:
                 raise CorruptionError(

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardwise.boxes import Box
+from shardwise.boxes import Box, batch_boxes
 from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
-from shardwise.engine.load import batch_boxes, read_boxes
+from shardwise.engine.load import read_boxes
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder

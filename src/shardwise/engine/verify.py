@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -121,15 +121,6 @@ def refuse_damage(report: VerifyReport) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckedFile:
-    """The result for one file: its bytes with and without checksums, and what is damaged."""
-
-    checked: int
-    unchecked: int
-    damage: list[Damage]
-
-
 def find_damage(
     store: Files,
     layout: Layout,
@@ -147,45 +138,51 @@ def find_damage(
     """
     with ThreadPoolExecutor(arena.threads, "shardwise-verify") as pool:
         check = _Check(store, layout, arena, recorder, pool)
-        files = [
-            check.check_file(index, file.entry)
-            for index, file in enumerate(layout.files)
-            if file.entry is not None
-        ]
+        for index, file in enumerate(layout.files):
+            if file.entry is not None:
+                check.check_file(index, file.entry)
         index_of = {file.name: index for index, file in enumerate(layout.files)}
-        files += [check.check_ranges(index_of[sums.file], sums) for sums in checksums]
+        for sums in checksums:
+            check.check_ranges(index_of[sums.file], sums)
     compared, differences = find_differences(store, layout, arena, recorder)
-    damage = [each for file in files for each in file.damage]
-    damage += [Damage(file=None, problem=each, tensors=[]) for each in differences]
+    damage = check.damage + [Damage(file=None, problem=p, tensors=[]) for p in differences]
     return VerifyReport(
         str(store),
         layout.step,
-        sum(file.checked > 0 for file in files),
-        sum(file.checked for file in files),
+        check.files,
+        check.checked,
         compared,
-        sum(file.unchecked for file in files),
+        check.unchecked,
         tuple(damage),
         recorder.seconds(),
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Check:
-    """The checkpoint that is checked, and what the checks need."""
+    """The checkpoint that is checked, what the checks need, and what they have found.
+
+    Attributes:
+        files: the number of files with checked bytes.
+        checked, unchecked: the number of bytes with and without checksums.
+        damage: what is damaged.
+    """
 
     store: Files
     layout: Layout
     arena: Arena
     recorder: Recorder
     pool: ThreadPoolExecutor
+    files: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    damage: list[Damage] = field(default_factory=list)
 
-    def check_file(self, index: int, entry: FileEntry) -> _CheckedFile:
+    def check_file(self, index: int, entry: FileEntry) -> None:
         """Check all bytes of a data file of shardwise."""
-        arena = self.arena
-        try:
-            reader = DataReader(self.store, self.layout.files[index])
-        except CorruptionError as error:
-            return _CheckedFile(0, 0, [self._damage(index, str(error))])
+        arena, reader = self.arena, self._open(index)
+        if reader is None:
+            return
 
         def find(start: int) -> list[int]:
             stop = min(start + arena.buffer_size, entry.checksums_at)
@@ -194,44 +191,33 @@ class _Check:
 
         blocks: list[int] = []
         size_of_part = arena.buffer_size * BUFFERS_PER_EVENT
-        try:
+        with closing(reader):
             for start in range(0, entry.checksums_at, size_of_part):
                 stop = min(start + size_of_part, entry.checksums_at)
                 end = entry.size if stop == entry.checksums_at else stop
                 with self.recorder.stage(entry.name, end - start):
                     for found in self.pool.map(find, range(start, stop, arena.buffer_size)):
                         blocks += found
-        finally:
-            reader.close()
-        damaged = []
         for first, end in cover_positions(np.array(blocks, np.int64), 0).spans:
             start, stop = first * BLOCK, min(end * BLOCK, entry.checksums_at)
             parts = ["the header"] if start < entry.data_at else []
             if stop > entry.objects_at and entry.objects_at < entry.checksums_at:
                 parts.append(f"values of rank {entry.rank}")
             problem = CHANGED_BYTES + (f" ({', '.join(parts)})" if parts else "")
-            damaged.append(self._damage(index, problem, (start, stop)))
-        return _CheckedFile(entry.size, 0, damaged)
+            self._add_damage(index, problem, (start, stop))
+        self.files += 1
+        self.checked += entry.size
 
-    def check_ranges(self, index: int, sums: FileChecksums) -> _CheckedFile:
+    def check_ranges(self, index: int, sums: FileChecksums) -> None:
         """Check the ranges of a foreign checkpoint's file that have checksums."""
-        start, size, _ = sums.ranges.T
-        held = _tensor_ranges(self.layout, index)
-        unchecked = _length_outside(held, np.stack([start, start + size], axis=1))
-        total = int(size.sum())
-        if not total:
-            return _CheckedFile(0, unchecked, [])
-        try:
-            reader = DataReader(self.store, self.layout.files[index])
-        except CorruptionError as error:
-            return _CheckedFile(0, unchecked, [self._damage(index, str(error))])
-        with closing(reader), self.recorder.stage(sums.file, total):
-            return _CheckedFile(total, unchecked, list(self._damaged_ranges(index, sums, reader)))
-
-    def _damaged_ranges(
-        self, index: int, sums: FileChecksums, reader: DataReader
-    ) -> Iterator[Damage]:
         arena = self.arena
+        start, size, expected = sums.ranges.T
+        held = _tensor_ranges(self.layout, index)
+        self.unchecked += _length_outside(held, np.stack([start, start + size], axis=1))
+        total = int(size.sum())
+        reader = self._open(index) if total else None
+        if reader is None:
+            return
 
         def checksum_of(start: int, size: int) -> int:
             checksum = 0
@@ -243,19 +229,29 @@ class _Check:
                     checksum = crc32(reader.read(low, high, buffer)[: high - low], checksum)
             return checksum
 
-        starts, sizes, expected = sums.ranges.T.tolist()
-        for start, size, wanted, found in zip(
-            starts, sizes, expected, self.pool.map(checksum_of, starts, sizes), strict=True
-        ):
-            if found != wanted:
-                yield self._damage(index, CHANGED_BYTES, (start, start + size))
+        with closing(reader), self.recorder.stage(sums.file, total):
+            found = list(self.pool.map(checksum_of, start.tolist(), size.tolist()))
+        for row in np.flatnonzero(np.array(found) != expected).tolist():
+            self._add_damage(index, CHANGED_BYTES, (int(start[row]), int(start[row] + size[row])))
+        self.files += 1
+        self.checked += total
 
-    def _damage(self, index: int, problem: str, damaged: tuple[int, int] | None = None) -> Damage:
-        """Describe damage of a range of a file; by default, of the whole file."""
+    def _open(self, index: int) -> DataReader | None:
+        """Open a file; None if it is missing or damaged as a whole, which is noted."""
+        try:
+            return DataReader(self.store, self.layout.files[index])
+        except CorruptionError as error:
+            self._add_damage(index, str(error))
+            return None
+
+    def _add_damage(self, index: int, problem: str, damaged: tuple[int, int] | None = None) -> None:
+        """Note damage of a range of a file; by default, of the whole file."""
         file = self.layout.files[index]
         names = self.layout.tensors_in(index, *(damaged or (0, file.size)))
         start, stop = damaged or (None, None)
-        return Damage(file=file.name, start=start, stop=stop, problem=problem, tensors=names)
+        self.damage.append(
+            Damage(file=file.name, start=start, stop=stop, problem=problem, tensors=names)
+        )
 
 
 def _damaged_blocks(reader: DataReader, start: int, stop: int, buffer: Buffer) -> Iterator[int]:

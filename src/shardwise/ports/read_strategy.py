@@ -1,7 +1,7 @@
 """How the ranks of a load read the bytes that they need.
 
 A load plans which byte ranges each rank needs. A read strategy decides which rank reads them, and
-how they get from one rank to another. `ReadAlone`, below, is the simplest one: each rank reads all
+how they get from one rank to another. `ReadAlone` is the simplest one: each rank reads all
 that it needs. `shardwise.sharing` lets one rank read what several need.
 
 A package provides a strategy by an entry point of the group `shardwise.read_strategies`: a function
@@ -14,22 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shardwise.engine.group import Group as Group
+from shardwise.engine.load import BytesMoved as BytesMoved
 from shardwise.engine.load import RankReads as RankReads
+from shardwise.engine.load import ReadAlone as ReadAlone
 from shardwise.engine.rounds import Round as Round
 
 GROUP = "shardwise.read_strategies"
-
-
-@dataclass(frozen=True, slots=True)
-class BytesMoved:
-    """The bytes that this rank read from storage, and that it received from other nodes."""
-
-    read: int
-    received: int = 0
 
 
 @runtime_checkable
@@ -53,12 +46,3 @@ class ReadStrategy(Protocol):
             ShardwiseError: on all ranks.
         """
         ...
-
-
-class ReadAlone:
-    """Each rank reads all that it needs."""
-
-    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
-        """Agree on nothing: the returned function reads on this rank alone."""
-
-        return lambda: BytesMoved(reads.fill_alone())
