@@ -27,7 +27,7 @@ from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
+from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
     discard_superseded,
@@ -92,7 +92,8 @@ class Snapshots:
         self.tls = options.tls
         with Round(group, "taking the locks of ranks"):
             self._rank_lock = RankLock(self.run, group.rank)
-        # A save looks for older snapshots of these steps; None: of any step.
+        # Before it saves one of these steps, this rank looks for a checkpoint of the step in the
+        # root. None: before each save.
         self._steps_to_look_for: frozenset[int] | None = None
         with Round(group, "reclaiming memory"):
             self._reclaim()
@@ -251,8 +252,8 @@ class Snapshots:
         """Release the slots.
 
         Args:
-            wait: wait until all saves have ended. If the newest snapshot is in storage then, the
-                memory of the run is deleted. Otherwise the agents continue alone.
+            wait: wait until all saves have ended, and then delete the memory of the run if its
+                newest snapshot is in storage. If False, the agents continue alone.
             failed: whether this trainer counts as lost.
 
         Raises:
@@ -430,7 +431,7 @@ class Snapshots:
             parity=memory.parity,
             group=memory.group,
             wait=memory.wait,
-            budget=memory.budget,
+            budget=memory.max_bytes_per_second,
             bytes_held=plan.bytes_held,
             bytes_total=plan.bytes_stored,
         )
