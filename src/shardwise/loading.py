@@ -104,7 +104,7 @@ def load_state(
                 agree_on_place(all_ranks, place, open_options, options.settings)
             store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
-            saved, matched, unexpected = _match(layout, bindings, state, options, group)
+            saved, matched, unexpected = _match(str(store), layout, bindings, state, options, group)
         arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
@@ -151,6 +151,7 @@ def _filled_optimizers(bindings: Sequence[Binding], matched: Matched) -> tuple[s
 
 
 def _match(
+    path: str,
     layout: Layout,
     bindings: Sequence[Binding],
     state: State,
@@ -178,7 +179,7 @@ def _match(
     with Round(group, "matching names") as all_ranks:
         matched = _match_state(bindings, saved, selection, cast=options.cast)
         unexpected = agree_on_match(
-            all_ranks, matched, saved, selection, state, strict=options.strict
+            all_ranks, path, matched, saved, selection, state, strict=options.strict
         )
     return saved, matched, unexpected
 

@@ -140,6 +140,7 @@ def _describe_mismatch(
 
 def agree_on_match(
     all_ranks: Round,
+    path: str,
     found: Matched,
     saved: SavedNames,
     selection: Selection,
@@ -151,6 +152,7 @@ def agree_on_match(
 
     Args:
         all_ranks: the round.
+        path: the path of the checkpoint, for errors.
         found: what matches on this rank.
         saved: the contents of the checkpoint.
         selection: the names that are loaded. Other names are never unexpected.
@@ -181,7 +183,7 @@ def agree_on_match(
     unexpected = all_ranks.all_reduce(
         message,
         _MatchMessage,
-        lambda messages: _combine(messages, saved, names, keys, strict=strict),
+        lambda messages: _combine(messages, path, saved, names, keys, strict=strict),
         list[str],
     )
     return tuple(unexpected)
@@ -208,6 +210,7 @@ class _MatchMessage(msgspec.Struct, array_like=True):
 
 def _combine(
     messages: Sequence[_MatchMessage],
+    path: str,
     saved: SavedNames,
     names: list[str],
     keys: Collection[str],
@@ -244,7 +247,7 @@ def _combine(
         if strict and (missing or unexpected):
             accepts = "strict=False accepts missing and unexpected names; "
         raise MismatchError(
-            "checkpoint and target do not fit; nothing was written. "
+            f"{path} and the target do not fit; nothing was written. "
             f"{_describe_missing_files(saved, missing)}{hint}{'; ' if hint else ''}{accepts}"
             "rename=, only= and skip= choose and map names:",
             list(problems),
