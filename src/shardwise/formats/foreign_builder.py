@@ -48,9 +48,10 @@ INLINE_FILE = "(content)"
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
 FlatTensor: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
-"""A tensor's name, the shape of its flattened part, and boxes with their offsets in the tensor.
+"""A tensor's name; the shape of the part of it that was flattened; and boxes of this part.
 
-The boxes are boxes of the flattened part. Without boxes, the part is the whole tensor.
+Each box has the offset in the tensor at which it belongs. Without boxes, the part is the whole
+tensor.
 """
 
 
@@ -192,7 +193,8 @@ class Builder:
         Args:
             tensors: the flattened tensors, or parts of tensors.
             replicas: for each tensor, whether it already has these elements.
-            arrays: the flat arrays with the elements, of one dtype. Ranges in None are left out.
+            arrays: the flat arrays with the elements, of one dtype. Where an array is None, its
+                ranges are left out.
             ranges: five columns: the index in `tensors`, the index in `arrays`, the start and the
                 stop of the range in the flattened tensor, and its start in the array. Starts and
                 stops count elements.
@@ -258,10 +260,10 @@ class Builder:
                 f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
                 "damaged: copy it again from an intact source"
             ) from error
-        self.add_array(name, self.add_content(number))
+        self.add_array(name, self.add_inline(number))
 
     def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
-        """Add the values of the first rank, and lines about those of other ranks that differ.
+        """Add the first rank's values. Name other ranks' values that differ in `left_out`.
 
         Args:
             ranks: the values of each rank, by name.
@@ -291,7 +293,7 @@ class Builder:
             self.add_array(name, value)
             return
         try:
-            plain, arrays = encode_plain(value, name, self.add_content)
+            plain, arrays = encode_plain(value, name, self.add_inline)
         except StateError as error:
             self.left_out.append(str(error))
             return
@@ -328,8 +330,8 @@ class Builder:
 
         Args:
             state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
-            is_ordered: whether the module lists its parameters in the order in which the optimizer
-                counts them; then optimizers get the names of the module's parameters.
+            is_ordered: whether the module lists its parameters in the order of the optimizer's
+                indices. If so, the module's names replace the indices.
         """
         named = name_leaves(name_parameters(state) if is_ordered else state)
         first_names: dict[StoredArray | StoredTensor, str] = {}
@@ -371,7 +373,7 @@ class Builder:
         self.left_out += [f"{name}: its value differs between ranks" for name in differing]
         self.add_state(merged if isinstance(merged, dict) else {"value": merged})
 
-    def start_equally(self, one: StoredArray, other: StoredArray) -> bool:
+    def have_equal_first_elements(self, one: StoredArray, other: StoredArray) -> bool:
         """Read the first elements of two arrays, and return whether they have the same bytes."""
         return self._have_same_bytes(select_sample(one), select_sample(other))
 
@@ -382,7 +384,7 @@ class Builder:
         with self._tree.open_range(array.file) as file:
             return file.read(array.start, math.prod(array.shape) * array.itemsize)
 
-    def add_content(self, tensor: torch.Tensor) -> StoredArray:
+    def add_inline(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the layout; return its array. Equal bytes are stored once."""
         data = bytes_of_tensor(tensor)
         start = self._content_starts.setdefault(data, len(self._content))
@@ -395,20 +397,20 @@ class Builder:
         """Add a file, which may have values but no tensors; return its index."""
         return self._files.setdefault(name, len(self._files))
 
-    def add_described(
+    def add_by_specification(
         self,
-        rules: Spec | str,
+        spec: Spec | str,
         axes: Mapping[str, int],
         rows: Iterable[Row],
-        sizes: Mapping[str, int],
+        let_values: Mapping[str, int],
     ) -> Mapping[tuple[str, int], Sequence[str]]:
         """Add the tensors that a specification makes of the arrays of all ranks.
 
         Args:
-            rules: the parsed specification, or the name of a built-in one.
+            spec: the parsed specification, or the name of a built-in one.
             axes: the axes of the ranks and their sizes.
             rows: the name of each array, the array, and the coordinate of its rank.
-            sizes: the numbers that the specification declares with `let`.
+            let_values: the numbers that the specification declares with `let`.
 
         Returns:
             For the file and the start of each stored box, the names of the tensors that have it.
@@ -416,9 +418,9 @@ class Builder:
         Raises:
             MismatchError: the rules do not fit; `problems` lists everything that is wrong.
         """
-        rules = load_builtin(rules) if isinstance(rules, str) else rules
+        spec = load_builtin(spec) if isinstance(spec, str) else spec
         catalogue = build_catalogue(axes, rows, self.add_file)
-        layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(self._tree))
+        layout = apply_spec(spec, catalogue, sizes=let_values, checkpoint=str(self._tree))
         first = len(self._tensors)
         for i, entry in enumerate(layout.tensors, first):
             self._index.setdefault(entry.name, i)
@@ -440,7 +442,8 @@ class Builder:
             format: the name of the format, for people.
 
         Raises:
-            FormatError: a file does not exist, or the elements of an array share bytes too often.
+            FormatError: a file does not exist; or an array has to be cut into too many pieces,
+                because its elements share bytes, as after `expand`.
         """
         tensors, terms, new_index = hide_terms(self._tensors, self._terms)
         pieces, replicas = (

@@ -57,7 +57,7 @@ def test_a_trillion_parameters_on_4096_ranks(tmp_path: Path) -> None:
     rows = simulated(layers=1)
     builder = Builder(FileTree(tmp_path))
     begin = time.process_time()
-    builder.add_described("megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
+    builder.add_by_specification("megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
     spent = time.process_time() - begin
     assert len(rows) > 120_000
     tensors = list(builder.tensor_names())

@@ -76,7 +76,7 @@ def read_contents(
     """Find the bytes of all tensors, and read all values. Return both by their names in DCP.
 
     Args:
-        builder: receives the names of files, and lines about what is left out.
+        builder: receives the names of files, and in `left_out` what is not read.
         metadata: the content of the file of metadata.
         name: the name of this file.
 
@@ -115,7 +115,10 @@ def read_contents(
     }
     contents |= zip(metadata.values, read_values(tree, value_items), strict=True)
     builder.left_out += [f"{name}: {each.reason}" for name, each in unknown.items()]
-    builder.left_out += [f"{name}: it has an item, but no shape" for name in metadata.unused]
+    builder.left_out += [
+        f"{name}: .metadata says where its bytes are, but not what they are"
+        for name in metadata.unused
+    ]
     return contents
 
 

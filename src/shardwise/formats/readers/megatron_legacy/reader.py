@@ -82,7 +82,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     for paths in files.ranks.values():
         for path in paths.values():
             builder.add_file(path)
-    names = builder.add_described(SPEC_NAME, axes, rows, {"gates": gates})
+    names = builder.add_by_specification(SPEC_NAME, axes, rows, {"gates": gates})
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]
