@@ -57,7 +57,7 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
     if not is_private(status):
         raise StoreError(
             f"{path} belongs to another user, or others may read or write it, so it is not "
-            "trusted; if it is yours: chmod 600"
+            "trusted; if it is yours: chmod 600; otherwise remove it, or choose another directory"
         )
 
 
