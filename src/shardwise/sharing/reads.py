@@ -173,7 +173,7 @@ def share_between_nodes(
 
 
 def _rank_in(ranks: Sequence[int], local_rank: IntArray) -> IntArray:
-    """Return the rank of a node with each local rank. An index past the last starts again at 0."""
+    """For each index, return this rank of the node. Past the last rank, count from 0 again."""
     return np.array(ranks)[local_rank % len(ranks)]
 
 
@@ -199,7 +199,7 @@ def _ranges_at(keys: IntArray, width: int, rows: IntArray) -> Ranges:
 def _covered_rows(
     keys: IntArray, width: int, ranges: Sequence[Ranges]
 ) -> tuple[IntArray, IntArray]:
-    """Return each pair of an interval between edges and a list that covers it: two columns."""
+    """Return all pairs of an interval between edges and a list that covers it, as two columns."""
     rows, list_indices = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, each in enumerate(ranges):
         first = np.searchsorted(keys, each.file * width + each.low)
