@@ -40,7 +40,7 @@ WEIGHTS, WITH_LOADERS = "save: weights", "save: weights and loaders"
 class Documents:
     """A source of random documents; each segment has ten."""
 
-    segments: int
+    segment_count: int
     seed: int
 
     def read(self, segment: int, start: int) -> Iterator[np.ndarray]:

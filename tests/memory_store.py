@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.errors import StoreError
-from shardwise.store import FileStatus, ReadableFile, Store, WritableFile, leases
+from shardwise.store import FileStatus, ReadableFile, Store, WritableFile, lease_locks
 from shardwise.store.store import REMOTE_TRANSFER, Buffer, StoreTraits
 
 
@@ -94,7 +94,7 @@ class MemoryStore(Store):
     def list(self) -> list[str]:  # type: ignore[valid-type]
         self.server.count("list", self._prefix)
         names = {name.split("/")[0] for name in self._paths()}
-        return sorted(name for name in names if not leases.is_lease(name))
+        return sorted(name for name in names if not lease_locks.is_lease(name))
 
     def delete(self, key: str) -> None:
         if not key:
@@ -104,7 +104,9 @@ class MemoryStore(Store):
             self.server.objects.pop(self._prefix + key, None)
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
-        return leases.LeasesIn(self, self._times, self.server.lease, pause=0.001).hold(key)
+        return lease_locks.LeaseDirectory(self, self._times, self.server.lease, pause=0.001).hold(
+            key
+        )
 
     def _times(self) -> dict[str, float]:
         self.server.count("list", self._prefix)

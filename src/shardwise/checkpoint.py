@@ -55,7 +55,7 @@ class Checkpoint(Mapping[str, Any]):
     Attributes:
         layout: the names, dtypes and shapes of the tensors, the plain values and the files.
         metrics: the saved metrics; None for metrics that were not finite.
-        verified: whether reads check checksums.
+        verifies_reads: whether reads check checksums.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Checkpoint(Mapping[str, Any]):
         self._arena = Arena.for_reading(store.traits.transfer)
         self.layout = layout
         self.metrics = layout.metrics
-        self.verified = verify
+        self.verifies_reads = verify
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} step={self.step} names={len(self)}>"
@@ -237,7 +237,7 @@ class Checkpoint(Mapping[str, Any]):
             cast: convert to other dtypes than the saved ones. Otherwise, they are an error.
 
         Raises:
-            KeyError, StateError, CorruptionError, MismatchError: as for `read_into`.
+            KeyError, StateError, CorruptionError: as for `read_into`.
         """
         leaves = []
         for name, box, out in parts:
@@ -263,7 +263,8 @@ class Checkpoint(Mapping[str, Any]):
     def verify(self, on_event: Sink | None = None) -> VerifyReport:
         """Check every byte of every file against its checksum.
 
-        Only the root is verified; its mirror is verified only if the root lacks the checkpoint.
+        For a root with a mirror, the files in the root are verified. Those in the mirror are
+        verified only if the root lacks the checkpoint.
 
         In foreign checkpoints, only zip archives have checksums (`torch.save` and DCP write such
         archives). The report counts the tensor bytes without checksums. If the checkpoint stores a
@@ -312,7 +313,7 @@ class Checkpoint(Mapping[str, Any]):
             print(sw.open("runs/a").compare(sw.open("runs/b")).tensors)
 
         Args:
-            other: the checkpoint B; this one is A.
+            other: the other checkpoint. The `Comparison` calls it B, and this one A.
             on_event: called with an `Event` after each batch of tensors.
 
         Raises:
@@ -324,7 +325,9 @@ class Checkpoint(Mapping[str, Any]):
         return compare(a, b, self._arena, Recorder(on_event))
 
     def as_json(self, name: str) -> Any:
-        """Return a plain value in the JSON of the manifest; for a per-rank value, a list of all.
+        """Return a plain value in the JSON form of the manifest.
+
+        For a per-rank value, return a list with the value of each rank.
 
         Use it to look at pickled values without unpickling them.
 
@@ -334,7 +337,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         if name in self.layout.per_rank:
             return read_per_rank(
-                self._store, self.layout, [name], SoloGroup(), verify=self.verified
+                self._store, self.layout, [name], SoloGroup(), verify=self.verifies_reads
             )[name]
         if not self._saved.has_object(name):
             raise self._unknown_name_error(name)
@@ -374,7 +377,9 @@ class Checkpoint(Mapping[str, Any]):
         return {name: found[name] for name in names if name in found}
 
     def _read_leaves(self, leaves: Sequence[TensorLeaf]) -> None:
-        reads = plan_reads(leaves, self._saved, self._store, self._arena, verify=self.verified)
+        reads = plan_reads(
+            leaves, self._saved, self._store, self._arena, verify=self.verifies_reads
+        )
         reads.fill_alone()
 
     def _saved_tensor(self, entry: TensorEntry) -> SavedTensor:

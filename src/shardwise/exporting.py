@@ -28,7 +28,7 @@ def export(
     step: Choice = "newest",
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    root: str = "model",
+    model_key: str = "model",
     dtype: str | None = None,
     verify: bool = True,
     spec: Specification | None = None,
@@ -48,7 +48,7 @@ def export(
         to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
             torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
         only, skip: shell patterns of the names to write, as for `load`.
-        root: the key of the model in the state, for formats that hold only a model; "" if the
+        model_key: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
@@ -61,8 +61,8 @@ def export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
-    options = ExportOptions(target=target, to=to, only=only, skip=skip, root=root, dtype=dtype,
-        verify=verify, max_file=max_file)  # fmt: skip
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
+        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:

@@ -96,7 +96,13 @@ def load_state(
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
             with Round(group, "matching names") as all_ranks:
                 targets, report = _match(bindings, saved, selection, state, cast=options.cast)
-                combine = partial(combine_reports, saved=saved, keys=state, strict=options.strict)
+                combine = partial(
+                    combine_reports,
+                    path=str(store),
+                    saved=saved,
+                    keys=state,
+                    strict=options.strict,
+                )
                 unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
         arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
         with recorder.stage("plan"):

@@ -139,7 +139,7 @@ def open_any(
             if manifest is None:
                 own = _read_foreign(place, options)
                 if group.size > 1:
-                    from shardwise.formats.encoding import encode_layout
+                    from shardwise.formats.layout_message import encode_layout
 
                     encoded = encode_layout(own)
         directory, manifest, encoded = all_ranks.broadcast(
@@ -396,4 +396,7 @@ def names_in_root(store: Store, *, may_be_foreign: bool) -> list[str]:
 
 
 def _file_error(store: Store) -> StateError:
-    return StateError(f"{store} is a file: expected a directory, which need not exist")
+    return StateError(
+        f"{store} is a file: pass another path, or remove the file. The path is that of a "
+        "directory, which a save creates if it does not exist"
+    )

@@ -313,19 +313,22 @@ def _unite_values(parts: Iterable[SavedPart]) -> dict[str, JsonValue]:
     Raises:
         MismatchError: parts have different values with the same name.
     """
-    values: dict[str, JsonValue] = {}
+    first_part: dict[str, SavedPart] = {}
     problems = []
     for part in parts:
         for name, value in part.values.items():
-            if values.setdefault(name, value) != value:
-                problems.append(f"{name}: the value of rank {part.rank} differs from one before")
+            if first_part.setdefault(name, part).values[name] != value:
+                problems.append(
+                    f"{name}: the values of rank {first_part[name].rank} and rank {part.rank} "
+                    "differ"
+                )
     if problems:
         raise MismatchError(
             "processes wrote different values with the same name; write each value in one process, "
             "or under a name for each process:",
             problems,
         )
-    return values
+    return {name: part.values[name] for name, part in first_part.items()}
 
 
 def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:

@@ -201,3 +201,4 @@ def test_a_key_that_begins_like_another_is_another_key(tmp_path: Path) -> None:
     with pytest.raises(sw.MismatchError) as caught:
         sw.load(tmp_path, {"a": 0})
     assert caught.value.problems == ["a.b: in the checkpoint only"]
+    assert str(tmp_path) in str(caught.value)

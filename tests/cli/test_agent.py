@@ -18,7 +18,7 @@ from shardwise.manifest.manifest import (
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import (
     AgentInfo,
     ProtectRequest,

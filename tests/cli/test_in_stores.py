@@ -129,7 +129,7 @@ def test_exports_to_a_store_are_those_to_a_directory(
     source = below(root, "step-00000200")
     only = [] if to == "torch" else ["--only", "model.*"]
     if to == "deepspeed-universal":  # holds a model and its optimizer
-        source, only = below(root, "step-00000300"), ["--root", "model"]
+        source, only = below(root, "step-00000300"), ["--model-key", "model"]
         sw.save(source, trained_state(), step=300)
     target = below(root, "exported")
     for place in (tmp_path / "here", target):

@@ -195,12 +195,12 @@ def test_a_kill_leaves_nothing_that_looks_whole(
         ({"to": "gguf"}, "native, hf"),
         ({"dtype": "float31"}, "bfloat16"),
         ({"only": ["nothing"]}, "select none of"),
-        ({"root": "net"}, "of model, optimizer"),
+        ({"model_key": "net"}, "of model, optimizer"),
         ({"max_file": 0}, "at least 1"),
         ({"max_file": "1G"}, "a number of bytes"),
         (
-            {"to": "native", "dtype": "float16", "root": "net"},
-            "root='net': the checkpoint has no tensor",
+            {"to": "native", "dtype": "float16", "model_key": "net"},
+            "model_key='net': the checkpoint has no tensor",
         ),
     ],
 )

@@ -23,7 +23,7 @@ class Labels:
     sizes: tuple[int, ...]
 
     @property
-    def segments(self) -> int:
+    def segment_count(self) -> int:
         return len(self.sizes)
 
     def read(self, segment: int, start: int) -> Iterable[Sample]:

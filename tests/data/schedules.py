@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import shardwise as sw
 from shardwise.data import ElasticBatchSampler, ElasticStreamLoader
 from shardwise.data.shares import share_of
-from shardwise.data.streams import Part, produce_parts
+from shardwise.data.streams import BatchPart, produce_parts
 from shardwise.ports.binding import decode, encode
 
 Batches = list[list[Any]]
@@ -155,7 +155,7 @@ class InOneProcess(ElasticStreamLoader):
 
     depth = 0
 
-    def _open_parts(self) -> Iterator[Part]:
+    def _open_parts(self) -> Iterator[BatchPart]:
         workers = max(self.num_workers, 1)
         per_stream = self.global_batch // self.dataset.streams
         parts = []

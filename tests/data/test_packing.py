@@ -81,7 +81,7 @@ def test_only_documents_longer_than_a_sequence_are_cut() -> None:
 @pytest.mark.parametrize("buffered", [[1, 0, 0], [9, 0, 0], [1, 0, 0, 5, 6], [-1, 1, 0], [1]])
 def test_an_invalid_buffer_is_refused(buffered: list[int]) -> None:
     packer = BestFitPacker(7, sequences=3)
-    with pytest.raises(ValueError, match="do not make up"):
+    with pytest.raises(ValueError, match=r"open sequences of \[.* tokens should have"):
         packer.restore(np.array(buffered, np.int32))
 
 

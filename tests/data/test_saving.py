@@ -178,7 +178,7 @@ def test_a_document_in_use_is_finished_when_the_weights_change() -> None:
     second.load_state_dict(first.state_dict())
     both = Counter([*before, *np.concatenate(train_some(second, 3)).tolist()])
     cut = [number for number in set(before) if before.count(number) < count_tokens(number)]
-    assert len(cut) == sum(each.used > 0 for each in states)
+    assert len(cut) == sum(each.used_tokens > 0 for each in states)
     assert all(both[number] == count_tokens(number) for number in cut)
 
 

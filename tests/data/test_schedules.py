@@ -229,9 +229,9 @@ def check_samples(dataset: ElasticStreamDataset, ledger: Batches, one: InOneProc
         expected.update(dict(Counter(tokens_of(sample).tolist() * times)))
     for stream, state in one._states.items():
         tokens.update(state.buffer[SEQUENCES:].tolist())
-        if state.used:
+        if state.used_tokens:
             sample = Stream(dataset, stream, state)._reader().read()
-            expected.update(tokens_of(sample)[: state.used].tolist())
+            expected.update(tokens_of(sample)[: state.used_tokens].tolist())
     assert tokens == expected
 
 
@@ -240,10 +240,10 @@ def samples_before(dataset: ElasticStreamDataset, stream: int, state: StreamStat
     found: Counter[Any] = Counter()
     for name, source in dataset.sources.items():
         place = state.places.get(name, Place())
-        own = range(stream, source.segments, dataset.streams)
+        own = range(stream, source.segment_count, dataset.streams)
         for begun in range(place.finished_segments + 1):
             epoch, position = divmod(begun, len(own))
-            order = whole_order(source.segments, f"{dataset.seed} {epoch} {name}")
+            order = whole_order(source.segment_count, f"{dataset.seed} {epoch} {name}")
             segment = int(order[own[position]])
             assert isinstance(source, Labels)
             count = source.sizes[segment] if begun < place.finished_segments else place.offset

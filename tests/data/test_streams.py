@@ -120,7 +120,7 @@ def test_packing_uses_each_document_once(packer: Any) -> None:
 class Torn:
     """A source whose second segment ends with an error after one sample."""
 
-    segments = 3
+    segment_count = 3
 
     def read(self, segment: int, start: int) -> Iterable[str]:
         for i in range(start, 3):

@@ -131,7 +131,7 @@ def test_metadata_runs_nothing(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = {"weight": Attack()}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(sw.FormatError, match="contains objects that are not read from pickles"):
+    with pytest.raises(sw.FormatError, match="contains objects of classes that shardwise does not"):
         opened(tmp_path)
     assert not (tmp_path / "touched").exists()
 

@@ -221,7 +221,7 @@ def test_files_that_are_alike_are_parsed_once(tmp_path: Path) -> None:
     for name, shape in zip(names, [(2, 3), (2, 3), (3, 2), (2, 3)], strict=True):
         torch.save({"w": torch.randn(shape), "n": torch.randn(4)}, tmp_path / name)
     tree = FileTree(tmp_path)
-    read, alone = tree.load_each(names, once=True), tree.load_each(names)
+    read, alone = tree.load_each(names, share_equal=True), tree.load_each(names)
     assert read["rank0.pt"] is read["rank1.pt"] is read["rank3.pt"]
     assert read["rank2.pt"] is not read["rank0.pt"]
     for name in names:
@@ -240,7 +240,7 @@ def test_of_files_that_are_alike_only_the_places_may_differ(tmp_path: Path) -> N
                 new.writestr(f"{number}/gap", gap)
             for name, data in entries.items():
                 new.writestr(name, data)
-    for name, (array,) in FileTree(tmp_path).load_each(["0.pt", "1.pt"], once=True).items():
+    for name, (array,) in FileTree(tmp_path).load_each(["0.pt", "1.pt"], share_equal=True).items():
         assert array.file == name
         data = np.frombuffer((tmp_path / name).read_bytes(), np.uint8)
         assert torch.equal(read_array(data, array), torch.arange(4))

@@ -55,7 +55,7 @@ def test_dcp_with_weights_of_torchao(tmp_path: Path, kind: str, name: str) -> No
 def test_files_of_torch_and_hugging_face(tmp_path: Path) -> None:
     torch.save({"w": two_tensor(), "b": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     for place in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(sw.FormatError, match=f"pickles: {TWO_TENSOR}; .*skip_unknown"):
+        with pytest.raises(sw.FormatError, match=f"read: {TWO_TENSOR}; .*skip_unknown"):
             sw.open(place)
         found = sw.open(place, skip_unknown=True)
         assert list(found) == ["model.b"]

@@ -549,7 +549,7 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     ):
         place = tmp_path / str(number)
         sw.save(place, {"a": torch.ones(1), DCP_METADATA: Fixed(metadata)})
-        reason = None if HIDES_REASON else f"the value '{DCP_METADATA}' is invalid"
+        reason = None if HIDES_REASON else f"{place}: the value '{DCP_METADATA}' is invalid"
         with pytest.raises(CheckpointException, match=reason):
             dcp.load({"a": torch.zeros(1)}, checkpoint_id=place)
 

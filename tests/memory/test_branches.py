@@ -27,7 +27,7 @@ from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.identity import read_or_create_node_name
 from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.memory.observe import RecordCache, read_snapshot
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.reclaim import discard_superseded, free_uncommittable
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.seal import MappedFiles

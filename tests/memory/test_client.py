@@ -337,7 +337,10 @@ def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None
         plain = running_agent(clear.port)
         with (
             calling(plain, tls=tls.for_client()) as client,
-            pytest.raises(StoreError, match="the agent does not use TLS; nothing was sent"),
+            pytest.raises(
+                StoreError,
+                match="nothing was sent to it, because the agent does not use TLS: start it",
+            ),
         ):
             client.put(RUN, 10, "protect-0123456789abcdef.json", b"{}")
         with (

@@ -26,7 +26,7 @@ from shardwise.memory.files import (
 )
 from shardwise.memory.home import Home, Run, new_run_id
 from shardwise.memory.observe import RecordCache
-from shardwise.memory.rank_locks import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
+from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
 from shardwise.memory.records import Retry
 from shardwise.memory.seal import map_file
 from shardwise.store.local_files import write_atomically
@@ -225,10 +225,10 @@ def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
 TAKE = """
 import sys
 from pathlib import Path
-from shardwise.memory import rank_locks
+from shardwise.memory import rank_liveness
 from shardwise.memory.home import Run
-rank_locks.LOCK_TIMEOUT = 0.1
-rank_locks.RankLock(Run(Path(sys.argv[1])), 0)
+rank_liveness.LOCK_TIMEOUT = 0.1
+rank_liveness.RankLock(Run(Path(sys.argv[1])), 0)
 """
 
 

@@ -23,7 +23,7 @@ from shardwise.memory.decide import Action, decide_run
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.view import StageState

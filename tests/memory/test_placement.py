@@ -239,7 +239,7 @@ def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
 
 
 def test_groups_are_no_larger_than_the_code_can_do() -> None:
-    with pytest.raises(ValueError, match="group=33: with parity=2, groups can have at most 32"):
+    with pytest.raises(ValueError, match="with parity=2 or more, a group has at most 32 nodes"):
         form_groups(nodes("", ""), SAVE, parity=2, group_size=33)
     assert form_groups(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
 

@@ -237,7 +237,7 @@ def test_a_budget_spreads_bytes_over_time() -> None:
         {"parity": 8},
         {"when_full": "never"},
         {"wait": 0},
-        {"budget": 1},
+        {"max_bytes_per_second": 1},
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:

@@ -34,7 +34,7 @@ from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import StagedFile
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.remote.nodes import Nodes

@@ -28,7 +28,7 @@ from shardwise.memory.identity import (
     resolve_interface,
 )
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.memory.spawn import ensure_agent, running_agent

@@ -18,7 +18,7 @@ from shardwise.memory.agent import process
 from shardwise.memory.agent.mirrors import Mirrors, set_mirror_task
 from shardwise.memory.files import lock_directory, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.rank_locks import RankLock, is_rank_alive
+from shardwise.memory.rank_liveness import RankLock, is_rank_alive
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.tiers.options import MirrorRequest, StorageTask
 from tests.memory.reconciling import Attendant

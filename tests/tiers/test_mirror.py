@@ -460,8 +460,8 @@ def test_a_mirror_is_checked(root: Path, mirror: Path) -> None:
         sw.Checkpointer(root, mirror=7, memory=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"sw\.Keep"):
         sw.Mirror(mirror, keep=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="budget"):
-        sw.Mirror(mirror, budget=np.int64(5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_bytes_per_second"):
+        sw.Mirror(mirror, max_bytes_per_second=np.int64(5))  # type: ignore[arg-type]
 
 
 def test_a_damaged_record_is_replaced(root: Path, mirror: Path) -> None:

@@ -154,7 +154,7 @@ def _model_tensor(model_name: str, path: str, described: Any) -> Parameter:
 
 
 def _replica_numbers(described: Any) -> Sequence[int]:
-    """Return the replica numbers among pipeline stages, tensor-parallel and data-parallel ranks."""
+    """Return which replica this is among the pipeline, tensor-parallel and data-parallel ranks."""
     replica_numbers = described.replica_id
     return replica_numbers if isinstance(replica_numbers, Sequence) else (0, 0, replica_numbers)
 

@@ -61,7 +61,7 @@ class OptimizerBinding(Binding):
                     continue
                 is_empty = parameter.is_empty
                 for key, value in read_state(group, parameter.tensor).items():
-                    # A rank without elements may count its steps from another number.
+                    # A rank without elements may have another step count, so leave out its scalars.
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, parameter, key, value)
         local_state.join_parts(to_fill=False)

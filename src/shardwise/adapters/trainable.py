@@ -47,7 +47,7 @@ def trainable(
     A save stores the parameters that require gradients, and the persistent buffers. Of all other
     parameters, the *frozen* ones, it stores a fingerprint: names, dtypes, shapes, and four
     elements of each. A load compares the fingerprint with the frozen parameters of the module,
-    and raises a `MismatchError` if they are others. A load does not change frozen parameters. There
+    and raises a `MismatchError` if they differ. A load does not change frozen parameters. There
     is one exception: if the checkpoint stores such a parameter, because it was trained then, or
     because the whole module was saved, the load fills it.
 
@@ -61,7 +61,8 @@ def trainable(
         also: shell patterns of the names of frozen tensors to save, too, for example
             `["*lora_*"]` for adapters that are not trained at present.
         buffers: whether to save persistent buffers, such as the statistics of BatchNorm. If False,
-            they count as frozen, such as the quantized weights of GPTQ.
+            they count as frozen. Pass False if the base model keeps its weights in buffers, as
+            quantized models of GPTQ do.
         base: a name of the frozen part, for errors, for example `"meta-llama/Llama-3.1-8B"`.
 
     Raises:
@@ -79,8 +80,8 @@ def bind(name: str, value: object, context: Context) -> TrainableBinding | None:
     """Return the binding of what `trainable` returned.
 
     Raises:
-        StateError: it has no module, or one that describes its own sharding; or the value is a
-            list of such parts.
+        StateError: the value is a list of results of `trainable`; or the object in it is not a
+            module, or is a module that describes its own sharding.
     """
     if isinstance(value, (list, tuple)) and any(isinstance(part, Trainable) for part in value):
         raise StateError(

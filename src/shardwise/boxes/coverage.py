@@ -53,8 +53,9 @@ def find_uncovered_tensors(
     split_dims = np.flatnonzero(is_split).tolist()
     if len(split_dims) > MOST_SPLIT_DIMS:
         raise FormatError(
-            f"the pieces split tensors in {len(split_dims)} dimensions, but at most "
-            f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions"
+            f"the pieces split tensors in {len(split_dims)} dimensions together, but at most "
+            f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions, or save their "
+            "parts as separate tensors"
         )
     if len(tensor) << len(split_dims) > MOST_CORNERS:
         raise FormatError(

@@ -108,8 +108,8 @@ def cover_positions(positions: range | Ints, gap: int) -> Cover:
 def split_into_batches(positions: range | Ints, gap: int, longest_cover: int) -> Iterator[slice]:
     """Yield slices that divide positions into batches, each with a cover of bounded length.
 
-    For example, the positions `[0, 1, 2, 9]` with gap 0 and a bound of 2 are divided into `0:2` and
-    `2:4`, whose covers have the spans 0:2, and 2:3 and 9:10.
+    For example, the positions `[0, 1, 2, 9]` with gap 0 and a bound of 2 are divided into `0:2`,
+    whose cover is the span 0:2, and `2:4`, whose cover has the spans 2:3 and 9:10.
 
     Args:
         positions: ascending and unique positions.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -78,14 +78,15 @@ def check_table_size(rows: int, dims: int) -> None:
         )
 
 
-def padded_rows(rows: Sequence[tuple[int, ...]], dims: int, fill: int) -> IntArray:
+def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> IntArray:
     """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right.
 
     Raises:
         FormatError: the array would be too large; see `check_table_size`.
     """
-    check_table_size(len(rows), dims)
-    padded = [row + (fill,) * (dims - len(row)) for row in rows]
+    listed = list(rows)
+    check_table_size(len(listed), dims)
+    padded = [row + (fill,) * (dims - len(row)) for row in listed]
     return np.array(padded, np.int64).reshape(len(padded), dims)
 
 

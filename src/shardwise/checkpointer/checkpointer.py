@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
-from shardwise.checkpointer import starting
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
@@ -31,6 +30,7 @@ from shardwise.checkpointer.settings import (
     prepare_root_and_check_memory,
 )
 from shardwise.checkpointer.signals import AfterSignal, Signals
+from shardwise.checkpointer.start_from import StartFrom, start
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.compile_and_gc import skip_compile
@@ -114,7 +114,7 @@ class Checkpointer:
         mirror: Mirror | api.Place | None = None,
         save_every: int = 1,
         memory: Memory | None = STAGING_ONLY,
-        start_from: starting.StartFrom | None = None,
+        start_from: StartFrom | None = None,
         save_at_end: bool = True,
         save_on_signals: Iterable[signal.Signals] = (),
         after_signal: AfterSignal = "deliver",
@@ -450,7 +450,7 @@ class Checkpointer:
             restored_step = start_step = report.step if report else None
             if report is None:
                 place = self._start_from
-                report, start_step = starting.start(place, self._root, state, load, self._group)
+                report, start_step = start(place, self._root, state, load, self._group)
             self._saving.end_restore()
             with recorder.stage("rebuilding"):
                 self._saver.resume_from(restored_step)

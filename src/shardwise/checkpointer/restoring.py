@@ -33,7 +33,7 @@ from shardwise.tiers.store import TieredStore
 MOST_NODES_SHOWN = 3
 ROOT, MIRROR = TieredStore.names
 START = "start"
-"""The source and the origin of what `start_from` names, in a `RestoreReport`."""
+"""`RestoreReport.source`, and the key in its `origins`, for what `start_from` names."""
 LoadFromStore = Callable[[Store], LoadReport]
 """Loads the state from a store."""
 

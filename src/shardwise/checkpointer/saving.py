@@ -17,7 +17,7 @@ from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
-from shardwise.checkpointer.starting import refuse_steps_of_another_run
+from shardwise.checkpointer.start_from import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group

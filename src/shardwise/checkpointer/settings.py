@@ -39,7 +39,14 @@ _EQUAL_ON_ALL_RANKS = (
     "on_failure",
     "on_divergence",
 )
-_MAY_DIFFER_BETWEEN_NODES = ("dir", "interface", "domain", "tls", "start_agent", "budget")
+_MAY_DIFFER_BETWEEN_NODES = (
+    "dir",
+    "interface",
+    "domain",
+    "tls",
+    "start_agent",
+    "max_bytes_per_second",
+)
 """Options of `Memory` that need not be equal on all ranks."""
 
 

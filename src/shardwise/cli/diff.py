@@ -105,7 +105,7 @@ def _change_text(a: str, b: str) -> Text:
 
 
 def _difference_text(elements: int, differing: int, max_abs_difference: float | None) -> Text:
-    """Return how many elements differ, and by how much. It fits into a line with a usual name."""
+    """Return how many elements differ, and by how much; short enough for a line with a name."""
     if differing == elements:
         count = "its only element" if elements == 1 else f"all {elements:,} elements"
         text = Text(count, "cyan")

@@ -34,7 +34,7 @@ Only = Annotated[
 Skip = Annotated[
     list[str] | None, _option("PATTERN", "Leave out names that match: 'optimizer.*'. Repeatable.")
 ]
-Root = Annotated[str, _option("NAME", "The key of the model in the checkpoint.")]
+ModelKey = Annotated[str, _option("KEY", "The key of the model in the checkpoint.")]
 DType = Annotated[
     str | None,
     _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
@@ -63,7 +63,7 @@ def export(
     step: Step = None,
     only: Only = None,
     skip: Skip = None,
-    root: Root = "model",
+    model_key: ModelKey = "model",
     dtype: DType = None,
     spec: Spec = None,
     files: RankFiles = None,
@@ -94,7 +94,7 @@ def export(
         "step": "newest" if step is None else step,
         "only": only or (),
         "skip": skip or (),
-        "root": root,
+        "model_key": model_key,
         "dtype": dtype,
         "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,

@@ -106,7 +106,7 @@ def build_tree(leaves: Iterable[NameLeaf], *, collapse: bool) -> list[NameNode]:
 def list_rows(
     nodes: Sequence[NameNode], line_prefix: str = "", *, is_top_level: bool = True
 ) -> Iterator[tuple[str, NameNode]]:
-    """Yield each node from top to bottom, after the lines to draw before its label."""
+    """Yield the branches to draw before a node's label, and the node, from top to bottom."""
     for node in nodes:
         last = node is nodes[-1]
         yield "" if is_top_level else line_prefix + ("└── " if last else "├── "), node
@@ -143,7 +143,7 @@ def print_tree(nodes: Sequence[NameNode], console: Console) -> None:
 
 
 def _simplify(node: NameNode, *, collapse: bool) -> None:
-    """Collapse the numbered nodes below a node, and join those with a single child with it."""
+    """Collapse the numbered nodes below a node, and join each only child with its parent."""
     for child in node.children.values():
         _simplify(child, collapse=collapse)
     if collapse:

@@ -56,7 +56,8 @@ def rm(
     selected = _select(root, listed, step, before, older_than)
     if not selected:
         raise sw.CheckpointNotFoundError(
-            f"no checkpoint of {root} is selected; nothing was removed"
+            f"no checkpoint of {root} is selected; nothing was removed. `shardwise ls {root}` "
+            "lists all steps"
         )
     if not force:
         _refuse_removing_last(root, listed, selected)

@@ -30,7 +30,7 @@ import shardwise as sw
 from shardwise.cli import formatting as fmt
 
 WIDTH_WITHOUT_TERMINAL = 100_000
-"""The width, in columns, of output that is not a terminal. No line is so long, or cut off."""
+"""The width, in columns, of output that is not a terminal. No line is longer and so cut off."""
 TASK_NAME_WIDTH = 24
 """The most columns of a task's name. With it, the progress bar fits into 80 columns."""
 
@@ -78,7 +78,8 @@ def print_labelled(lines: Sequence[tuple[str, str]], console: Console) -> None:
 def progress(total: int | None = None) -> Iterator[Callable[[sw.Event], None]]:
     """Show a progress bar over `total` bytes while the block runs, if stderr is a terminal.
 
-    Yield a function to pass as `on_event`. Without `total`, the stage `plan` says it.
+    Yield a function to pass as `on_event`. If `total` is None, the event of the stage `plan` has
+    the number.
     """
     console = stderr_console()
     one_line = Column(no_wrap=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shardwise.checkpoint import Checkpoint
-from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_root
+from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_model
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
 from shardwise.engine.group import Group
 from shardwise.engine.stored_replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
-from shardwise.formats.encoding import encode_layout
+from shardwise.formats.layout_message import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.state.selection import Selection
@@ -34,7 +34,7 @@ class ExportOptions:
     to: str
     only: Sequence[str]
     skip: Sequence[str]
-    root: str
+    model_key: str
     dtype: str | None
     verify: bool
     max_file: int
@@ -44,7 +44,7 @@ class ExportOptions:
         """The options as text, which must be equal on all ranks."""
         target = open_store(self.target)
         return (
-            f"{target}, {self.to}, {self.only}, {self.skip}, {self.root}, {self.dtype}, "
+            f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
             f"{self.max_file}"
         )
 
@@ -79,7 +79,7 @@ def write_export(
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
     digest.update(f"{source}: {options.settings}".encode())
     save_id = digest.hexdigest()
-    contents = ExportContents(selected, tensors, save_id, options.root, options.max_file)
+    contents = ExportContents(selected, tensors, save_id, options.model_key, options.max_file)
     files = TARGETS[options.to](contents)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
@@ -96,7 +96,7 @@ def _select_contents(
     A tied tensor gets separate bytes if the tensor that it is tied to is not selected, or is
     written in another dtype.
     """
-    root, dtype = options.root, options.dtype
+    model_key, dtype = options.model_key, options.dtype
     selection = Selection(options.only, options.skip)
     if not layout.tensors:
         raise StateError(
@@ -110,10 +110,10 @@ def _select_contents(
             "change the patterns"
         )
     names = dict.fromkeys(each.name for each in tensors)
-    start = f"{root}." if root else ""
+    start = f"{model_key}." if model_key else ""
     converted = dict.fromkeys(n for n in names if dtype is not None and n.startswith(start))
     if dtype is not None and not converted:
-        raise StateError(f"dtype={dtype!r}: {describe_empty_root(root, names)}")
+        raise StateError(f"dtype={dtype!r}: {describe_empty_model(model_key, names)}")
     quantized = find_quantized(layout.tensors)
     if refused := [name for name in converted if name in quantized]:
         raise StateError(

@@ -192,47 +192,49 @@ class ExportContents:
         source: the layout of the source, with the plain values to write.
         tensors: the tensors, in the order of the source, including tied tensors.
         save_id: an id that is part of file names. If an export is repeated, it has the same id.
-        root: the key of the model in the state, for formats that hold only a model.
+        model_key: the key of the model in the state, for formats that hold only a model.
         max_file: the largest number of bytes of tensors in a file.
     """
 
     source: Layout
     tensors: tuple[TargetTensor, ...]
     save_id: str
-    root: str
+    model_key: str
     max_file: int
 
     def model_tensors(self) -> list[TargetTensor]:
-        """Return the tensors of the model, with names relative to the root.
+        """Return the tensors of the model, with names relative to it.
 
         Raises:
-            StateError: no tensor is below the root.
+            StateError: no tensor is below the model key.
         """
-        if not self.root:
+        if not self.model_key:
             return list(self.tensors)
-        start = f"{self.root}."
+        start = f"{self.model_key}."
         found = [
             TargetTensor(each.name.removeprefix(start), each.entry, each.dtype)
             for each in self.tensors
             if each.name.startswith(start)
         ]
         if not found:
-            raise StateError(describe_empty_root(self.root, [each.name for each in self.tensors]))
+            raise StateError(
+                describe_empty_model(self.model_key, [each.name for each in self.tensors])
+            )
         return found
 
     def describe_left_out(self) -> tuple[str, ...]:
         """Describe what a format that holds only a model leaves out, in at most two lines.
 
-        The lines list the first parts of names, so that users notice a wrong root.
+        The lines list the first parts of names, so that users notice a wrong model key.
         """
-        start = f"{self.root}." if self.root else ""
+        start = f"{self.model_key}." if self.model_key else ""
         tensors = [each.name for each in self.tensors if not each.name.startswith(start)]
         values = [each.name for each in self.source.objects] + [*self.source.per_rank]
         lines = []
         if tensors:
             lines.append(
                 f"tensors below {_list_first_parts(tensors)} ({len(tensors)}): this format holds "
-                f"only the model, which is below {self.root!r}"
+                f"only the model, which is below {self.model_key!r}"
             )
         if values:
             lines.append(
@@ -242,12 +244,12 @@ class ExportContents:
         return tuple(lines)
 
 
-def describe_empty_root(root: str, names: Iterable[str]) -> str:
-    """Return the error message for a root without tensors."""
+def describe_empty_model(model_key: str, names: Iterable[str]) -> str:
+    """Return the error message for a model key without tensors."""
     return (
-        f"root={root!r}: the checkpoint has no tensor below this name. Set root= (on the command "
-        f'line --root) to the key of the model, one of {_list_first_parts(names)}; or to "" to '
-        "write all tensors"
+        f"model_key={model_key!r}: the checkpoint has no tensor below this name. Set model_key= "
+        "(on the command line, --model-key) to the key of the model, one of "
+        f'{_list_first_parts(names)}; or to "" to write all tensors'
     )
 
 

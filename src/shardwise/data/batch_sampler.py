@@ -184,10 +184,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 "nothing in another order of samples. Pass the same settings, or leave the state "
                 "out to begin a new epoch"
             )
-        if type(samples) is not int or samples < 0:
-            raise StateError(f"the state of an ElasticBatchSampler has samples={samples!r}")
-        if type(batches) is not int or not 0 <= batches <= samples:
-            raise StateError(f"the state of an ElasticBatchSampler has batches={batches!r}")
+        if type(samples) is not int or type(batches) is not int or not 0 <= batches <= samples:
+            raise StateError(
+                f"the state of an ElasticBatchSampler has samples={samples!r} and "
+                f"batches={batches!r}: expected integers, with 0 <= batches <= samples: it is "
+                "damaged; load another checkpoint, or leave the sampler out with skip="
+            )
         left = self.length - samples % self.length
         if problem := self._find_too_short_batch(left):
             raise StateError(
@@ -238,7 +240,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if self.global_batch < self.world_size:
             raise ValueError(
                 f"ElasticBatchSampler(global_batch={self.global_batch}): less than one sample for "
-                f"each of {self.world_size} ranks"
+                f"each of {self.world_size} ranks: raise global_batch, or use fewer ranks"
             )
         if problem := self._find_too_short_batch(self.length):
             raise ValueError(

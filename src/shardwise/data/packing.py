@@ -36,7 +36,10 @@ class Packer(Protocol):
         ...
 
     def buffered(self) -> Tokens:
-        """Return the tokens in the buffer as an array of int32. `finished` has returned None."""
+        """Return the tokens in the buffer as an array of int32.
+
+        It is called only after `finished` has returned None.
+        """
         ...
 
     def restore(self, buffered: Tokens) -> None:
@@ -77,7 +80,7 @@ class ConcatPacker:
         return self._tokens.copy()
 
     def buffered(self) -> Tokens:
-        """Return no tokens: whenever a sequence is finished, the buffer is empty."""
+        """Return no tokens: a state is taken after a sequence, and the buffer is empty then."""
         return self._tokens[:0]
 
     def restore(self, buffered: Tokens) -> None:
@@ -142,8 +145,8 @@ class BestFitPacker:
         tokens = buffered[self.sequences :]
         if not all(0 < n < self.length for n in counts) or sum(counts) != len(tokens):
             raise ValueError(
-                f"sequences of {str(counts)[:200]} tokens do not make up {len(tokens)} tokens in "
-                f"sequences of at most {self.length - 1}"
+                f"open sequences of {str(counts)[:200]} tokens should have {len(tokens)} tokens "
+                f"together, and at most {self.length - 1} each"
             )
         ends = np.cumsum(counts)
         self._open = [np.array(each, np.int32) for each in np.split(tokens, ends)[: len(counts)]]

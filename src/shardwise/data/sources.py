@@ -19,11 +19,11 @@ class Source(Protocol):
     A source is sent to the workers, so it must be picklable if workers are spawned.
 
     Attributes:
-        segments: the number of segments.
+        segment_count: the number of segments.
     """
 
     @property
-    def segments(self) -> int: ...
+    def segment_count(self) -> int: ...
 
     def read(self, segment: int, start: int) -> Iterable[Any]:
         """Return the samples of a segment, from sample `start` on. Each call returns the same.
@@ -39,8 +39,8 @@ class Source(Protocol):
 class FileSource:
     """Samples in files. Each file is one segment.
 
-    To resume within a file, the samples before are read and dropped. If your format can seek,
-    write a class with `segments` and `read` instead.
+    To resume within a file, the samples before the place are read and dropped. If your format can
+    seek, write a class with `segment_count` and `read` instead.
 
     Attributes:
         files: the files: paths, URLs, or what `open_file` takes. Their order must not change.
@@ -51,7 +51,7 @@ class FileSource:
     open_file: Callable[[Any], Iterable[Any]]
 
     @property
-    def segments(self) -> int:
+    def segment_count(self) -> int:
         """The number of files."""
         return len(self.files)
 
@@ -71,7 +71,7 @@ class MapSource:
     dataset: Any
 
     @property
-    def segments(self) -> int:
+    def segment_count(self) -> int:
         """The number of samples."""
         return len(self.dataset)
 
@@ -103,7 +103,7 @@ class SourceReader:
     def __init__(
         self, name: str, source: Source, seed: int, positions: range, place: Place
     ) -> None:
-        """`positions` are those of the stream's segments: `range(v, source.segments, V)`."""
+        """`positions` are those of the stream's segments: `range(v, source.segment_count, V)`."""
         self.name = name
         self._source = source
         self._seed = seed
@@ -121,10 +121,10 @@ class SourceReader:
         """The segment of the next sample."""
         position = self._positions[self.place.finished_segments % len(self._positions)]
         key = f"{self._seed} {self.epoch} {self.name}"
-        return int(permute(np.array([position]), self._source.segments, key)[0])
+        return int(permute(np.array([position]), self._source.segment_count, key)[0])
 
     def read(self) -> Any:
-        """Return the sample at the place. If the segment has no more samples, skip to the next one.
+        """Return the sample at the place. If the segment has no more, go on with the next segment.
 
         The place stays at the returned sample. Call `skip_sample` before the next `read`.
 

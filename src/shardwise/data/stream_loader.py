@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
 from shardwise.data.stream_rows import decode_states, encode_states
 from shardwise.data.streams import (
+    BatchPart,
     ElasticStreamDataset,
-    Part,
     StreamState,
     produce_parts,
 )
@@ -173,13 +173,16 @@ class ElasticStreamLoader:
         """
         batches = state.get("batches")
         if type(batches) is not int or batches < 0:
-            raise StateError(f"the state of an ElasticStreamLoader has batches={batches!r}")
+            raise StateError(
+                f"the state of an ElasticStreamLoader has batches={batches!r}, which is not a "
+                "count: it is damaged; load another checkpoint, or leave the loader out with skip="
+            )
         self._states = decode_states(self.dataset, state, self.streams)
         self._batches = batches
         self._ahead.clear()
         self._iterations += 1
 
-    def _open_parts(self) -> Iterator[Part]:
+    def _open_parts(self) -> Iterator[BatchPart]:
         """Return the parts of all workers in turn."""
         per_stream = self.global_batch // self.dataset.streams
         # The loader draws seeds for its workers. With its own generator, the random numbers of
@@ -199,7 +202,7 @@ class ElasticStreamLoader:
         )
 
 
-class _PartsOfWorker(IterableDataset[Part]):
+class _PartsOfWorker(IterableDataset[BatchPart]):
     """Yields, in each worker process, the parts of this worker."""
 
     def __init__(
@@ -209,7 +212,7 @@ class _PartsOfWorker(IterableDataset[Part]):
         self._states = states
         self._per_stream = per_stream
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchPart]:
         worker = get_worker_info()
         streams = range(min(self._states), max(self._states) + 1)
         if worker is not None:

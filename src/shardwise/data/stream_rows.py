@@ -21,7 +21,8 @@ from shardwise.state.leaves import Shards
 
 _COUNTS = 4
 """The first columns of `cursors`: the number of samples, used tokens and buffered tokens; and the
-number of the source whose tokens are used (from 1)."""
+number of the source whose tokens are used, from 1, or 0 for none."""
+_DAMAGED = "it is damaged; load another checkpoint, or leave the loader out with skip="
 
 
 def encode_states(
@@ -39,7 +40,7 @@ def encode_states(
     for row, state in enumerate(states.values()):
         places = [state.places.get(name, Place()) for name in names]
         source = 1 + names.index(state.source) if state.source else 0
-        counts = (state.samples, state.used, len(state.buffer), source)
+        counts = (state.samples, state.used_tokens, len(state.buffer), source)
         cursors[row] = [
             *counts,
             *(n for each in places for n in (each.finished_segments, each.offset)),
@@ -48,7 +49,7 @@ def encode_states(
     first = min(states)
     return {
         **_settings(dataset),
-        "sources": {name: source.segments for name, source in dataset.sources.items()},
+        "sources": {name: source.segment_count for name, source in dataset.sources.items()},
         "cursors": _rows(cursors, first, dataset.streams),
         "buffers": _rows(buffers, first, dataset.streams),
     }
@@ -69,17 +70,25 @@ def decode_states(
     saved_names = _check_settings(dataset, state)
     cursors = _array(state, "cursors", streams, dataset)
     buffers = _array(state, "buffers", streams, dataset)
-    if cursors.ndim != 2 or buffers.ndim != 2 or (cursors < 0).any():
-        raise StateError("the state of the streams has negative numbers, or wrong dimensions")
-    if cursors.shape[1] != _COUNTS + 2 * len(saved_names):
-        raise StateError(f"the state of the streams has no columns for {saved_names}")
+    has_shape = cursors.shape[1:] == (_COUNTS + 2 * len(saved_names),) and buffers.ndim == 2
+    if not has_shape or (cursors < 0).any():
+        raise StateError(
+            "the state of the streams has negative numbers, or another shape than the sources "
+            f"{saved_names} need: {_DAMAGED}"
+        )
     found = {}
     for row, stream in enumerate(streams):
         samples, used, buffered, source, *places = map(int, cursors[row])
         if buffered > buffers.shape[1] or source > len(saved_names):
-            raise StateError(f"stream {stream}: its counts exceed its rows")
+            raise StateError(
+                f"stream {stream}: the saved state counts more tokens or sources than it has: "
+                f"{_DAMAGED}"
+            )
         if bool(used) != bool(source):
-            raise StateError(f"stream {stream}: {used} tokens are used of source number {source}")
+            raise StateError(
+                f"stream {stream}: the saved state has {used} used tokens of a sample of "
+                f"{saved_names[source - 1] if source else 'no source'}: {_DAMAGED}"
+            )
         buffer = buffers[row, :buffered].astype(np.int32)
         _check_buffer(dataset, stream, buffer)
         found[stream] = StreamState(
@@ -97,7 +106,10 @@ def _check_buffer(dataset: ElasticStreamDataset, stream: int, buffer: Tokens) ->
         if dataset.packer is not None:
             dataset.packer().restore(buffer)
     except ValueError as error:
-        raise StateError(f"stream {stream}: its token buffer is invalid: {error}") from error
+        raise StateError(
+            f"stream {stream}: the saved token buffer does not suit the packer: {error}: pass the "
+            "packer of the save, with the same settings; or leave the loader out with skip="
+        ) from error
 
 
 def _settings(dataset: ElasticStreamDataset) -> dict[str, object]:
@@ -117,7 +129,10 @@ def _check_settings(dataset: ElasticStreamDataset, state: Mapping[str, object]) 
     """
     saved = state.get("sources")
     if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
-        raise StateError("the state is not that of an ElasticStreamLoader: it has no sources")
+        raise StateError(
+            "the state is not that of an ElasticStreamLoader: it has no sources: load it into the "
+            "object that saved it, or leave the loader out with skip="
+        )
     changed = [
         f"{name} was {state.get(name)!r} and is {value!r}"
         for name, value in _settings(dataset).items()
@@ -127,8 +142,10 @@ def _check_settings(dataset: ElasticStreamDataset, state: Mapping[str, object]) 
         source = dataset.sources.get(name)
         if source is None:
             changed.append(f"source {name!r} is missing; keep it with weight 0")
-        elif source.segments != segments:
-            changed.append(f"source {name!r} had {segments} segments and has {source.segments}")
+        elif source.segment_count != segments:
+            changed.append(
+                f"source {name!r} had {segments} segments and has {source.segment_count}"
+            )
     if changed:
         raise StateError(
             f"the streams have changed: {'; '.join(changed)}. Pass the same settings; only the "

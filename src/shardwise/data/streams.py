@@ -31,7 +31,7 @@ class StreamState:
 
     Attributes:
         samples: how many samples the stream has finished, of all sources.
-        used: how many tokens of the next sample are used already.
+        used_tokens: how many tokens of the next sample are used already.
         source: the source of the next sample, if some of its tokens are used; otherwise empty. Its
             other tokens come next, even if the weights have changed.
         places: the place in each source, by name.
@@ -39,7 +39,7 @@ class StreamState:
     """
 
     samples: int = 0
-    used: int = 0
+    used_tokens: int = 0
     source: str = ""
     places: Mapping[str, Place] = field(default_factory=dict)
     buffer: Tokens = field(default_factory=lambda: _NO_TOKENS)
@@ -87,17 +87,18 @@ class ElasticStreamDataset:
         self._names = tuple(self.sources)
         self._thresholds = _thresholds(self._names, weights)
         for name, source in self.sources.items():
-            if source.segments < self.streams:
+            if source.segment_count < self.streams:
                 raise ValueError(
-                    f"{caller}: the source {name!r} has {source.segments} segments, less than one "
-                    f"for each of {self.streams} streams: use fewer streams, or smaller segments"
+                    f"{caller}: the source {name!r} has {source.segment_count} segments, less than "
+                    f"one for each of {self.streams} streams: use fewer streams, or smaller "
+                    "segments"
                 )
 
     def source_of(self, stream: int, sample: int) -> str:
         """Return the source of sample number `sample` of a stream.
 
-        The numbers of a stream hit each source in proportion to its weight, within any short
-        sequence. Streams begin at evenly spaced points, so the same holds for a global batch.
+        In any short sequence of sample numbers of a stream, each source occurs in proportion to its
+        weight. Streams begin at evenly spaced points, so the same holds for a global batch.
         """
         start = (stream << 64) // self.streams
         point = (start + sample * _GOLDEN_RATIO) % 2**64
@@ -136,7 +137,7 @@ class Stream:
         self._dataset = dataset
         self._number = number
         self._samples = state.samples
-        self._used = state.used
+        self._used = state.used_tokens
         self._source = state.source
         self._document: Any = None  # the next sample, if it was read already
         self._packer = None if dataset.packer is None else dataset.packer()
@@ -147,7 +148,7 @@ class Stream:
                 name,
                 source,
                 dataset.seed,
-                range(number, source.segments, dataset.streams),
+                range(number, source.segment_count, dataset.streams),
                 state.places.get(name, Place()),
             )
             for name, source in dataset.sources.items()
@@ -213,7 +214,10 @@ class Stream:
                 )
             converted = tokens.astype(np.int32)
             if not np.array_equal(converted, tokens):
-                raise StateError(f"{self._where()}: its tokens do not fit into int32")
+                raise StateError(
+                    f"{self._where()}: its tokens do not fit into int32: return numbers from -2³¹ "
+                    "to 2³¹ - 1 from `transform`"
+                )
             if len(tokens) < self._used:
                 raise StateError(
                     f"{self._where()}: it has {len(tokens)} tokens, but {self._used} of them were "
@@ -255,14 +259,14 @@ class Stream:
         )
 
 
-Part = tuple[list[Any], dict[int, StreamState]]
+BatchPart = tuple[list[Any], dict[int, StreamState]]
 """What one worker contributes to a batch: the items, in the order of their streams, and the states
 of the worker's streams after these items."""
 
 
 def produce_parts(
     dataset: ElasticStreamDataset, states: Mapping[int, StreamState], items_per_stream: int
-) -> Iterator[Part]:
+) -> Iterator[BatchPart]:
     """Yield a worker's parts of all batches.
 
     Args:

@@ -122,7 +122,7 @@ class SampleDigests(msgspec.Struct, array_like=True):
 
 @prepare_decoding
 class SampleDetails(msgspec.Struct, array_like=True):
-    """A rank's message about the sets that differ. The dicts have the numbers of the sets.
+    """A rank's message about the sets that differ. The keys of dicts are the numbers of the sets.
 
     Attributes:
         step: the step of the sample.

@@ -27,7 +27,7 @@ SHARE = 20
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 16, 1 << 20
 """Bounds on the bytes that are compared in one piece, if there are enough bytes to compare."""
 FEWEST_RANGES = 8
-"""The number of ranges, spread over the set, in which to compare, unless they become too small."""
+"""A comparison looks at this many ranges, spread over the set, unless they become too small."""
 _ALIGNMENT = 64  # bytes; a multiple of the size of every dtype
 
 

@@ -153,7 +153,7 @@ class DataReader:
         return None
 
     def _combine_copies(self, low: int, high: int, buffer: Buffer) -> Buffer | None:
-        """Return bytes `low:high`, each block from a copy that has it; None if a block has none.
+        """Return bytes `low:high`, each block from an intact copy; None if a block has none.
 
         Each copy may be damaged in other blocks, so the blocks are read one by one.
         """

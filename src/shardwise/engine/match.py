@@ -149,12 +149,18 @@ def _describe_mismatch(
 
 
 def combine_reports(
-    reports: Sequence[MatchReport], saved: SavedNames, keys: Collection[str], *, strict: bool
+    reports: Sequence[MatchReport],
+    path: str,
+    saved: SavedNames,
+    keys: Collection[str],
+    *,
+    strict: bool,
 ) -> list[str]:
     """Combine what matches on all ranks, before any target is written.
 
     Args:
         reports: the reports of all ranks.
+        path: the path of the checkpoint, for errors.
         saved: the contents of the checkpoint.
         keys: the keys of the state.
         strict: raise if names are missing or unexpected.
@@ -191,7 +197,7 @@ def combine_reports(
         if strict and (missing or unexpected):
             remedies += "strict=False accepts missing and unexpected names; "
         raise MismatchError(
-            f"checkpoint and target do not fit; nothing was written. {remedies}rename=, only= and "
+            f"{path} and the target do not fit; nothing was written. {remedies}rename=, only= and "
             "skip= choose and map names:",
             list(problems),
         )

@@ -79,8 +79,8 @@ class FileTree:
 
     Args:
         place: the directory or file.
-        skip_unknown: leave out objects that are not read from pickles, instead of refusing the
-            file.
+        skip_unknown: leave out objects of classes that shardwise does not read, instead of
+            refusing the file.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class FileTree:
             )
         return StoredFile(name, self.sizes[name])
 
-    def require(self, names: Iterable[str], needed_by: str) -> None:
+    def require(self, names: Iterable[str], clause: str) -> None:
         """Check that files exist.
 
         Args:
             names: the names, which may be endless.
-            needed_by: a phrase for the message: "the index names".
+            clause: who needs the files, for the message: "the index names".
 
         Raises:
             FormatError: some files do not exist, or there are too many names.
@@ -184,7 +184,7 @@ class FileTree:
         for count, name in enumerate(names):
             if count == MOST_FILES:
                 raise FormatError(
-                    f"{self}: according to its files, {needed_by} more than {MOST_FILES} files, "
+                    f"{self}: according to its files, {clause} more than {MOST_FILES} files, "
                     "which is not supported: copy the checkpoint again from an intact source"
                 )
             if name not in self.sizes:
@@ -194,7 +194,7 @@ class FileTree:
             more = f" and {extra} more" if extra > 0 else ""
             shown = ", ".join(missing[:MOST_NAMES_SHOWN])
             raise FormatError(
-                f"{self}: of the files that {needed_by}, {len(missing)} "
+                f"{self}: of the files that {clause}, {len(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} missing: {shown}"
                 f"{more}. Copy them from a complete copy of the checkpoint, or open another one"
             )
@@ -296,7 +296,7 @@ class FileTree:
 
         Raises:
             FormatError: the file is missing or malformed, has a value of another kind, or contains
-                objects that are not read from pickles.
+                objects of classes that shardwise does not read.
         """
         return self.load_each([name], classes=classes, kind=kind)[name]
 
@@ -307,18 +307,18 @@ class FileTree:
         classes: Iterable[str] = (),
         kind: type = object,
         skip_unknown: bool | None = None,
-        once: bool = False,
+        share_equal: bool = False,
     ) -> dict[str, Any]:
         """Return the value in each file of torch.save, by name; see `load`.
 
         Args:
             classes, kind: as for `load`.
-            skip_unknown: leave out objects that are not read from pickles; None for the user's
-                choice.
-            once: parse equal pickles of several files once. These files then share one value,
-                whose arrays name one of them.
+            skip_unknown: leave out objects of classes that shardwise does not read; None for the
+                user's choice.
+            share_equal: parse equal pickles of several files once. These files then share one
+                value, whose arrays name one of them.
         """
-        cache = ParseCache() if once else None
+        cache = ParseCache() if share_equal else None
         allowed = allow_as_instances(*classes)
         skip = self.skip_unknown if skip_unknown is None else skip_unknown
 
@@ -342,7 +342,8 @@ class FileTree:
     def load_pickle(self, name: str, *, classes: Iterable[str] = ()) -> Any:
         """Return the value in a file that is a pickle; see `load`.
 
-        The parts of the value may refer to each other very often. Do not follow all references.
+        The value may refer to its parts so often that a walk through all references would not end
+        in practice. So do not walk through it.
         """
         return unpickle(
             self.read(name),
@@ -353,7 +354,7 @@ class FileTree:
         )[0]
 
     def unpickle_tensor(self, data: bytes, label: str) -> StoredArray | UnknownObject | None:
-        """Return the tensor in a pickle whose storage is elsewhere.
+        """Return the tensor in a pickle that does not contain the tensor's storage.
 
         The `start` of the array counts from the start of the storage. For a tensor of a class that
         is not known, return an `UnknownObject`, and for any other value None.
@@ -429,7 +430,7 @@ def _json_decoder(kind: Hashable) -> msgspec.json.Decoder[Any]:
 
 
 class ForeignFiles:
-    """The files of a foreign checkpoint, `tree`, including the `content` of its layout."""
+    """The files of a foreign checkpoint: those of `tree`, and those with `content` in `files`."""
 
     def __init__(self, tree: FileTree, files: Sequence[StoredFile]) -> None:
         self.tree = tree

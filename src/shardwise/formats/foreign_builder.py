@@ -32,9 +32,10 @@ INLINE_FILE = "(content)"
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
 FlatTensor: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
-"""A tensor's name, the shape of its flattened part, and boxes with their offsets in the tensor.
+"""A tensor's name; the shape of the part of it that was flattened; and boxes of this part.
 
-The boxes are boxes of the flattened part. Without boxes, the part is the whole tensor.
+Each box has the offset in the tensor at which it belongs. Without boxes, the part is the whole
+tensor.
 """
 
 
@@ -177,7 +178,8 @@ class Builder:
         Args:
             tensors: the flattened tensors, or parts of tensors.
             replicas: for each tensor, whether it already has these elements.
-            arrays: the flat arrays with the elements, of one dtype. Ranges in None are left out.
+            arrays: the flat arrays with the elements, of one dtype. Where an array is None, its
+                ranges are left out.
             ranges: five columns: the index in `tensors`, the index in `arrays`, the start and the
                 stop of the range in the flattened tensor, and its start in the array. Starts and
                 stops count elements.
@@ -243,10 +245,10 @@ class Builder:
                 f"{name}: the number {str(value)[:40]} is too large for a float: the checkpoint is "
                 "damaged: copy it again from an intact source"
             ) from error
-        self.add_array(name, self.add_content(number))
+        self.add_array(name, self.add_inline(number))
 
     def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
-        """Add the values of the first rank, and lines about those of other ranks that differ.
+        """Add the first rank's values. Name other ranks' values that differ in `left_out`.
 
         Args:
             ranks: the values of each rank, by name.
@@ -276,7 +278,7 @@ class Builder:
             self.add_array(name, value)
             return
         try:
-            plain, arrays = encode_plain(value, name, self.add_content)
+            plain, arrays = encode_plain(value, name, self.add_inline)
         except StateError as error:
             self.left_out.append(str(error))
             return
@@ -313,8 +315,8 @@ class Builder:
 
         Args:
             state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
-            is_ordered: whether the module lists its parameters in the order in which the optimizer
-                counts them; then optimizers get the names of the module's parameters.
+            is_ordered: whether the module lists its parameters in the order of the optimizer's
+                indices. If so, the module's names replace the indices.
         """
         named = name_leaves(name_parameters(state) if is_ordered else state)
         first_names: dict[StoredArray | StoredTensor, str] = {}
@@ -356,7 +358,7 @@ class Builder:
         self.left_out += [f"{name}: its value differs between ranks" for name in differing]
         self.add_state(merged if isinstance(merged, dict) else {"value": merged})
 
-    def start_equally(self, one: StoredArray, other: StoredArray) -> bool:
+    def have_equal_first_elements(self, one: StoredArray, other: StoredArray) -> bool:
         """Read the first elements of two arrays, and return whether they have the same bytes."""
         return self._have_same_bytes(select_sample(one), select_sample(other))
 
@@ -367,7 +369,7 @@ class Builder:
         with self.tree.open_range(array.file) as file:
             return file.read(array.start, math.prod(array.shape) * array.itemsize)
 
-    def add_content(self, tensor: torch.Tensor) -> StoredArray:
+    def add_inline(self, tensor: torch.Tensor) -> StoredArray:
         """Store a tensor in the layout; return its array. Equal bytes are stored once."""
         data = bytes_of_tensor(tensor)
         start = self._content_starts.setdefault(data, len(self._content))
@@ -397,7 +399,8 @@ class Builder:
             format: the name of the format, for people.
 
         Raises:
-            FormatError: a file does not exist, or the elements of an array share bytes too often.
+            FormatError: a file does not exist; or an array has to be cut into too many pieces,
+                because its elements share bytes, as after `expand`.
         """
         tensors, terms, new_index = hide_terms(self._tensors, self._terms)
         pieces, replicas = (

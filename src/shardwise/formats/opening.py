@@ -20,8 +20,8 @@ from shardwise.errors import (
     StateError,
 )
 from shardwise.formats.containers.pickle_errors import UnknownClassError
-from shardwise.formats.encoding import decode_layout
 from shardwise.formats.file_tree import FileTree, ForeignFiles
+from shardwise.formats.layout_message import decode_layout
 from shardwise.formats.reader import Builder, Reader
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST
@@ -266,8 +266,8 @@ def _explain_by_unknown_classes(reader: Reader, tree: FileTree, error: FormatErr
         _read(reader, FileTree(tree.store))
     except UnknownClassError as unknown:
         raise UnknownClassError(
-            f"{tree}: what skip_unknown=True leaves is not {reader.name}, because the files need "
-            f"their objects of {unknown.names}: load them with the library of these classes, and "
+            f"{tree}: {reader.name} cannot be read with skip_unknown=True, because it needs the "
+            f"skipped objects of {unknown.names}: load them with the library of these classes, and "
             f"save tensors and plain values only ({error})",
             unknown.names,
         ) from error

@@ -213,7 +213,7 @@ def _look_up_name(rest: Path, name_by_index: Mapping[str, str]) -> tuple[str, st
 
 
 def _split_flattened_key(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Split a dotted name into the longest known parameter's name and the key of its state."""
+    """Split a dotted name after the longest of `names` with which it begins; the rest is a key."""
     dot = text.rfind(".")
     while dot > 0:
         if text[:dot] in names:

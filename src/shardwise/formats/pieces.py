@@ -38,8 +38,8 @@ def pieces_of_boxes(
         name_of: returns the name of a tensor by its index, for messages.
 
     Raises:
-        FormatError: the elements of an array share bytes too often, or the pieces have too many
-            dimensions.
+        FormatError: an array has to be cut into too many pieces, because its elements share bytes,
+            as after `expand`; or the pieces have too many dimensions.
     """
     rows: list[_Row] = []
     for tensor, file, offset, array in boxes:

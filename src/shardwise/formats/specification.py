@@ -32,18 +32,18 @@ class Specification:
 
     Attributes:
         rules: the parsed text.
-        sizes: values of numbers that the text declares with `let`.
+        let_values: the values of the numbers that the text declares with `let`.
         files: the pattern of the names of the ranks' files. `{axis}` stands for the coordinate of
             the rank along an axis. If None, the rules apply to the global tensors of a checkpoint.
     """
 
     rules: Spec
-    sizes: Mapping[str, int]
+    let_values: Mapping[str, int]
     files: str | None = None
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in sorted(self.sizes.items()))
-        return f"{self.rules.source.text!r} ({sizes}; {self.files})"
+        values = ", ".join(f"{name}={value}" for name, value in sorted(self.let_values.items()))
+        return f"{self.rules.source.text!r} ({values}; {self.files})"
 
     def read(self, tree: FileTree) -> Layout:
         """Read the files of the ranks.
@@ -57,7 +57,7 @@ class Specification:
         builder = Builder(tree)
         for file in files:
             builder.add_file(file)
-        add_described(builder, self.rules, axes, rows, self.sizes)
+        add_by_specification(builder, self.rules, axes, rows, self.let_values)
         builder.add_values(values)
         builder.world_size = math.prod(axes.values())
         return builder.build(f"files of ranks, {self.files}")
@@ -74,11 +74,11 @@ class Specification:
         Raises:
             MismatchError, StateError: as for `remap`.
         """
-        return remap(path, layout, self.rules, self.sizes) if self.files is None else layout
+        return remap(path, layout, self.rules, self.let_values) if self.files is None else layout
 
 
 def spec(
-    source: str | os.PathLike[str], *, files: str | None = None, **sizes: int
+    source: str | os.PathLike[str], *, files: str | None = None, **let_values: int
 ) -> Specification:
     """Parse a specification, which says how stored arrays make up global tensors.
 
@@ -90,22 +90,19 @@ def spec(
             `{axis}` stands for the coordinate of the rank along an axis:
             `"mp_rank_{tp}/model_optim_rng.pt"`. Without a pattern, the specification applies to the
             global tensors of the checkpoint.
-        sizes: the numbers that the text declares with `let`.
+        let_values: the numbers that the text declares with `let`, by name: `spec(…, vocab=50_257)`.
 
     Raises:
         SpecError: the text has an error; the message shows the line and a caret.
-        StateError: the file does not exist, or a size is not a whole number.
+        StateError: the file does not exist, or a value is not a whole number.
     """
-    invalid_names = [name for name, size in sizes.items() if type(size) is not int]
-    if invalid_names:
-        raise StateError(
-            f"{invalid_names[0]}={sizes[invalid_names[0]]!r}: expected a whole number, for example "
-            f"{invalid_names[0]}=8"
-        )
+    for name, value in let_values.items():
+        if type(value) is not int:
+            raise StateError(f"{name}={value!r}: expected a whole number, for example {name}=8")
     if isinstance(source, str) and ("->" in source or "\n" in source):
-        return Specification(parse(source), sizes, files)
+        return Specification(parse(source), let_values, files)
     if source in builtin_names():
-        return Specification(load_builtin(str(source)), sizes, files)
+        return Specification(load_builtin(str(source)), let_values, files)
     path = Path(source)
     if not path.is_file():
         builtins = ", ".join(builtin_names())
@@ -113,15 +110,15 @@ def spec(
             f"{str(source)!r} is neither a file, nor a built-in specification ({builtins}), nor "
             "the text of a specification, which has a `->` on each line"
         )
-    return Specification(parse(path.read_text(encoding="utf-8"), str(path)), sizes, files)
+    return Specification(parse(path.read_text(encoding="utf-8"), str(path)), let_values, files)
 
 
-def add_described(
+def add_by_specification(
     builder: Builder,
     rules: Spec | str,
     axes: Mapping[str, int],
     rows: Sequence[Row],
-    sizes: Mapping[str, int],
+    let_values: Mapping[str, int],
 ) -> Mapping[tuple[str, int], Sequence[str]]:
     """Add the tensors that a specification makes of the arrays of all ranks.
 
@@ -130,7 +127,7 @@ def add_described(
         rules: the parsed specification, or the name of a built-in one.
         axes: the axes of the ranks and their sizes.
         rows: the name of each array, the array, and the coordinate of its rank.
-        sizes: the numbers that the specification declares with `let`.
+        let_values: the numbers that the specification declares with `let`.
 
     Returns:
         For the file and the start of each stored box, the names of the tensors that have it.
@@ -140,7 +137,7 @@ def add_described(
     """
     rules = load_builtin(rules) if isinstance(rules, str) else rules
     catalogue = build_catalogue(axes, rows, builder.add_file)
-    layout = apply_spec(rules, catalogue, sizes=sizes, checkpoint=str(builder.tree))
+    layout = apply_spec(rules, catalogue, sizes=let_values, checkpoint=str(builder.tree))
     builder.add_layout(layout)
     files = {builder.add_file(array.file): array.file for _, array, _ in rows}
     names: dict[tuple[str, int], list[str]] = {}
@@ -183,15 +180,20 @@ def _read_rank_files(
             "files=, for example files='mp_rank_{tp}/model_optim_rng.pt'"
         )
     coordinates = zip(*coordinate_by_file.values(), strict=True)
-    sizes = {axis: max(along) + 1 for axis, along in zip(axes, coordinates, strict=True)}
-    _require_files_of_all_ranks(tree, pattern, coordinate_by_file, sizes)
+    axis_sizes = {axis: max(along) + 1 for axis, along in zip(axes, coordinates, strict=True)}
+    _require_files_of_all_ranks(tree, pattern, coordinate_by_file, axis_sizes)
     contents_by_file = tree.read_each(coordinate_by_file, _read_rank_file)
     rows = [
         (name, array, coordinate_by_file[file])
         for file, (arrays, _) in contents_by_file.items()
         for name, array in arrays.items()
     ]
-    return sizes, coordinate_by_file, rows, [values for _, values in contents_by_file.values()]
+    return (
+        axis_sizes,
+        coordinate_by_file,
+        rows,
+        [values for _, values in contents_by_file.values()],
+    )
 
 
 def _require_files_of_all_ranks(

@@ -40,7 +40,10 @@ _REFUSED_BACKENDS = {
 }
 _OBJECTS = "objects"
 _MOST_OBJECTS = 32
-"""Of each kind. If a checkpoint has more, they are only found after the load."""
+"""How many objects of each kind a load looks for before it changes anything.
+
+It notices further objects only at its end.
+"""
 log = logging.getLogger("shardwise")
 T = TypeVar("T")
 
@@ -83,8 +86,9 @@ class LoaderPosition(shardwise.data.PerRankLoader):
     def restore(self, value: Mapping[str, Any]) -> None:
         """Set the position. After a completed epoch, let the loader create its next iterator.
 
-        accelerate has created an iterator before, for an epoch that is complete now. From the saved
-        position, torchdata would create two, and draw further random numbers.
+        When this position was saved, the epoch of the iterator was complete. Given this position,
+        torchdata would create two iterators instead of one, and so draw more random numbers than a
+        run that was not interrupted.
         """
         sampler = _sampler_of(self.loader)
         repeats_order = isinstance(sampler, (SeedableRandomSampler, SequentialSampler))
@@ -232,9 +236,10 @@ def load_state(
 
 
 def _further_keys(state: Mapping[str, object]) -> dict[str, nn.Module]:
-    """Return keys of objects that a checkpoint may have in addition, with empty modules.
+    """Return the keys of objects that a checkpoint may have, but not the Accelerator.
 
-    A strict load into these keys fails before it changes anything.
+    Each has an empty module. If the checkpoint has one of these objects, a strict load fails before
+    it changes anything.
     """
     keys: list[str] = []
     for kind in ("model", "optimizer", "scheduler", "loader"):
@@ -277,8 +282,8 @@ def _read_counters(accelerator: Accelerator) -> dict[str, int]:
 def _restore_rng_before_training(model: nn.Module) -> None:
     """Set the present state of the random generators again before the model's next training step.
 
-    The start of an iteration over a loader draws a seed. If a run resumes within an epoch, the
-    uninterrupted run has drawn that seed before the save.
+    The start of an iteration over a loader draws a seed. If a run resumes within an epoch, it draws
+    a seed that an uninterrupted run drew before the save.
     """
     rng = sw.RngState()
     restored = rng.state_dict()

@@ -19,7 +19,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
-from shardwise.memory.rank_locks import has_trainers, is_rank_alive, lost_ranks
+from shardwise.memory.rank_liveness import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.records import (
     PendingManifest,
     Retry,

@@ -91,12 +91,13 @@ class Memory:
         start_agent: start an agent if none runs. If False, wait for one that you start.
         rescue: if a trainer ends without closing its Checkpointer, the agents persist the newest
             snapshot at once.
-        budget: the largest number of bytes per second that an agent copies to storage. None: no
+        max_bytes_per_second: how many bytes per second an agent copies to storage at most. None: no
             limit.
         when_full: the reaction if all slots are taken: "skip" the snapshot, or "wait" for a slot. A
             save to the root always waits, and fails if no slot becomes free.
-        wait: the seconds to wait for a slot, and for a node that does not answer. While a rank
-            waits for a save, an agent always has at least five seconds to answer.
+        wait: the seconds to wait for a slot, and for a node that does not answer. Even with a
+            smaller number, an agent has at least five seconds to answer a rank that waits for a
+            save.
 
     Raises:
         TypeError: a number is not an integer.
@@ -116,7 +117,7 @@ class Memory:
     tls: Tls | None = None
     start_agent: bool = True
     rescue: bool = True
-    budget: int | None = None
+    max_bytes_per_second: int | None = None
     when_full: Literal["skip", "wait"] = "skip"
     wait: float = 60.0
 
@@ -127,9 +128,10 @@ class Memory:
         for name, minimum in minima.items():
             number = check_integer(f"Memory({name}", getattr(self, name), minimum)
             object.__setattr__(self, name, number)
-        if self.budget is not None and self.budget < 1 << 20:
+        if self.max_bytes_per_second is not None and self.max_bytes_per_second < 1 << 20:
             raise ValueError(
-                f"Memory(budget={self.budget}): must be at least {1 << 20} bytes per second"
+                f"Memory(max_bytes_per_second={self.max_bytes_per_second}): must be at least "
+                f"{1 << 20}"
             )
         if self.copies and self.parity:
             raise ValueError(

@@ -41,7 +41,7 @@ from shardwise.memory.home import (
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.observe import RecordCache, read_run_view, read_snapshot
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import has_trainers, is_rank_alive
+from shardwise.memory.rank_liveness import has_trainers, is_rank_alive
 from shardwise.memory.records import rank_in_name
 from shardwise.store import LocalStore
 

@@ -69,11 +69,12 @@ class AgentInfo(msgspec.Struct, frozen=True):
 class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's data file is in memory, complete except for its checksums.
 
-    The rank writes the record first. It is valid only once the file is in the same directory.
+    The rank writes the record, and then moves the file into the same directory. The record is valid
+    only once the file is there.
 
     Attributes:
         file: the file's entry in the manifest, without checksums.
-        slot: the name that the file has while it is a free slot.
+        slot: the file's name as a free slot, before the rank moved it here.
         snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save; None if an older version wrote the record.
@@ -95,11 +96,12 @@ class RingFile(
     """A copy or parity that a rank has made for other nodes from its replicas.
 
     The file may be incomplete: the agent adds the data that the rank did not have. The rank writes
-    the record first. It is valid only once the file is in the same directory.
+    the record, and then moves the file into the same directory. The record is valid only once the
+    file is there.
 
     Attributes:
         file: the name of the copy or parity, in the same directory.
-        slot: the name that the file has while it is a free slot.
+        slot: the file's name as a free slot, before the rank moved it here.
         ranges: for each data file, the byte range that this copy or parity includes. It consists
             of whole blocks.
         checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
@@ -128,7 +130,8 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         rescue: whether to persist the save if a trainer is lost, although it is not `durable`.
         overwrite: whether to replace a checkpoint of the same step.
         copies, parity, group: the options of `Memory` for copies and parity.
-        rings: for each ring, the names of its ranks' files.
+        rings: for each ring, the names of its ranks' files. A ring is ranks of different nodes that
+            hold the same data; see `trainer/rings.py`.
         wait: seconds to wait for a node that does not answer.
         budget: bytes per second that each node may copy to storage; None for no limit.
         bytes_held: tensor bytes on all ranks, replicas included.

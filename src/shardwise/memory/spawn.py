@@ -18,7 +18,7 @@ from shardwise.memory.files import read_record
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK, resolve_interface, served_address
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import has_trainers
+from shardwise.memory.rank_liveness import has_trainers
 from shardwise.memory.records import AgentInfo, schema
 from shardwise.store.local_files import open_regular
 

@@ -35,7 +35,7 @@ class Transfers(Table):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Byte ranges, each read in one piece, as columns of n rows.
+    """Byte ranges, each read by one request, as columns of n rows.
 
     Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. A
     transfer may need several spans.

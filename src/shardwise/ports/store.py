@@ -19,7 +19,7 @@ from shardwise.store import (
     is_file,
     open_store,
 )
-from shardwise.store.leases import LeasesIn, is_lease
+from shardwise.store.lease_locks import LeaseDirectory, is_lease
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import REMOTE_TRANSFER, Buffer
@@ -28,7 +28,7 @@ __all__ = [
     "REMOTE_TRANSFER",
     "Buffer",
     "FileStatus",
-    "LeasesIn",
+    "LeaseDirectory",
     "ReadableFile",
     "SequentialWriter",
     "Store",

@@ -172,7 +172,7 @@ def share_between_nodes(
 
 
 def _rank_in(ranks: Sequence[int], local_rank: IntArray) -> IntArray:
-    """Return the rank of a node that has each local rank, counted again from 0 past the last."""
+    """For each index, return this rank of the node. Past the last rank, count from 0 again."""
     return np.array(ranks)[local_rank % len(ranks)]
 
 
@@ -183,7 +183,7 @@ def unite_ranges(ranges: Sequence[Ranges]) -> Ranges:
 
 
 def _edges_of(ranges: Sequence[Ranges]) -> tuple[IntArray, int]:
-    """Return all edges of ranges on one axis, sorted, and the length of a file on this axis."""
+    """Lay all files end to end on one axis. Return the edges of all ranges, and a file's length."""
     width = max((int(each.high.max()) for each in ranges if len(each)), default=0) + 1
     edges = [each.file * width + end for each in ranges for end in (each.low, each.high)]
     return np.unique(np.concatenate([np.zeros(0, np.int64), *edges])), width
@@ -198,7 +198,7 @@ def _ranges_at(keys: IntArray, width: int, rows: IntArray) -> Ranges:
 def _covered_rows(
     keys: IntArray, width: int, ranges: Sequence[Ranges]
 ) -> tuple[IntArray, IntArray]:
-    """Return the index of each interval between edges, and of each list that covers it, sorted."""
+    """Return all pairs of an interval between edges and a list that covers it, as two columns."""
     rows, list_indices = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for index, each in enumerate(ranges):
         first = np.searchsorted(keys, each.file * width + each.low)

@@ -224,7 +224,8 @@ def _decode(encoded: JsonValue, context: _Context) -> object:
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         advice = "load another checkpoint, or leave the value out of the load with skip=[…]"
         raise StateError(
-            f"{context.name}: the saved {tag} is invalid: {error}; {advice}"
+            f"{context.name}: the saved {tag} is invalid: "
+            f"{'it has no ' if isinstance(error, KeyError) else ''}{error}; {advice}"
         ) from error
 
 

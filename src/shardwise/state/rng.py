@@ -36,8 +36,8 @@ class RngState:
 
     After a load, each rank that existed at the save continues its streams bit for bit. Each
     additional rank starts a new stream. The seed of that stream is a BLAKE2 digest of rank 0's
-    saved state and the rank. The lower 32 bits of the seed count the ranks, so that no two ranks
-    share a stream, even if a generator uses only 32 bits.
+    saved state and the rank. The lower 32 bits of the seeds of successive ranks are successive
+    numbers, so no two ranks share a stream, even in a generator that uses only 32 bits.
 
     Example:
 
@@ -112,7 +112,8 @@ def _set_states(state: dict[str, Any]) -> None:
 def _device_states() -> list[torch.Tensor]:
     """Return the states of the accelerators' generators; none if this process uses none.
 
-    To read them would create a context on an accelerator, which a process without one may not have.
+    Reading a generator's state creates a context on its accelerator. A save must not create one in
+    a process that has none.
     """
     module = _accelerator()
     if module is None or not getattr(module, "is_initialized", lambda: True)():

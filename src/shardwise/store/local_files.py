@@ -283,7 +283,8 @@ def read_regular(path: Path, limit: int, *, private: bool = False) -> bytes:
         if private and not is_private(status):
             raise StoreError(
                 f"{path} belongs to another user, or others may read or write it, so it is not "
-                "trusted; if it is yours: chmod 600"
+                "trusted; if it is yours: chmod 600; otherwise remove it, or choose another "
+                "directory"
             )
         if status.st_size > limit:
             raise too_large(path, status.st_size, limit)

@@ -67,7 +67,11 @@ def translate_errors(action: str, place: str) -> Iterator[None]:
 def _translate(action: str, place: str, error: Exception) -> OSError:
     name = type(error).__name__
     if name in ("AlreadyExistsError", "PreconditionError"):
-        return FileExistsError(errno.EEXIST, "the object exists already", place)
+        return FileExistsError(
+            errno.EEXIST,
+            "an object of this name exists already: save again, or remove the object",
+            place,
+        )
     code = _CODE.search(str(error))
     if code is not None and code[1] in _EXPIRED:
         return PermissionError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store import leases
+from shardwise.store import lease_locks
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.object_clients import (
     COMMON_OPTIONS,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PART_MIB = 16
 MOST_PARTS = 9000  # S3 allows 10,000
 UPLOAD_REQUESTS = 8
-SMALLEST_WINDOW = 32 << 20  # threads that write hold fewer bytes together
+SMALLEST_WINDOW = 32 << 20  # more than the threads of a save hold together
 LONGEST_REQUEST = 64 << 20
 READ_ATTEMPTS = 3
 NO_LISTINGS = (400, 404, 405, 501)
@@ -82,7 +82,7 @@ class ObjectStore:
         return ObjectStore(self.url.below(name), self._client)
 
     def stat(self, path: str) -> FileStatus | None:
-        """Return what is known about an object; None for a prefix of others."""
+        """Return what is known about an object; None if none has exactly this name."""
         check_path(path, self)
         if not (self.url.path or path):
             return None
@@ -101,7 +101,7 @@ class ObjectStore:
             for page in store.list(self.url.path or None):
                 for each in page:
                     name = each["path"][start:]
-                    if name and not leases.is_lease(name.rpartition("/")[2]):
+                    if name and not lease_locks.is_lease(name.rpartition("/")[2]):
                         found[name] = _status_of(each)
                 if len(found) > limit:
                     raise too_many_files(self, limit)
@@ -181,7 +181,7 @@ class ObjectStore:
             if not self._is_web or http_status(error.__cause__ or error) not in NO_LISTINGS:
                 raise
             return []
-        return sorted({*prefixes, *(name for name in objects if not leases.is_lease(name))})
+        return sorted({*prefixes, *(name for name in objects if not lease_locks.is_lease(name))})
 
     def delete(self, key: str) -> None:
         """Delete an object, if it exists; with "", the expired leases of an empty prefix."""
@@ -196,19 +196,19 @@ class ObjectStore:
             self._client.request("delete", path, lambda store: store.delete(path))
 
     def lock(self, key: str, *, shared: bool = False) -> AbstractContextManager[bool]:
-        """Lock an object by a lease; see `store/leases.py`. There are no shared locks."""
+        """Lock an object by a lease; see `store/lease_locks.py`. There are no shared locks."""
         check_name_to_write(key, self)
         return self._leases().hold(key)
 
-    def _leases(self) -> leases.LeasesIn:
-        return leases.LeasesIn(
+    def _leases(self) -> lease_locks.LeaseDirectory:
+        return lease_locks.LeaseDirectory(
             self,
             lambda: {name: o["last_modified"].timestamp() for name, o in self._list()[1].items()},
             self.traits.lock_expiry,
         )
 
     def _probe_conditions(self) -> None:
-        """Refuse a server that ignores the condition that an object does not exist.
+        """Refuse a server that ignores the condition 'only if the object does not exist'.
 
         The probe creates an object, and tries to create it again, once for each client.
 
@@ -219,11 +219,11 @@ class ObjectStore:
         """
         if self._client.obeys_conditions:
             return
-        name = leases.lease_name("probe")  # listings hide it, and it is deleted if it expires
+        name = lease_locks.lease_name("probe")  # listings hide it, and it is deleted if it expires
         try:
             for _ in range(2):
                 self._put(self._key(name), b"", mode="create")
-        except FileExistsError:  # also of the first put, if it was repeated
+        except FileExistsError:  # the first put raises it, too, if the client repeated it
             self._client.obeys_conditions = True
         finally:
             with suppress(OSError):
@@ -307,8 +307,11 @@ class ObjectStore:
         return key
 
     def _exists_error(self, key: str) -> FileExistsError:
-        place = self._client.place(key)
-        return FileExistsError(errno.EEXIST, "the object exists already", place)
+        return FileExistsError(
+            errno.EEXIST,
+            "an object of this name exists already: save again, or remove the object",
+            self._client.place(key),
+        )
 
 
 class ObjectReader:

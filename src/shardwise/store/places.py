@@ -226,7 +226,7 @@ def is_writable(store: Store) -> bool:
     """
     if isinstance(store, LocalStore):
         return os.access(nearest_existing(store.path), os.W_OK)
-    from shardwise.store.leases import lease_name
+    from shardwise.store.lease_locks import lease_name
 
     name = lease_name("writable")  # listings leave it out
     try:

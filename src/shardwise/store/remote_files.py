@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.store import leases
+from shardwise.store import lease_locks
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import (
@@ -158,7 +158,7 @@ class RemoteFileStore(ABC):
             for name, (status, _) in self._list(self._join(prefix[:-1])).items():
                 if status.is_directory:
                     directories.append(f"{prefix}{name}/")
-                elif not leases.is_lease(name):
+                elif not lease_locks.is_lease(name):
                     found[prefix + name] = status
             if len(found) > limit:
                 raise too_many_files(self, limit)
@@ -242,7 +242,7 @@ class RemoteFileStore(ABC):
             names = self._list(self.path)
         except FileNotFoundError:
             return []
-        return sorted(name for name in names if not leases.is_lease(name))
+        return sorted(name for name in names if not lease_locks.is_lease(name))
 
     def delete(self, key: str) -> None:
         """Delete a file, if it exists; with "", the directory, if it has no files and leases."""
@@ -260,8 +260,8 @@ class RemoteFileStore(ABC):
         check_name_to_write(key, self)
         return self._leases().hold(key)
 
-    def _leases(self) -> leases.LeasesIn:
-        return leases.LeasesIn(self, self._list_times)
+    def _leases(self) -> lease_locks.LeaseDirectory:
+        return lease_locks.LeaseDirectory(self, self._list_times)
 
     def _list_times(self) -> dict[str, float]:
         """Return when each file was modified, in seconds by the clock of the server."""
@@ -269,7 +269,7 @@ class RemoteFileStore(ABC):
             entries = self._list(self.path)
         except FileNotFoundError:
             return {}
-        if any(time is None and leases.is_lease(name) for name, (_, time) in entries.items()):
+        if any(time is None and lease_locks.is_lease(name) for name, (_, time) in entries.items()):
             raise StoreError(
                 f"{self}: this file system does not tell when files were modified, so that files "
                 "cannot be locked; save to another store"

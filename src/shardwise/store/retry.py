@@ -261,7 +261,11 @@ class RetryingStore:
             found = None
         if found == data:
             return False
-        raise FileExistsError(errno.EEXIST, "the file exists already", self._place(key))
+        raise FileExistsError(
+            errno.EEXIST,
+            "a file of this name exists already: save again, or remove the file",
+            self._place(key),
+        )
 
     def _place(self, path: str) -> str:
         """Return the URL of a file without options."""

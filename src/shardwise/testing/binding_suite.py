@@ -72,7 +72,7 @@ class BindingSuite:
         """The error of a load names what the checkpoint lacks, and nothing is written."""
         sw.save(tmp_path / "c", self.make_state(1, 0, 1))
         for name in content([self.make_state(1, 0, 1)]):
-            self._check_refused(tmp_path / "c", name, {name.partition(MEMBER)[0]: "absent"})
+            self._check_refused(tmp_path / "c", name, {name.partition(_OF_MEMBER)[0]: "absent"})
 
     def test_an_unexpected_name_is_an_error(self, tmp_path: Path) -> None:
         """The error of a load names what only the checkpoint has, and nothing is written."""
@@ -107,7 +107,7 @@ class BindingSuite:
         before = content([target])
         with pytest.raises(MismatchError) as caught:
             sw.load(path, target, rename=rename)
-        named = name.partition(MEMBER)[0]
+        named = name.partition(_OF_MEMBER)[0]
         assert any(problem.startswith(f"{named}:") for problem in caught.value.problems), caught
         assert content([target]) == before, f"{name}: the failed load has written something"
 
@@ -118,7 +118,7 @@ def _call(
     function(path, states[group.rank], group=group)
 
 
-MEMBER, RANK = " of ", " of rank "
+_OF_MEMBER, _OF_RANK = " of ", " of rank "
 
 
 def content(states: Sequence[State]) -> dict[str, object]:
@@ -137,8 +137,12 @@ def content(states: Sequence[State]) -> dict[str, object]:
                     whole[fragment.box.slices()] = part
             found |= local_state.objects
             for name, groups in local_state.grouped.items():
-                found |= {f"{name}{MEMBER}{m}": each for members, each in groups for m in members}
-            found |= {f"{name}{RANK}{rank}": each for name, each in local_state.per_rank.items()}
+                found |= {
+                    f"{name}{_OF_MEMBER}{m}": each for members, each in groups for m in members
+                }
+            found |= {
+                f"{name}{_OF_RANK}{rank}": each for name, each in local_state.per_rank.items()
+            }
     return {
         name: (each.shape, str(each.dtype), each.tobytes()) if hasattr(each, "tobytes") else each
         for name, each in found.items()
@@ -147,4 +151,4 @@ def content(states: Sequence[State]) -> dict[str, object]:
 
 def without_ranks(found: dict[str, object]) -> dict[str, object]:
     """Return the content without values of single ranks."""
-    return {name: value for name, value in found.items() if RANK not in name}
+    return {name: value for name, value in found.items() if _OF_RANK not in name}

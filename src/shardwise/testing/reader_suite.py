@@ -89,12 +89,12 @@ class ReaderSuite:
         return write(folder, make_tensors())
 
     def test_its_own_checkpoints_are_recognised(self, key: str, place: Path) -> None:
-        """No other reader takes them, so a user need not say the format."""
+        """No other reader recognises these checkpoints, so a user need not say the format."""
         named = sw.open(place, format=key)
         assert sw.open(place).layout.format == named.layout.format
 
     def test_no_others_are_recognised(self, reader: Reader, tmp_path: Path) -> None:
-        """Neither other files nor an empty directory."""
+        """The reader recognises neither other files nor an empty directory."""
         folder = tmp_path / "others"
         (folder / "logs").mkdir(parents=True)
         assert not reader.recognise(FileTree(folder))
@@ -246,7 +246,10 @@ def _copies(place: Path, folder: Path) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _alterations(data: bytes) -> Iterator[bytes]:
-    """Yield a file with altered bytes: lengths, headers and anything else."""
+    """Yield versions of a file, each with bytes altered at one position.
+
+    The positions are near the ends, where lengths and headers are, and anywhere else.
+    """
     numbers = random.Random(len(data))
     edges = {*range(min(EDGE, len(data))), *range(max(0, len(data) - EDGE), len(data))}
     positions = [*sorted(edges), *(numbers.randrange(len(data)) for _ in range(EDGE) if data)]

@@ -121,7 +121,7 @@ class Mirroring:
         self._root, self._mirror = root, open_store(mirror.place)
         self._keep, self._mirror_keep = keep, mirror.keep
         self._clock = clock
-        self._copier = FileCopier(mirror.budget)
+        self._copier = FileCopier(mirror.max_bytes_per_second)
         self._root_tier = Tier(root, others_write=True)
         self._mirror_tier = Tier(self._mirror, others_write=False)
         self._stopping = threading.Event()
@@ -192,8 +192,8 @@ class Mirroring:
     def _make_plan(self, newest: int | None, damaged: Collection[int]) -> tuple[TierPlan, str]:
         """Return what to do; and why the mirror cannot be listed, or "".
 
-        If the mirror cannot be listed, use the last list that could be read: remove only
-        checkpoints in it from the root.
+        If the mirror cannot be listed, plan with the last list that was read. A checkpoint is then
+        removed from the root only if that list has it.
         """
         failure = ""
         root = self._root_tier.read()

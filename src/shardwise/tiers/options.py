@@ -17,7 +17,7 @@ from shardwise.retention import Keep, apply_retention
 from shardwise.store import Store, open_store
 from shardwise.tiers.decide import SavedSteps
 
-SMALLEST_BUDGET = 1 << 20
+SMALLEST_RATE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,16 @@ class Mirror:
     Args:
         place: a directory, URL or store.
         keep: which checkpoints to keep in the mirror. The default keeps all.
-        budget: how many bytes per second may be copied to the mirror. None: no limit.
+        max_bytes_per_second: how many bytes per second may be copied to the mirror. None: no limit.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `budget` is less than 1 MiB per second.
+        ValueError: `max_bytes_per_second` is less than 1 MiB per second.
     """
 
     place: str | os.PathLike[str] | Store
     keep: Keep = field(default_factory=Keep)
-    budget: int | None = None
+    max_bytes_per_second: int | None = None
 
     __repr__ = repr_of_set_fields
 
@@ -48,9 +48,11 @@ class Mirror:
             )
         if not isinstance(self.keep, Keep):
             raise TypeError(f"Mirror(keep={self.keep!r}): expected sw.Keep, as in sw.Keep(last=3)")
-        if self.budget is not None:
-            budget = check_integer("Mirror(budget", self.budget, SMALLEST_BUDGET)
-            object.__setattr__(self, "budget", budget)
+        if self.max_bytes_per_second is not None:
+            number = check_integer(
+                "Mirror(max_bytes_per_second", self.max_bytes_per_second, SMALLEST_RATE
+            )
+            object.__setattr__(self, "max_bytes_per_second", number)
 
     @classmethod
     def of(cls, mirror: Mirror | str | os.PathLike[str] | Store) -> Mirror:
@@ -78,7 +80,7 @@ class MirrorRequest(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, mirror: Mirror) -> MirrorRequest:
         """Return the request for a mirror."""
-        return cls(str(open_store(mirror.place)), asdict(mirror.keep), mirror.budget)
+        return cls(str(open_store(mirror.place)), asdict(mirror.keep), mirror.max_bytes_per_second)
 
     def options(self) -> Mirror:
         """Return the options."""

@@ -145,7 +145,7 @@ def test_agents_killed_while_persisting_are_followed_by_others_that_persist(
 ) -> None:
     large = 4 * 1024  # three quarters of a megabyte for each rank
     cluster = Cluster(root=root, shm=shm, nodes=2, every=1, columns=large)
-    cluster.options["budget"] = 1 << 20
+    cluster.options["max_bytes_per_second"] = 1 << 20
     for took, said in gang.run(kill_while_persisting, cluster, world=2):
         assert took < SECONDS
         assert not said or "is gone" in said

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.memory.files import read_record
 from shardwise.memory.home import Run
-from shardwise.memory.rank_locks import RankLock
+from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.store.store import Buffer

@@ -95,7 +95,7 @@ def test_a_save_that_is_not_in_the_root_yet_survives_deaths_but_no_lost_node(
     gang: Gang, root: Path, shm: Path, loses_node: bool
 ) -> None:
     """The agents write to the root so slowly that step 20 takes seconds."""
-    options = {**NOT_GIVEN, "budget": 2 << 20}
+    options = {**NOT_GIVEN, "max_bytes_per_second": 2 << 20}
     cluster = Cluster(root=root, shm=shm, nodes=2, every=SAVED, columns=1 << 16, options=options)
     gang.run(save_and_end_before_it_is_persisted, cluster, world=2)
     end_agents(shm)

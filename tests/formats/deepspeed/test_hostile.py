@@ -112,6 +112,22 @@ def test_what_lies_is_refused(
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_file_of_another_stage_is_named(tmp_path: Path) -> None:
+    write(tmp_path, lambda m, s: s.update(partition_count=[2]))
+    other = {
+        "fp32_flat_groups": [torch.zeros(3)],
+        "optimizer_state_dict": {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "partition_count": 2,
+    }
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": other}, tmp_path / name)
+    with pytest.raises(sw.FormatError, match=f"{name}: ZeRO 3 wrote this file, but not "):
+        sw.open(tmp_path)
+
+
 def test_a_state_of_another_form_is_left_out_by_name(tmp_path: Path) -> None:
     def edit(model: dict[str, Any], state: dict[str, Any]) -> None:
         state["base_optimizer_state"]["state"][0]["row"] = torch.zeros(3)

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from shardwise.formats.reader import Builder, FileTree, StoredArray
-from shardwise.formats.specification import add_described
+from shardwise.formats.specification import add_by_specification
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000
@@ -58,7 +58,7 @@ def test_a_trillion_parameters_on_4096_ranks(tmp_path: Path) -> None:
     rows = simulated(layers=1)
     builder = Builder(FileTree(tmp_path))
     begin = time.process_time()
-    add_described(builder, "megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
+    add_by_specification(builder, "megatron_llama", {"tp": TP, "pp": PP, "dp": DP}, rows, SIZES)
     spent = time.process_time() - begin
     assert len(rows) > 120_000
     tensors = list(builder.tensor_names())

@@ -80,7 +80,7 @@ def test_captures() -> None:
         ("a -> b [h] ]", "1:12: expected `where`"),
         ("a -> b.{99999999999999999999}", "the number is too large"),
         ("a.{i -> b", "expected `}`"),
-        ("a = b.*c\nhead.* = c", "`*` is not captured on the right"),
+        ("a = b.*c\nhead.* = c", "`*` is used on the left of this tie, but not captured on"),
     ],
 )
 def test_what_makes_no_sense_is_pointed_at(text: str, message: str) -> None:

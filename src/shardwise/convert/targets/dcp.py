@@ -30,8 +30,8 @@ Path = tuple[str | int, ...]
 def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a DCP checkpoint. Tensors larger than `max_file` are cut.
 
-    `.metadata` lists optimizer entries twice, because `get_optimizer_state_dict` returns names that
-    are flattened or not.
+    `.metadata` lists an optimizer's hyperparameters twice, under flattened names and under nested
+    ones. Which of them a program loads depends on its options of `get_optimizer_state_dict`.
     """
     state = nest_state(contents)
     left_out = list(state.left_out)

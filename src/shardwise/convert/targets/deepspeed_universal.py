@@ -53,7 +53,7 @@ def plan_universal_files(contents: ExportContents) -> ExportFiles:
     training = _training_state(contents, state)
     step = contents.source.step
     folder = "universal" if step is None else f"global_step{step}_universal"
-    values, left_out = _other_values(state, contents.root)
+    values, left_out = _other_values(state, contents.model_key)
     model_states = _model_states(training, step or 0) | values
     model_states["module"] |= values.get("module", {})
     files = {
@@ -108,13 +108,15 @@ class _TrainingState:
 
 def _training_state(contents: ExportContents, state: NestedState) -> _TrainingState:
     model = {
-        path[1]: leaf for path, leaf in state.parts.items() if path[0] == contents.root and path[1:]
+        path[1]: leaf
+        for path, leaf in state.parts.items()
+        if path[0] == contents.model_key and path[1:]
     }
     if not model or len(state.optimizers) != 1:
         raise StateError(
             "DeepSpeed's universal format holds one model and its optimizer, but the checkpoint "
-            f"has {len(model)} names below {contents.root!r} and {len(state.optimizers)} "
-            "optimizers: set root= to the key of the model, and leave out others with skip="
+            f"has {len(model)} names below {contents.model_key!r} and {len(state.optimizers)} "
+            "optimizers: set model_key= to the key of the model, and leave out others with skip="
         )
     (optimizer,) = state.optimizers.values()
     training = _TrainingState(model, optimizer, optimizer.indexed_state_dict()[GROUPS])
@@ -122,7 +124,7 @@ def _training_state(contents: ExportContents, state: NestedState) -> _TrainingSt
         if not isinstance(model.get(name), TensorPart):
             raise StateError(
                 f"{name}: the optimizer has this parameter, but the model below "
-                f"{contents.root!r} does not: check root=, only= and skip="
+                f"{contents.model_key!r} does not: check model_key=, only= and skip="
             )
     return training
 
@@ -209,7 +211,7 @@ def _model_states(training: _TrainingState, step: int) -> dict[str, Any]:
     }
 
 
-def _other_values(state: NestedState, root: str) -> tuple[dict[str, Any], list[str]]:
+def _other_values(state: NestedState, model_key: str) -> tuple[dict[str, Any], list[str]]:
     """Return all values outside of the model, by DeepSpeed's keys, and the names left out.
 
     The entries of `client_state`, which users pass to DeepSpeed, become top-level keys.
@@ -217,7 +219,7 @@ def _other_values(state: NestedState, root: str) -> tuple[dict[str, Any], list[s
     values: dict[str, Any] = {}
     left_out = []
     for path, value in state.parts.items():
-        if path[0] == root:
+        if path[0] == model_key:
             continue
         reason = unloadable_reason(value, ".".join(path))
         if reason:

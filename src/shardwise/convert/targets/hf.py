@@ -29,8 +29,8 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
     A tensor larger than `max_file` gets a separate file.
 
     Raises:
-        StateError: the checkpoint has no model below the root, or safetensors does not support the
-            dtype of a tensor.
+        StateError: the checkpoint has no tensor below the model key, or safetensors does not
+            support the dtype of a tensor.
     """
     model = contents.model_tensors()
     stored = {each.entry.name for each in model if each.entry.same_as is None}

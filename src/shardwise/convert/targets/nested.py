@@ -57,9 +57,9 @@ class NestedOptimizer:
     def named_entries(self) -> dict[str, Any]:
         """Return all entries under the names that `get_optimizer_state_dict` uses.
 
-        The result has the names with and without `flatten_optimizer_state_dict`. For state, both
-        are equal. Hyperparameters are listed twice: under names of parameters, and under the
-        group's index.
+        The result has the names that `flatten_optimizer_state_dict=True` gives, and those that
+        False gives. Both are equal for state. Hyperparameters are listed twice: under names of
+        parameters, and under the group's index.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
@@ -127,7 +127,7 @@ def nest_state(contents: ExportContents) -> NestedState:
     for name, leaf in leaves.items():
         optimizer = _optimizer_of(name, groups)
         if optimizer is None:
-            parts[_split_name(name, contents.root)] = leaf
+            parts[_split_name(name, contents.model_key)] = leaf
         else:
             optimizer_leaves[optimizer][name.removeprefix(f"{optimizer}.")] = leaf
     ambiguous = {path[0] for path in parts if len(path) > 1} & {
@@ -213,7 +213,7 @@ def _split_name(name: str, model: str) -> tuple[str, ...]:
 
 def _ties_of_model(contents: ExportContents) -> dict[str, str]:
     """Return, for each tied parameter of the model, the parameter that it is tied to."""
-    start = f"{contents.root}."
+    start = f"{contents.model_key}."
     return {
         each.name.removeprefix(start): each.entry.same_as.removeprefix(start)
         for each in contents.tensors

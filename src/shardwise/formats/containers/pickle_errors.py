@@ -67,5 +67,6 @@ def explain_error(error: Exception, position: str) -> FormatError:
         )
     reason = "a value is missing" if isinstance(error, LookupError) else str(error)
     return FormatError(
-        f"the pickle is damaged: {reason} ({position}); copy the file again, or save it again"
+        f"the pickle or its file is damaged: {reason} ({position}); copy the file again, or "
+        "save it again"
     )

@@ -31,7 +31,7 @@ It raises UnsupportedValueError for valid arguments that shardwise does not supp
 
 
 AllowedNames: TypeAlias = Mapping[str, Constructor | torch.dtype]
-"""A closed list of dotted names in pickles, with the constructor for each. Dtypes are constants."""
+"""A closed list of dotted names in pickles, with the constructor of each; or with a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +249,8 @@ def _seconds_of_timedelta(*durations: int) -> float:
 
 
 def _make_enum_member(enum_class: object, member: object) -> object:
-    # `getattr(class, name)` pickles members of enums and, before protocol 4, classes inside of
-    # classes. No attribute is looked up.
+    # Pickles have a call `getattr(class, name)` for members of enums and, before protocol 4, for
+    # nested classes. No attribute is looked up.
     if isinstance(enum_class, UnknownObject):
         return enum_class
     if not isinstance(enum_class, AllowedCallable) or not isinstance(member, str):

@@ -86,10 +86,10 @@ def unpickle(
         )
         names = f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}"
         raise UnknownClassError(
-            f"{source}: contains objects that are not read from pickles: {names}; shardwise ran no "
-            "code from the file. Save plain values and tensors instead, such as model.state_dict() "
-            "in place of a model, or tensor.dequantize() in place of a tensor of another class; or "
-            "leave the objects out with skip_unknown=True",
+            f"{source}: contains objects of classes that shardwise does not read: {names}; "
+            "shardwise ran no code from the file. Save plain values and tensors instead, such as "
+            "model.state_dict() in place of a model, or tensor.dequantize() in place of a tensor "
+            "of another class; or leave the objects out with skip_unknown=True",
             names,
         )
     return value, end

@@ -140,11 +140,11 @@ def _read_zip(
         if isinstance(dtype, UnknownObject):
             return dtype
         if key not in storages:
-            raise ValueError(f"storage {key[:40]!r} is missing")
+            raise ValueError(f"it refers to the storage {key[:40]!r}, which the file lacks")
         (start, stored_size), size = storages[key], count * dtype.itemsize
         if size > stored_size:
             raise ValueError(
-                f"storage {key[:40]!r} has {stored_size} bytes, but the pickle needs {size}"
+                f"it needs {size} bytes of the storage {key[:40]!r}, which has {stored_size}"
             )
         return _make_storage(file_range.name, file_range.offset + start, dtype, count)
 

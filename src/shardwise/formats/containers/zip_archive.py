@@ -100,7 +100,7 @@ def _list_entries(archive: FileRange) -> tuple[list[ZipInfo], int]:
             raise
         raise _damage_error(archive, f"its directory is malformed ({error})") from error
     if entries and entries[0].header_offset < 0:
-        raise _damage_error(archive, "an entry begins before it")
+        raise _damage_error(archive, "by its directory, an entry begins before the archive")
     for entry in entries:
         is_encrypted = entry.flag_bits & _ENCRYPTED_FLAG
         if entry.compress_type or is_encrypted or entry.compress_size != entry.file_size:

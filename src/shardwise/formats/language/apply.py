@@ -88,7 +88,7 @@ def _assemble_layout(
     ties = _resolve_ties(tensors, entries)
     dims = max((len(entry.shape) for entry in entries.values()), default=0)
     boxes = Pieces.join(tensors.boxes, dims)
-    # The boxes of tensors that are tied to another stored tensor are copies of boxes of the other.
+    # If a tied tensor has boxes of its own, they are copies of boxes of the tensor it is tied to.
     tied_to: list[int] = [
         tensors.index.get(ties.get(name, name), i) for i, name in enumerate(tensors.index)
     ]
@@ -144,7 +144,7 @@ def _make_entries(tensors: Tensors) -> dict[str, TensorEntry]:
 
 
 def _find_copies(boxes: Pieces) -> BoolArray:
-    """Return which boxes are copies of other boxes, of which the first is not."""
+    """Return which boxes are copies: of equal boxes, all but the first."""
     keys = np.column_stack([boxes.tensor, boxes.offset, boxes.shape])
     order = np.lexsort(keys.T[::-1])
     is_copy = np.zeros(len(order), bool)

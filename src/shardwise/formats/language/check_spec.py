@@ -36,7 +36,9 @@ def check_spec(spec: Spec) -> None:
         for name in tie.name.variables():
             if name not in tie.target.variables():
                 raise spec.source.error(
-                    tie.position, f"{_format_name(name)} is not captured on the right"
+                    tie.position,
+                    f"{_format_name(name)} is used on the left of this tie, but not captured on "
+                    "its right: capture it there, or write the name out",
                 )
 
 
@@ -51,7 +53,9 @@ def _check_names(spec: Spec, rule: Rule) -> None:
     for name, _ in rule.sizes:
         if name not in (*axes, *captures):
             raise spec.source.error(
-                rule.position, f"`where` gives {name} a size, but this rule has no such axis"
+                rule.position,
+                f"`where` gives {name} a size, but this rule has no such axis; correct the name, "
+                "or remove it",
             )
     known_names = {*captures, *spec.ranks, *spec.lets, *(axes if rule.array_shape else ())}
     for target in rule.targets:
@@ -70,7 +74,9 @@ def _check_variables(
     for name in (*value.variables(), *value.sized_axes()):
         if name not in known_names:
             raise spec.source.error(
-                position, f"unknown name {_format_name(name)}: neither captured nor declared"
+                position,
+                f"unknown name {_format_name(name)}: neither captured nor declared; capture it on "
+                "the left, or declare it with `let`",
             )
 
 
@@ -97,7 +103,8 @@ def _check_shapes(spec: Spec, rule: Rule, indexed_axes: frozenset[str]) -> None:
         for axis in sorted(axes & set(dimension_map.split_axes)):
             raise spec.source.error(
                 target.position,
-                f"{axis} is in the name of the tensor, so it cannot also be an axis of the tensor",
+                f"{axis} is in the name of the tensor, so it cannot also be an axis of the tensor; "
+                "leave it out of the name or of the shape",
             )
 
 

@@ -54,8 +54,8 @@ def read(tree: FileTree, builder: Builder) -> None:
     objects are `custom_checkpoint_0` and so on.
 
     Raises:
-        FormatError: a file is malformed, contains objects that are not read from pickles, or has
-            FSDP weights of a single rank.
+        FormatError: a file is malformed, contains objects of classes that shardwise does not read,
+            or has FSDP weights of a single rank.
     """
     if any(map(_FSDP_FILE_OF_RANK.fullmatch, tree.sizes)):
         raise FormatError(

@@ -33,7 +33,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     `optimizer_1` and so on. Everything else keeps its name.
 
     Raises:
-        FormatError: it is malformed, or contains objects that are not read from pickles.
+        FormatError: it is malformed, or contains objects of classes that shardwise does not read.
     """
     unsharded_file = tree.single_file or UNSHARDED_FILE
     state = tree.load(unsharded_file, kind=dict)

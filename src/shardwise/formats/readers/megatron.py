@@ -98,19 +98,19 @@ def _check_backend(tree: FileTree) -> None:
 
 
 def unflatten_optimizer(
-    tensors: Mapping[str, StoredTensor], recorded: object, path: str
+    tensors: Mapping[str, StoredTensor], mcore_data: object, path: str
 ) -> dict[str, StoredTensor]:
     """Undo the flattening of shards: ranges of flat shards become boxes.
 
     Args:
-        recorded: what Megatron-Core recorded of each tensor.
+        mcore_data: what Megatron-Core recorded of each tensor, under this key of the metadata.
         path: the path of the checkpoint, for messages.
 
     Raises:
         FormatError: the ranges do not make up the tensor that was flattened.
     """
     unflattened = dict(tensors)
-    for name, fields in recorded.items() if isinstance(recorded, dict) else ():
+    for name, fields in mcore_data.items() if isinstance(mcore_data, dict) else ():
         shape = fields.get(_ORIGINAL_SHAPE) if isinstance(fields, dict) else None
         if name not in tensors or not isinstance(shape, (tuple, list)):
             continue
@@ -125,7 +125,10 @@ def unflatten_optimizer(
 
 
 def _unflatten(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a tensor `[X, Y]` of which `[X/x, Y/y, x*y]` are the flat shards `[x, y]`."""
+    """Return the tensor of a shape, for example `[X, Y]`.
+
+    It is stored as `[X/x, Y/y, x*y]`: a grid of shards of shape `[x, y]`, each flattened.
+    """
     shard_counts = tensor.shape[:-1]
     if len(shard_counts) != len(shape) or any(
         n % count for n, count in zip(shape, shard_counts, strict=True)

@@ -13,13 +13,19 @@ _RANK_IN_NAME = re.compile(r"(.*rank[-_.=]?)(\d{1,7})(.*\.(?:pt|pth|bin|ckpt|tar
 _NUMBER_IN_NAME = re.compile(r"([^/\d]*)(\d{1,7})(\.(?:pt|pth|bin|ckpt|tar))")
 _WORLD_SIZE = re.compile(r"world_size[-_.=]?(\d{1,7})")
 _NOT_A_KEY = re.compile(r"world_size|rank|[^a-z]+")
-_MOST_LINES = 4
+_MOST_OTHERS_NAMED = 4
 _MOST_SETS = 16
-"""The most sets of files of one checkpoint. Names with two ranks, as DeepSpeed's, make more."""
+"""The most sets of files in one checkpoint.
+
+File names with two rank numbers, such as DeepSpeed's, form more sets: they are not recognised here.
+"""
 _CLASSES_OF_PARTS = (b"DTensor", b"ShardedTensor")
 
 FilesOfRanks: TypeAlias = Mapping[tuple[str, str], Mapping[int, str]]
-"""The file of each rank, by the parts of the file names before and after the rank."""
+"""For each set of files, the file of each rank.
+
+The key of a set is the parts of its file names before and after the rank.
+"""
 
 
 def recognise(tree: FileTree) -> bool:
@@ -31,8 +37,8 @@ def read(tree: FileTree, builder: Builder) -> None:
     """Read a file of torch.save. A value that is not a dict is named `value`.
 
     Raises:
-        FormatError: it is malformed, contains objects that are not read from pickles, or has a
-            DTensor with parts on other ranks.
+        FormatError: it is malformed, contains objects of classes that shardwise does not read, or
+            has a DTensor with parts on other ranks.
     """
     name = tree.single_file or ""
     builder.add_ranks([(name, tree.load(name))])
@@ -81,7 +87,8 @@ def read_ranks(tree: FileTree, builder: Builder) -> None:
     builder.world_size = len(ranks)
     others = [name for name in tree.sizes if name.endswith(SUFFIXES) and name not in values]
     builder.left_out += [
-        f"{name}: not named after a rank as the other files are" for name in others[:_MOST_LINES]
+        f"{name}: not named after a rank as the other files are"
+        for name in others[:_MOST_OTHERS_NAMED]
     ]
 
 

@@ -105,7 +105,7 @@ class _EntryCollector:
 
     Args:
         tree: the files.
-        builder: receives the names of files, and lines about what is left out.
+        builder: receives the names of files, and in `left_out` what is not read.
     """
 
     def __init__(self, tree: FileTree, builder: Builder) -> None:
@@ -207,7 +207,7 @@ class _EntryCollector:
                 self._replicas.setdefault(path, []).append((shard.offsets, array))
 
     def _add_replica(self, rank: int, path: Path, entry: _Entry) -> None:
-        """Add an entry of a further rank: as a replica, not at all if equal, or as left out."""
+        """Add a tensor of a further rank as a replica. Name what differs in `left_out`."""
         name = ".".join(map(str, path))
         if entry.type != "Tensor":
             if path in self._tensors or self._read_value(entry) != self._values[path]:

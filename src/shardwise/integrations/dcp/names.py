@@ -1,8 +1,9 @@
 """Translate names between DCP (`optim.state.0.weight.step`) and shardwise (`optim.0.weight.step`).
 
-A saved state gets the names that shardwise reads from the files of DCP itself. The value
-`dcp_metadata` of the checkpoint records what DCP needs and these names lack: the path of each name
-in the nested state, and the hyperparameters of optimizers as DCP flattened them.
+A state that is saved through the functions of DCP gets the same names as the contents of files that
+DCP itself has written. The value `dcp_metadata` of the checkpoint records what DCP needs and these
+names lack: the path of each name in the nested state, and the hyperparameters of optimizers as DCP
+flattened them.
 """
 
 from __future__ import annotations
@@ -31,37 +32,39 @@ _METADATA_CLASSES = [
 ]
 _TENSOR = port.StoredArray("", 0, "uint8", (), ())
 """Stands for each tensor of a state."""
-_LONGEST_LIST = 1 << 20
-"""The largest total length of all lists in a state, as the paths in a file describe it."""
+_MOST_LIST_ITEMS = 1 << 20
+"""The most items that all lists of a state may have together, by the indices in the saved paths."""
 
 
 def name_state(
     tensors: Collection[str],
     values: Mapping[str, object],
-    whole: Collection[str],
+    values_with_tensors: Collection[str],
     arrays: Collection[str],
     paths: Mapping[str, Path],
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Give the tensors and values of a state that DCP flattened their names in the checkpoint.
+    """Return the names that a checkpoint uses for a state that DCP has flattened.
+
+    All arguments have the names of DCP.
 
     Args:
-        tensors: the names of the tensors, as DCP names them, like all others.
+        tensors: the names of the tensors.
         values: the plain values without tensors.
-        whole: the names of the values with tensors inside.
+        values_with_tensors: the names of the values with tensors inside.
         arrays: the names of the values that are NumPy arrays, which are stored as tensors.
         paths: the path of each name in the nested state. A name without a path was not flattened.
 
     Returns:
-        The name of each tensor, by its name of DCP; and the values by name, with `dcp_metadata`,
-        and without those that have tensors inside.
+        A dict from DCP's name of each tensor to its name in the checkpoint; and the values to save,
+        by name. They include `dcp_metadata`, and do not include `values_with_tensors`.
 
     Raises:
         StateError: a name is taken.
     """
     bytes_io_positions = {name: v.tell() for name, v in values.items() if isinstance(v, BytesIO)}
     values = {n: v.getvalue() if isinstance(v, BytesIO) else v for n, v in values.items()}
-    path_of = {n: paths.get(n, (n,)) for n in (*tensors, *values, *whole, *arrays)}
-    others = [path_of[name] for name in (*whole, *arrays)]
+    path_of = {n: paths.get(n, (n,)) for n in (*tensors, *values, *values_with_tensors, *arrays)}
+    others = [path_of[name] for name in (*values_with_tensors, *arrays)]
     leaves = [(path, _TENSOR) for path in (*(path_of[name] for name in tensors), *others)]
     nested = port.nest([*leaves, *((path_of[name], value) for name, value in values.items())])
     named = port.name_leaves(nested, others)
@@ -74,7 +77,7 @@ def name_state(
         ]
         for name, optimizer in named.optimizers.items()
     }
-    if DCP_METADATA in (*tensor_names.values(), *named_values, *whole, *arrays):
+    if DCP_METADATA in (*tensor_names.values(), *named_values, *values_with_tensors, *arrays):
         raise StateError(
             f"{DCP_METADATA!r}: shardwise stores DCP's names under this key: rename the key"
         )
@@ -95,7 +98,7 @@ def name_state(
 
 
 @dataclass(frozen=True, slots=True)
-class SavedValue:
+class ValuePlace:
     """The place of a value in a checkpoint.
 
     Attributes:
@@ -108,8 +111,8 @@ class SavedValue:
     keys: Path = ()
     bytes_io_position: int | None = None
 
-    def find(self, value: object) -> object:
-        """Return the value, given the whole object.
+    def find(self, value: object, path: str) -> object:
+        """Return the value, given the whole object and the path of the checkpoint.
 
         Raises:
             FormatError: the object lacks one of the keys.
@@ -117,8 +120,8 @@ class SavedValue:
         found = _find(value, self.keys)
         if found is _ABSENT:
             raise FormatError(
-                f"{self.object_name} lacks {'.'.join(map(str, self.keys))}, which {DCP_METADATA} "
-                "names: a faulty program wrote the checkpoint; load another one"
+                f"{path}: {self.object_name} lacks {'.'.join(map(str, self.keys))}, which "
+                f"{DCP_METADATA} names: a faulty program wrote the checkpoint; load another one"
             )
         if self.bytes_io_position is None or not isinstance(found, bytes):
             return found
@@ -138,7 +141,7 @@ class DcpNames:
     """
 
     tensors: Mapping[str, str]
-    values: Mapping[str, SavedValue]
+    values: Mapping[str, ValuePlace]
     paths: Mapping[str, Path]
 
 
@@ -156,7 +159,10 @@ def names_in_checkpoint(checkpoint: sw.Checkpoint) -> DcpNames:
     tensors = list(checkpoint.tensors())
     if DCP_METADATA in checkpoint:
         objects = [name for name in _value_names(checkpoint) if name != DCP_METADATA]
-        return _names_by_metadata(checkpoint[DCP_METADATA], tensors, objects)
+        try:
+            return _names_by_metadata(checkpoint[DCP_METADATA], tensors, objects)
+        except FormatError as error:
+            raise FormatError(f"{checkpoint.path}: {error}") from error
     return _names_without_metadata(checkpoint)
 
 
@@ -164,7 +170,8 @@ def names_in_dcp_files(names: DcpNames, path: str, checkpoint: sw.Checkpoint) ->
     """Add the names that the files of DCP themselves use.
 
     They may lack the prefix `model.` or `optimizer.` of the names in the checkpoint, and name the
-    hyperparameters of each parameter. NumPy arrays, tensors in the checkpoint, are values of DCP.
+    hyperparameters of each parameter. A NumPy array, which the checkpoint stores as a tensor, is a
+    value in DCP.
 
     Args:
         names: the result of `names_in_checkpoint`.
@@ -172,14 +179,15 @@ def names_in_dcp_files(names: DcpNames, path: str, checkpoint: sw.Checkpoint) ->
         checkpoint: the checkpoint.
     """
     tensors, values = dict(names.tensors), dict(names.values)
-    objects = {name: SavedValue(name) for name in _value_names(checkpoint)}
+    objects = {name: ValuePlace(name) for name in _value_names(checkpoint)}
     other_values = {**_hyperparameters_by_parameter(checkpoint), **values, **objects}
     tree = port.FileTree(path, skip_unknown=True)
     metadata = tree.load_pickle(".metadata", classes=_METADATA_CLASSES)
     for name, described in metadata.fields["state_dict_metadata"].items():
-        is_value = isinstance(described, port.PickledInstance)  # and not an unknown object
+        # A value has BytesStorageMetadata. The metadata of a tensor is an unknown object here.
+        is_value = isinstance(described, port.PickledInstance)
         if is_value and tensors.get(name) == name:
-            values[name] = SavedValue(tensors.pop(name))
+            values[name] = ValuePlace(tensors.pop(name))
         if name in tensors or name in values:
             continue
         for full_name in (name, f"model.{name}", f"optimizer.{name}"):
@@ -207,13 +215,13 @@ def _groups_of_optimizers(checkpoint: sw.Checkpoint) -> Iterator[tuple[str, int,
                     yield name, i, group
 
 
-def _hyperparameters_by_parameter(checkpoint: sw.Checkpoint) -> dict[str, SavedValue]:
-    """Return them as `StateDictOptions(flatten_optimizer_state_dict=True)` names them."""
+def _hyperparameters_by_parameter(checkpoint: sw.Checkpoint) -> dict[str, ValuePlace]:
+    """Return the hyperparameters by the names that `flatten_optimizer_state_dict=True` gives."""
     found = {}
     for name, i, group in _groups_of_optimizers(checkpoint):
         members = group.get("members")
         for key, member in product(group["value"], members if type(members) is list else ()):
-            found[f"{name}.{member}.{key}"] = SavedValue(name, (i, "value", key))
+            found[f"{name}.{member}.{key}"] = ValuePlace(name, (i, "value", key))
     return found
 
 
@@ -229,13 +237,13 @@ def _names_by_metadata(
     by_dcp_name = {dcp_name.get(name, name): name for name in tensors}
     names = paths or dict.fromkeys((*by_dcp_name, *objects, *separate))
     found_tensors: dict[str, str] = {}
-    values: dict[str, SavedValue] = {}
+    values: dict[str, ValuePlace] = {}
     for name in names:
         place = _locate(paths.get(name, (name,)), objects)
         if name in separate:
-            values[name] = SavedValue(DCP_METADATA, (_VALUES, name))
+            values[name] = ValuePlace(DCP_METADATA, (_VALUES, name))
         elif name in by_dcp_name and name in arrays:
-            values[name] = SavedValue(by_dcp_name[name])
+            values[name] = ValuePlace(by_dcp_name[name])
         elif name in by_dcp_name:
             found_tensors[name] = by_dcp_name[name]
         elif place is not None:
@@ -250,17 +258,17 @@ def _names_by_metadata(
 
 
 def _names_without_metadata(checkpoint: sw.Checkpoint) -> DcpNames:
-    values: dict[str, SavedValue] = {}
+    values: dict[str, ValuePlace] = {}
     for name, i, group in _groups_of_optimizers(checkpoint):
-        values[f"{name}.{i}.params"] = SavedValue(name, (i, "members"))
+        values[f"{name}.{i}.params"] = ValuePlace(name, (i, "members"))
         for key in group["value"]:
-            values[f"{name}.{i}.{key}"] = SavedValue(name, (i, "value", key))
+            values[f"{name}.{i}.{key}"] = ValuePlace(name, (i, "value", key))
     with_groups = {place.object_name for place in values.values()}
     tensors = list(checkpoint.tensors())
     for name in _value_names(checkpoint):
         if name not in with_groups:
             has_tensors = any(each.startswith(f"{name}.") for each in tensors)
-            values |= {name: SavedValue(name)} if has_tensors else _parts_of_value(checkpoint, name)
+            values |= {name: ValuePlace(name)} if has_tensors else _parts_of_value(checkpoint, name)
     optimizers = [name.removesuffix(f".{GROUPS}") for name in with_groups]
     named = {_with_state_key(name, optimizers): name for name in tensors}
     return DcpNames(named, values, {name: (name,) for name in (*named, *values)})
@@ -274,15 +282,15 @@ def _with_state_key(name: str, optimizers: Iterable[str]) -> str:
     return name
 
 
-def _parts_of_value(checkpoint: sw.Checkpoint, name: str) -> dict[str, SavedValue]:
+def _parts_of_value(checkpoint: sw.Checkpoint, name: str) -> dict[str, ValuePlace]:
     """Return the parts of a value by the names that DCP gives them."""
     try:
         value = checkpoint[name]
     except StateError:  # a load of the value reports the error
-        return {name: SavedValue(name)}
+        return {name: ValuePlace(name)}
     planner = DefaultSavePlanner()
     planner.set_up_planner({name: value})
-    return {part: SavedValue(name, tuple(path[1:])) for part, path in planner.mappings.items()}
+    return {part: ValuePlace(name, tuple(path[1:])) for part, path in planner.mappings.items()}
 
 
 _ABSENT = object()
@@ -301,12 +309,12 @@ def _find(value: object, keys: Path) -> object:
     return value
 
 
-def _locate(path: Path, objects: Collection[str]) -> SavedValue | None:
+def _locate(path: Path, objects: Collection[str]) -> ValuePlace | None:
     """Return the place of the value at a path of the nested state; None if it has no object."""
     for count in range(len(path), 0, -1):
         name = ".".join(map(str, path[:count]))
         if name in objects:
-            return SavedValue(name, path[count:])
+            return ValuePlace(name, path[count:])
     return None
 
 
@@ -325,7 +333,7 @@ def _checked_path(name: str, path: object) -> Path:
 
 
 def _is_index(part: object) -> bool:
-    return type(part) is int and 0 <= part < _LONGEST_LIST
+    return type(part) is int and 0 <= part < _MOST_LIST_ITEMS
 
 
 def _check_lists(paths: Iterable[Path]) -> None:
@@ -335,8 +343,8 @@ def _check_lists(paths: Iterable[Path]) -> None:
         for i, part in enumerate(path):
             if isinstance(part, int):
                 length[path[:i]] = max(length.get(path[:i], 0), part + 1)
-    if sum(length.values()) > _LONGEST_LIST:
-        raise _invalid_metadata_error(f"its lists have more than {_LONGEST_LIST} items")
+    if sum(length.values()) > _MOST_LIST_ITEMS:
+        raise _invalid_metadata_error(f"its lists have more than {_MOST_LIST_ITEMS} items")
 
 
 def _invalid_metadata_error(problem: str) -> FormatError:

@@ -210,7 +210,7 @@ def _read_values(
             is_array = isinstance(value, sw.SavedTensor)
             objects[place.object_name] = value.tensor().numpy() if is_array else value
         data = BytesIO()
-        torch.save(place.find(objects[place.object_name]), data)
+        torch.save(place.find(objects[place.object_name], checkpoint.path), data)
         data.seek(0)
         planner.load_bytes(item, data)
 

@@ -147,7 +147,7 @@ class StorageWriter(storage.StorageWriter):
         written = [result for results_of_rank in results for result in results_of_rank]
         try:
             parts = [each.storage_data.part for each in written]
-            tensors, values = _name_all(metadata, written)
+            tensors, values = _name_all(self.checkpoint_id, metadata, written)
             save.commit([each for each in parts if each is not None], values, tensors)
         finally:
             self._end_save()
@@ -221,7 +221,7 @@ def _write_items(plan: SavePlan, planner: SavePlanner, save: sw.PartialSave) -> 
 
 
 def _name_all(
-    metadata: Metadata, written: list[WriteResult]
+    path: str, metadata: Metadata, written: list[WriteResult]
 ) -> tuple[dict[str, str], dict[str, object]]:
     """Return the tensors and values that all ranks have written, as `name_state` does."""
     names: dict[str, list[str]] = {"tensor": [], "value": [], "whole": [], "array": []}
@@ -232,15 +232,22 @@ def _name_all(
     wrong = {*names["tensor"]} ^ {*tensors}
     if wrong:
         raise sw.StateError(
-            f"{min(wrong)}: the planner wrote this tensor, but its metadata lacks it, or the other "
-            "way round: correct the planner's create_global_plan"
+            f"{path}: {min(wrong)}: "
+            + (
+                "the planner's create_global_plan returned metadata with this tensor, which no "
+                "rank wrote"
+                if min(wrong) in tensors
+                else "ranks wrote this tensor, which the metadata of the planner's "
+                "create_global_plan lacks"
+            )
+            + ": correct create_global_plan"
         )
     paths = metadata.planner_data or {}
     values = {e.index.fqn: e.storage_data.value for e in written if e.storage_data.kind == "value"}
     return name_state(
         tensors,
         values,
-        whole=names["whole"],
+        values_with_tensors=names["whole"],
         arrays=names["array"],
         paths={name: paths[name] for name in described if name in paths},
     )

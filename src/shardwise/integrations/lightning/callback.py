@@ -28,7 +28,7 @@ _LOST_POSITION = "You're resuming from a checkpoint that ended before the epoch 
 """How Lightning's warning of a resume within an epoch begins."""
 
 
-class TrainedData(Protocol):
+class CountsBatches(Protocol):
     """A sampler or loader of `shardwise.data`, which counts what the model was trained on."""
 
     def advance(self) -> None:
@@ -85,7 +85,7 @@ class ShardwiseCheckpoint(Checkpoint):
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         resume: int | sw.Best | Literal["newest", "best"] | None = "newest",
-        data: TrainedData | None = None,
+        data: CountsBatches | None = None,
         trainable_only: bool = False,
         extra: Mapping[str, Any] | None = None,
         **options: Any,
@@ -179,8 +179,8 @@ class ShardwiseCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the random states again, if the training resumes in the middle of an epoch.
 
-        Lightning has begun an iteration over the data since, which draws a random number. Without
-        the interruption, it has drawn this number before the checkpoint.
+        Since the restore, Lightning has begun to iterate over the data, which drew a random number.
+        A training without interruption drew this number before the step of the checkpoint.
         """
         self._saved_step = self._last_step = trainer.global_step  # save only after a further step
         self._has_stepped = False
@@ -195,7 +195,7 @@ class ShardwiseCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End what lasts until the first batch."""
+        """Stop suppressing the warning of a lost position."""
         self._until_first_batch.close()
 
     def on_train_batch_end(
@@ -227,8 +227,8 @@ class ShardwiseCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save after every `every_n_epochs` epochs, and if the last step is due."""
-        # Otherwise, Lightning would not step ReduceLROnPlateau in the first epoch after a resume.
-        # With max_steps, the setter of `restarting` would set True.
+        # While `_restarting` is True, Lightning does not step ReduceLROnPlateau at the end of the
+        # epoch. The public setter is of no use: with max_steps, it sets True.
         trainer.fit_loop._restarting = False
         is_due = self._is_epoch_due(trainer) or self._is_step_due(trainer)
         if is_due or self._has_signal():
@@ -355,7 +355,10 @@ class ShardwiseCheckpoint(Checkpoint):
 
     def _best(self) -> sw.Best:
         if self._monitor is None:
-            raise sw.StateError("ShardwiseCheckpoint has no monitor=, so no checkpoint is the best")
+            raise sw.StateError(
+                "ShardwiseCheckpoint has no monitor=, so no checkpoint is the best: pass monitor=, "
+                "or resume the newest checkpoint or a step"
+            )
         return sw.Best(self._monitor, mode=self._mode)
 
     def _path_of(self, best: sw.Best | None) -> str:

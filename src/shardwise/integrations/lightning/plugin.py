@@ -51,7 +51,8 @@ class ShardwiseCheckpointIO(TorchCheckpointIO):
             )
         rest = {key: value for key, value in checkpoint.items() if key not in TENSORS}
         state = {key: checkpoint[key] for key in TENSORS if key in checkpoint}
-        # Values in a list keep their keys. Names of a dict's items are joined by dots.
+        # In a list, a dict is stored as one value with its keys. The keys of a dict that is not in
+        # a list would be joined by dots.
         try:
             sw.save(str(path), {**state, _REST: [rest]}, overwrite=True, group=sw.SoloGroup())
         except sw.StateError as error:

@@ -102,7 +102,7 @@ class TrainerValues:
         """Return the state of the loops.
 
         If the training ends in the middle of an epoch, this is the state at the end of the last
-        batch. From the state now, Lightning would begin the next epoch.
+        batch. From the present state, Lightning would begin the next epoch.
         """
         loops: dict[str, Any] = self._trainer.fit_loop.state_dict()
         if self._trainer.is_last_batch or not self._epoch_has_ended():
@@ -115,7 +115,7 @@ class TrainerValues:
         return loops
 
     def _epoch_has_ended(self) -> bool:
-        """Return whether this is the hook at the end of an epoch, also of one cut short."""
+        """Return whether this hook is at the end of an epoch, even of one that was cut short."""
         epoch = self._trainer.fit_loop.epoch_progress.current
         return bool(epoch.processed > epoch.completed)
 
@@ -123,7 +123,8 @@ class TrainerValues:
         """Return the metrics for schedulers that Lightning will step after this save, by number.
 
         At the end of a batch, a validation and an epoch, Lightning steps schedulers such as
-        ReduceLROnPlateau after the save. Only after a validation, it repeats this when it resumes.
+        ReduceLROnPlateau after the save. When it resumes, it repeats only the steps after a
+        validation.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         has_ended = self._epoch_has_ended()

@@ -9,14 +9,17 @@ from typing import Any
 from shardwise import Best, Keep, StateError
 
 BEST_STEP = "best_model_step"
-"""The metric of the steps that were the best so far when they were saved. Its value is the step."""
+"""A metric of shardwise itself. A save has it only if its step was the best so far.
+
+Its value is the number of the step, so the maximum is the best step.
+"""
 
 
 def best_checkpoint(args: Any) -> Best | None:
     """Return how to find the best checkpoint; None without `metric_for_best_model`.
 
-    The Trainer decides which step is the best: of equal values, the first; of steps that are not
-    saved, none. A ranking by the metric could select another step.
+    The Trainer decides which step is the best: of steps with equal values, the first; and never a
+    step that was not saved. A ranking by the metric could select another step.
     """
     return None if args.metric_for_best_model is None else Best(BEST_STEP, mode="max")
 

@@ -62,16 +62,17 @@ class StatefulValue:
 
 @dataclass
 class RestoreStep:
-    """Loads a checkpoint of this run: first the counters, then the rest of the same step.
+    """Loads a checkpoint of this run in two calls: one for the counters, and one for the rest.
 
     Attributes:
-        choice: which step; after the first load, the step.
-        may_be_earlier: whether to load an earlier step if the save of this step is incomplete.
+        choice: the step, or how to choose it. The first call replaces it by the number of the step
+            that it loaded, so that the second call loads the same step.
+        accept_earlier: whether to load an earlier step if the save of this step is incomplete.
     """
 
     checkpointer: Checkpointer
     choice: int | Best | Literal["newest"]
-    may_be_earlier: bool = False
+    accept_earlier: bool = False
 
     def __call__(self, state: Any) -> None:
         try:
@@ -82,7 +83,7 @@ class RestoreStep:
                     f"{self.checkpointer}: no checkpoint was the best by metric_for_best_model "
                     "when it was saved: pass resume_from_checkpoint=True for the newest one"
                 ) from None
-            if not isinstance(self.choice, int) or not self.may_be_earlier:
+            if not isinstance(self.choice, int) or not self.accept_earlier:
                 raise
             earlier = [each for each in steps_on_rank_0(self.checkpointer) if each < self.choice]
             if not earlier:
@@ -149,12 +150,12 @@ def from_rank_0(value: T) -> T:
 
 @dataclass
 class LoadPath:
-    """Loads a checkpoint of another run: first the counters, then the rest of the same step.
+    """Loads a checkpoint of another run in two calls: one for the counters, and one for the rest.
 
     Attributes:
         path: a checkpoint, or the root of a run.
-        step: which step of the root. The first load replaces "newest" by the number of the step, so
-            that the second load reads the same step even if the other run saves meanwhile.
+        step: which step of the root. The first call replaces "newest" by the number of the step, so
+            that the second call reads the same step even if the other run saves meanwhile.
     """
 
     path: str

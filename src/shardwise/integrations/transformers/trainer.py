@@ -138,8 +138,11 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
             if run.saves_only_model or "scheduler: not in the checkpoint" not in error.problems:
                 raise
             raise MismatchError(
-                "the checkpoint has no optimizer and no scheduler. If it was saved with "
-                "save_only_model=True, pass this option again, to continue with new ones",
+                f"{run.load.path if isinstance(run.load, LoadPath) else run.checkpointer}, step "
+                f"{run.load.step if isinstance(run.load, LoadPath) else run.load.choice}: the "
+                "checkpoint has no optimizer and no scheduler. If it was saved "
+                "with save_only_model=True, pass this option again, to continue with new ones. "
+                "Otherwise call train without resume_from_checkpoint, and load only the model",
                 error.problems,
             ) from error
         run.is_loading = False
@@ -291,7 +294,7 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         folder = self._folder_of_other_run(str(wanted))
         if folder is not None:
             return LoadPath(os.path.join(folder, SUBDIRECTORY), step)
-        return RestoreStep(run.checkpointer, step, may_be_earlier=is_directory(str(wanted)))
+        return RestoreStep(run.checkpointer, step, accept_earlier=is_directory(str(wanted)))
 
 
 class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers

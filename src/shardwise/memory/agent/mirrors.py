@@ -20,7 +20,7 @@ import msgspec
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run
-from shardwise.memory.rank_locks import has_trainers
+from shardwise.memory.rank_liveness import has_trainers
 from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.options import StorageTask
 

@@ -12,7 +12,7 @@ from shardwise.memory.agent.status import NodeStatus, RunStatus, read_runs, read
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK
 from shardwise.memory.options import DEFAULT_DIRECTORY, Tls
-from shardwise.memory.rank_locks import is_training
+from shardwise.memory.rank_liveness import is_training
 from shardwise.memory.reclaim import clear_run
 from shardwise.memory.spawn import RotatingLog, end_agent, running_agent
 

@@ -20,7 +20,7 @@ from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import opened, read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
-from shardwise.memory.rank_locks import is_rank_alive
+from shardwise.memory.rank_liveness import is_rank_alive
 from shardwise.memory.reclaim import reuse_spare
 from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
 from shardwise.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe

@@ -16,7 +16,7 @@ from shardwise.memory.files import read_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache, read_snapshots, why_retrying
 from shardwise.memory.options import Tls
-from shardwise.memory.rank_locks import has_trainers, is_training
+from shardwise.memory.rank_liveness import has_trainers, is_training
 from shardwise.memory.records import AgentInfo, ProtectRequest
 from shardwise.memory.redundancy.placement import groups_of_node
 from shardwise.memory.remote.agent_watch import why_no_answer

@@ -1,7 +1,8 @@
-"""Computes parity chunks from the data of other nodes, one section of a chunk at a time.
+"""Computes parity chunks from the data of other nodes, a part of a chunk at a time.
 
-With one parity chunk in a stripe, each thread needs memory for three sections. With more, it needs
-one section for each data chunk, and one for the result. The size of the data does not matter.
+A part has `bytes_per_read(k, m)` bytes. A thread needs memory for three parts if a stripe has one
+parity chunk; otherwise, for a part of each data chunk, and one part of the result. The size of the
+data does not matter.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class UnreadableFileError(Exception):
         self.error = error
 
 
-def parity_stripe(group: ProtectionGroup, index: int, number: int) -> Stripe:
-    """Return the stripe of the parity chunk `number` that a member stores."""
-    return group.stripes()[index_of_parity_stripe(index, number, len(group.members))]
+def parity_stripe(group: ProtectionGroup, index: int, parity_index: int) -> Stripe:
+    """Return the stripe of a parity chunk that a member stores; see `encode_parity`."""
+    return group.stripes()[index_of_parity_stripe(index, parity_index, len(group.members))]
 
 
 def encode_parity(
     group: ProtectionGroup,
     index: int,
-    number: int,
+    parity_index: int,
     read_range: ReadRange,
     write_section: Callable[[int, Buffer], None],
     *,
@@ -83,7 +84,7 @@ def encode_parity(
     Args:
         group: the group.
         index: the index of the member in the group.
-        number: the index of the parity chunk in its stripe.
+        parity_index: the index of the parity chunk in its stripe.
         read_range: reads the data files of the other members.
         write_section: receives the offset of each section in the chunk, and its bytes.
         is_needed: returns whether the section between two offsets is computed.
@@ -93,7 +94,7 @@ def encode_parity(
         StoreError: a file of another node cannot be read, or pyeclib is needed and missing.
     """
     k = len(group.members) - group.parity
-    stripe = parity_stripe(group, index, number)
+    stripe = parity_stripe(group, index, parity_index)
 
     def encode(low: int) -> None:
         with coder.lend_buffers() as buffers:
@@ -103,7 +104,7 @@ def encode_parity(
                 (f, read_member_data(read_range, group, member, f * group.chunk + low, out))
                 for (f, member), out in zip(enumerate(stripe.data), cycle(inputs), strict=False)
             )
-            coder.code.recover(chunks, {k + number: parity})
+            coder.code.recover(chunks, {k + parity_index: parity})
             write_section(low, parity)
 
     with closing(Coder(k, group.parity, more_buffers=1)) as coder:

@@ -214,7 +214,8 @@ def form_groups(
         )
     if parity > 1 and group_size > MOST_NODES:
         raise ValueError(
-            f"group={group_size}: with parity={parity}, groups can have at most {MOST_NODES} nodes"
+            f"Memory(parity={parity}, group={group_size}): with parity=2 or more, a group has at "
+            f"most {MOST_NODES} nodes: pass group={MOST_NODES} or less"
         )
     if not members:
         return Protection(save_id, ())

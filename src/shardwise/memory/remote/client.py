@@ -52,7 +52,7 @@ class AgentClient:
         read_timeout: seconds until a request fails if it has not ended. This limit is a second
             longer for each MiB that is sent or received.
         tls: the TLS context for an https URL. An http URL is then refused.
-        deadline: when all requests end; None if only each by itself has a limit.
+        deadline: the common limit of all requests; None if each request only has its own.
 
     Raises:
         StoreError: the URL or the token of `info` is invalid.
@@ -218,8 +218,12 @@ class AgentClient:
 
     def _connect(self) -> HTTPConnection:
         if self._uses_tls != (self._tls is not None):
-            tls = "requires TLS: pass certificates (tls=)" if self._uses_tls else "does not use TLS"
-            raise StoreError(f"{self}: the agent {tls}; nothing was sent to it")
+            problem = (
+                "requires TLS: pass certificates (tls=)"
+                if self._uses_tls
+                else "does not use TLS: start it with certificates (--tls-cert), or leave out tls="
+            )
+            raise StoreError(f"{self}: nothing was sent to it, because the agent {problem}")
         connection = HTTPConnection(self._host, self._port)
         connection.auto_open = 0  # a reconnect by http.client would be unencrypted
         deadline = Deadline(min(self._connect_timeout, self._deadline.seconds_left()))

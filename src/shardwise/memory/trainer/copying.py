@@ -18,7 +18,7 @@ BYTES_AT_ONCE = 8 << 20
 BYTES_AT_ONCE_FROM_DEVICES = 64 << 20
 """The same for copies that a device makes. To queue 8 MiB takes longer than to copy them."""
 SLACK_SHARE = 0.7
-"""A copy is spread over this fraction of the slack."""
+"""A copy is spread over this fraction of the time that the training leaves for it (`Slack`)."""
 SAVES_MEASURED = 5
 Fill = Callable[[int, int, Buffer], None]
 """`fill(low, high, out)` copies bytes `low:high` of a file to `out`."""
@@ -89,7 +89,7 @@ class Pace:
     """Spreads a copy evenly over time, starting now. A late copy runs at full speed.
 
     Args:
-        total: the largest number of bytes to copy.
+        total: an upper bound on the number of bytes to copy.
         seconds: the time over which to spread them.
         clock: returns the time in seconds.
     """
@@ -113,7 +113,7 @@ class CopyProgress:
     """The progress of copying a rank's part of a snapshot.
 
     Args:
-        total: the largest number of bytes to copy.
+        total: an upper bound on the number of bytes to copy.
         slack: the time that the training left for earlier copies, which sets the pace. None: copy
             at full speed.
 

@@ -1,8 +1,8 @@
 """Notices that another node of the run is lost, while this rank waits for agents.
 
-The first rank of each node listens on a port. The system accepts connections there as long as the
-process lives, even if it is suspended. This rank also restarts the agent of its node. So a node is
-lost if neither its first rank nor its agent accepts a connection.
+The first rank of each node listens on a port. The operating system accepts connections there as
+long as the process lives, even if it is suspended. This rank also restarts the agent of its node.
+So a node is lost if neither its first rank nor its agent accepts a connection.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership
 
 CHECK_PERIOD = 0.3  # seconds
-# Until a node is asked again, and until it counts as lost then. The second time is long enough for
-# the system to send a lost packet again.
+# How long to wait for a node's answer, at first and when the node is asked again. If it does not
+# answer the second time either, it is lost. This time is long enough for the system to send a lost
+# packet again.
 FIRST_TIMEOUT, SECOND_TIMEOUT = 0.3, 1.2  # seconds
 CONNECTIONS_AT_ONCE = 128
 K = TypeVar("K")
@@ -82,10 +83,10 @@ class NodeWatch:
         threading.Thread(target=_accept, args=(listener,), daemon=True).start()
         return host, listener.getsockname()[1]
 
-    def begin_wait(self) -> Callable[[], None]:
-        """Return a function for a wait to call often.
+    def make_throttled_check(self) -> Callable[[], None]:
+        """Return a function that a waiting loop calls in each pass.
 
-        The function calls `check` once every `CHECK_PERIOD` seconds, and not before that time.
+        It calls `check` at most once every `CHECK_PERIOD` seconds, the first time after that time.
         """
         next_check = Deadline(CHECK_PERIOD)
 
@@ -171,7 +172,8 @@ def _connect_to_all(
                 pending.register(sock, selectors.EVENT_WRITE, (key, sock))
             else:
                 failed[key] = os.strerror(code)
-        # Answers that came while this process did not run count, though the time has passed.
+        # If this process was suspended, answers that came meanwhile count, though the time has
+        # passed.
         while pending.get_map() and (events := pending.select(deadline.seconds_left())):
             for event, _ in events:
                 key, sock = event.data

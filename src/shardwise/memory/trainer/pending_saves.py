@@ -169,7 +169,7 @@ class PendingSave:
         watch = AgentWatch(self.agents, self.place, self.save_id)
         deadline = Deadline(timeout)
         notice = Deadline(RETRY_CHECK_PERIOD)
-        check_nodes = None if self.watch is None else self.watch.begin_wait()
+        check_nodes = None if self.watch is None else self.watch.make_throttled_check()
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             done = self.outcome(stage)
             if done is not None:
@@ -193,8 +193,9 @@ class PendingSave:
                 raise StoreError(f"{self._describe_failure(stage)}: {error}") from error
         retrying = self.why_retrying(stage)
         raise TimeoutError(
-            f"step {self.place.step}: {stage} has not ended in {timeout:g} s; it continues: wait "
-            f"again, with a longer timeout{retrying and f'; it has {retrying}'}"
+            f"step {self.place.step}: the stage {stage!r} of {self.place.path} has not ended in "
+            f"{timeout:g} s: {f'it has {retrying}' if retrying else 'it continues'}; wait again, "
+            "with a longer timeout"
         )
 
     def why_retrying(self, stage: str) -> str:

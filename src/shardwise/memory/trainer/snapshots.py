@@ -18,7 +18,7 @@ from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
-from shardwise.memory.rank_locks import RankLock, forget_lost_ranks
+from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
     discard_superseded,
@@ -205,8 +205,8 @@ class Snapshots:
         """Release the slots.
 
         Args:
-            wait: wait until all saves have ended. If the newest snapshot is in storage then, the
-                memory of the run is deleted. Otherwise the agents continue alone.
+            wait: wait until all saves have ended, and then delete the memory of the run if its
+                newest snapshot is in storage. If False, the agents continue alone.
             failed: whether this trainer counts as lost.
 
         Raises:
@@ -369,7 +369,7 @@ class Snapshots:
             parity=memory.parity,
             group=memory.group,
             wait=memory.wait,
-            budget=memory.budget,
+            budget=memory.max_bytes_per_second,
             bytes_held=plan.bytes_held,
             bytes_total=plan.bytes_stored,
         )

@@ -387,7 +387,7 @@ class Staging:
         self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
     ) -> Slot:
         deadline = Deadline(self._options.wait)
-        check_nodes = None if self.watch is None else self.watch.begin_wait()
+        check_nodes = None if self.watch is None else self.watch.make_throttled_check()
         for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
             slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:

@@ -120,7 +120,8 @@ def read_values(tree: FileTree, items: Sequence[FilePart]) -> list[Any]:
     """Read the values of pickled items, with `StoredArray` for tensors in them.
 
     Raises:
-        FormatError: an item is malformed, or contains objects that are not read from pickles.
+        FormatError: an item is malformed, or contains objects of classes that shardwise does not
+            read.
     """
     value_by_data: dict[bytes, Any] = {}
 

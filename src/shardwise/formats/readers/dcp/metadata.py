@@ -70,8 +70,8 @@ def read_metadata(tree: FileTree, name: str = METADATA) -> Metadata:
         name: the name of the file below the tree. Its folder also has the data files.
 
     Raises:
-        FormatError: it is malformed, contains objects that are not read from pickles, or items are
-            compressed.
+        FormatError: it is malformed, contains objects of classes that shardwise does not read, or
+            has compressed items.
     """
     path = tree.label(name)
     pickled_metadata = tree.load_pickle(name, classes=_METADATA_CLASSES)

@@ -74,7 +74,7 @@ def read_contents(
     """Read the metadata, find the bytes of all tensors, and read all values.
 
     Args:
-        builder: receives the names of files, and lines about what is left out.
+        builder: receives the names of files, and in `left_out` what is not read.
         name: the name of the file of metadata.
 
     Returns:
@@ -116,7 +116,10 @@ def read_contents(
     }
     contents |= zip(metadata.values, read_values(tree, value_items), strict=True)
     builder.left_out += [f"{name}: {each.reason}" for name, each in unknown.items()]
-    builder.left_out += [f"{name}: it has an item, but no shape" for name in metadata.unused]
+    builder.left_out += [
+        f"{name}: .metadata says where its bytes are, but not what they are"
+        for name in metadata.unused
+    ]
     return contents, metadata
 
 

@@ -70,7 +70,9 @@ def add_shards(
                 builder.add_box(tensors[rank], offset, array, box, replica=is_replica)
 
 
-def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
+def add_flat_group(
+    builder: Builder, shards: Sequence[FlatGroup], placement_rule: PlacementRule
+) -> None:
     """Add a group of parameters that ZeRO divided: weights, optimizer state, and step counts.
 
     Args:
@@ -79,7 +81,7 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
     Raises:
         FormatError: the ranks have different parameters, or their shards do not fit together.
     """
-    _add_flat_arrays(builder, shards, place)
+    _add_flat_arrays(builder, shards, placement_rule)
     first = shards[0]
     for key in first.scalars:
         values = [value for group in shards for value in group.scalars.get(key, ())]
@@ -87,7 +89,9 @@ def add_flat_group(builder: Builder, shards: Sequence[FlatGroup], place: Placeme
     builder.left_out += first.left_out
 
 
-def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: PlacementRule) -> None:
+def _add_flat_arrays(
+    builder: Builder, shards: Sequence[FlatGroup], placement_rule: PlacementRule
+) -> None:
     first = shards[0]
     for group in shards:
         if group.names != first.names or set(group.arrays) != set(first.arrays):
@@ -98,7 +102,8 @@ def _add_flat_arrays(builder: Builder, shards: Sequence[FlatGroup], place: Place
                 "files of one save"
             )
     placements = [
-        place(name, [group.shapes[i] for group in shards]) for i, name in enumerate(first.names)
+        placement_rule(name, [group.shapes[i] for group in shards])
+        for i, name in enumerate(first.names)
     ]
     for key, (_, first_arrays) in first.arrays.items():
         dtype = next(array.dtype for array in first_arrays if array is not None)
@@ -157,7 +162,7 @@ def add_state(
     parameter: str,
     key: str,
     values: Sequence[StoredArray | Number],
-    place: PlacementRule,
+    placement_rule: PlacementRule,
 ) -> None:
     """Add the weight (`MASTER`) or a state of a parameter.
 
@@ -168,7 +173,7 @@ def add_state(
     if not arrays or not arrays[0].shape:
         add_scalars(builder, [parameter], key, values)
     else:
-        placement = place(parameter, [array.shape for array in arrays])
+        placement = placement_rule(parameter, [array.shape for array in arrays])
         add_shards(builder, tensor_name(parameter, key), arrays, placement)
 
 
@@ -194,7 +199,7 @@ def add_param_groups(builder: Builder, groups: Iterable[ParamGroup]) -> None:
 
 
 def add_frozen_slices(
-    builder: Builder, models: Sequence[Sequence[ModelState]], place: PlacementRule
+    builder: Builder, models: Sequence[Sequence[ModelState]], placement_rule: PlacementRule
 ) -> None:
     """Add the frozen parameters that ZeRO 3 divided.
 
@@ -214,7 +219,7 @@ def add_frozen_slices(
             )
     for name in names:
         shape = states[0].frozen_shapes[name]
-        placement = place(name, [ranks[0].frozen_shapes[name] for ranks in models])
+        placement = placement_rule(name, [ranks[0].frozen_shapes[name] for ranks in models])
         if len(models) > 1 and not placement.replicated:
             builder.left_out.append(
                 f"model.{name}: frozen, and divided by ZeRO 3 within tensor-parallel shards"

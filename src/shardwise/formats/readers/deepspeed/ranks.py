@@ -126,13 +126,13 @@ def read_ranks(tree: FileTree, builder: Builder, *, universal: bool = False) -> 
     """Read the files of all ranks, in parallel; no tensor is read.
 
     Args:
-        builder: receives the names of files, the step, the number of ranks, and lines about what is
-            not read.
+        builder: receives the names of files, the step, the number of ranks, and in `left_out` what
+            is not read.
         universal: whether the optimizer's state lies in the parameter files of a universal
             checkpoint, and not in the ranks' files.
 
     Raises:
-        CheckpointNotFoundError: the place is one of several files.
+        CheckpointNotFoundError: the tree is a single file of a checkpoint that has several.
         FormatError: a file is malformed or missing, or the files are from different saves.
     """
     files = find_files(tree, universal=universal)
@@ -194,7 +194,7 @@ def _read_model_states(
         key: parse_model_state(values[name], tree.label(name)) for key, name in first_files.items()
     }
     other_files = {key: name for key, name in files.model.items() if key[0]}
-    values = tree.load_each(other_files.values(), classes=CLASSES, once=True)
+    values = tree.load_each(other_files.values(), classes=CLASSES, share_equal=True)
     parsed: dict[int, ModelState] = {}  # by the id of the value
     for key, name in other_files.items():
         value, path = values[name], tree.label(name)

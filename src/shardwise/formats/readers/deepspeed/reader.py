@@ -31,19 +31,19 @@ def read(tree: FileTree, builder: Builder) -> None:
         builder: receives the tensors and values.
 
     Raises:
-        CheckpointNotFoundError: the place is one of several files.
+        CheckpointNotFoundError: the tree is a single file of a checkpoint that has several.
         FormatError: the checkpoint is malformed or incomplete, or does not say how it is divided.
     """
     ranks = read_ranks(tree, builder)
-    place = ranks.placement_rule()
+    placement_rule = ranks.placement_rule()
     modules = ranks.modules()
     if ranks.optimizers:
-        _add_zero_optimizer(builder, ranks, place)
+        _add_zero_optimizer(builder, ranks, placement_rule)
     else:
-        _add_optimizer_without_zero(builder, ranks, modules[0], place)
+        _add_optimizer_without_zero(builder, ranks, modules[0], placement_rule)
     if ranks.files.zero_3:
-        add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
-    add_modules(builder, modules, place, zero_3=ranks.files.zero_3)
+        add_frozen_slices(builder, ranks.models_by_tensor_rank(), placement_rule)
+    add_modules(builder, modules, placement_rule, zero_3=ranks.files.zero_3)
     add_values(builder, ranks)
     if tree.single_file is not None and ranks.first_model.shapes:
         builder.left_out.append(
@@ -57,7 +57,7 @@ def read(tree: FileTree, builder: Builder) -> None:
             builder.left_out.append(f"the file {name}: DeepSpeed's engine does not write it")
 
 
-def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule) -> None:
+def _add_zero_optimizer(builder: Builder, ranks: AllRanks, placement_rule: PlacementRule) -> None:
     """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages."""
     param_groups: list[ParamGroup] = []
     values = ranks.first_model.values.get("ds_config")
@@ -78,7 +78,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
             )
         first = ranks.optimizers[0, ranks.ranks_of_stage(stage)[0]]
         for groups in zip(*shards, strict=True):
-            add_flat_group(builder, groups, place)
+            add_flat_group(builder, groups, placement_rule)
             if first.hyperparameters is not None:
                 hyperparameters = first.hyperparameters[groups[0].param_group]
                 param_groups.append(ParamGroup(groups[0].names, hyperparameters))
@@ -90,7 +90,7 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, place: PlacementRule)
 
 
 def _add_optimizer_without_zero(
-    builder: Builder, ranks: AllRanks, module: ModelState, place: PlacementRule
+    builder: Builder, ranks: AllRanks, module: ModelState, placement_rule: PlacementRule
 ) -> None:
     states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
     if any(state.optimizer is None for state in states):
@@ -106,16 +106,17 @@ def _add_optimizer_without_zero(
         for name, array in module.arrays.items()
         if name not in module.buffers and name not in ties
     }
-    add_undivided_optimizer(builder, states, shapes, place)
+    add_undivided_optimizer(builder, states, shapes, placement_rule)
 
 
 def add_modules(
-    builder: Builder, modules: Sequence[ModelState], place: PlacementRule, *, zero_3: bool
+    builder: Builder, modules: Sequence[ModelState], placement_rule: PlacementRule, *, zero_3: bool
 ) -> None:
     """Add the modules of all tensor-parallel ranks, after the weights that were trained.
 
-    Weights that were trained in another dtype get names below `module`, everything else below
-    `model`. If there are any such weights, `module` has all names.
+    If a weight was trained in another dtype than the module's, `model.<name>` is the trained
+    weight, and `module.<name>` the module's copy. All other tensors are below `model`. If there is
+    such a copy, each of them also has a name below `module`.
 
     Args:
         zero_3: whether ZeRO 3 divided the parameters, so that the modules have only buffers.
@@ -138,7 +139,7 @@ def add_modules(
         if name in ties or (zero_3 and name not in first.buffers):
             continue
         arrays = [module.arrays[name] for module in modules]
-        rule = place_whole if name in first.buffers else place
+        rule = place_whole if name in first.buffers else placement_rule
         placement = rule(name, [array.shape for array in arrays])
         tensor = f"model.{name}"
         if tensor in builder and builder.entry(tensor).dtype != array.dtype:
@@ -178,7 +179,7 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def add_values(builder: Builder, ranks: AllRanks) -> None:
-    """Add the first rank's plain values, and lines about other ranks' values that differ."""
+    """Add the first rank's plain values. Name other ranks' values that differ in `left_out`."""
     scheduler = ranks.first_model.values.get("lr_scheduler")
     if scheduler is not None:
         builder.add_value("scheduler", scheduler)

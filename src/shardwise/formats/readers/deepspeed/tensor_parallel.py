@@ -27,7 +27,7 @@ _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _PATTERN_KEYS = (_REPLICATED, _AVERAGED, _IN_HALVES, _ROW_PARALLEL, _VOCABULARY, _UNSUPPORTED)
 _Pattern: TypeAlias = Annotated[str, msgspec.Meta(max_length=1000)]
 _PATTERNS = list[_Pattern] | dict[_Pattern, Any] | None
-"""Patterns of names; DeepSpeed gives a reason for each one that is not supported."""
+"""A list of patterns of names; or, for unsupported ones, a dict from a pattern to the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def place_side_by_side(
 
 
 def drop_padding_rows(name: str, placement: Placement, rows: object) -> Placement:
-    """Return the placement without the rows after the first `rows`, which pad a vocabulary.
+    """Return the placement of the first `rows` rows only. The rows after them pad a vocabulary.
 
     Raises:
         FormatError: there are fewer rows, or their number is unknown.
@@ -128,12 +128,13 @@ def drop_padding_rows(name: str, placement: Placement, rows: object) -> Placemen
     if type(rows) is not int or rows < 0:
         raise FormatError(
             f"{name}: the vocabulary is padded, and original_vocab_size is missing from "
-            "universal_checkpoint_info"
+            "universal_checkpoint_info: save again with a program that writes it, such as "
+            "Megatron-DeepSpeed"
         )
     if not placement.shape or placement.shape[0] < rows:
         raise FormatError(
             f"{name}: its shape {list(placement.shape)} has fewer rows than the original "
-            f"vocabulary, {rows}"
+            f"vocabulary, {rows}: the files are from different saves: copy all files of one save"
         )
     parts = []
     for boxes in placement.parts:

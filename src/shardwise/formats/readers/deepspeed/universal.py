@@ -65,13 +65,13 @@ def read(tree: FileTree, builder: Builder) -> None:
     values = tree.load_each([*parameter_files.values(), settings_file], classes=CLASSES)
     settings = values[settings_file]
     trained = _trained_shapes(ranks)
-    place = ranks.placement_rule()
+    placement_rule = ranks.placement_rule()
     _require_parameter_files(tree, f"{folder}zero", parameter_files, ranks, settings)
-    _add_parameters(builder, tree, parameter_files, values, trained, place)
+    _add_parameters(builder, tree, parameter_files, values, trained, placement_rule)
     _add_settings(builder, ranks, settings, tree.label(settings_file))
     if ranks.files.zero_3:
-        add_frozen_slices(builder, ranks.models_by_tensor_rank(), place)
-    add_modules(builder, ranks.modules(), place, zero_3=ranks.files.zero_3)
+        add_frozen_slices(builder, ranks.models_by_tensor_rank(), placement_rule)
+    add_modules(builder, ranks.modules(), placement_rule, zero_3=ranks.files.zero_3)
     _add_untrained_weights(builder, parameter_files, values, trained)
     add_values(builder, ranks)
 
@@ -121,7 +121,7 @@ def _add_parameters(
     files: ParameterFiles,
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
-    place: PlacementRule,
+    placement_rule: PlacementRule,
 ) -> None:
     shapes: dict[str, Shape] = {}
     for (name, key), file in files.items():
@@ -138,7 +138,7 @@ def _add_parameters(
         if isinstance(array, StoredArray):
             array = _unflatten(array, trained[name], path)
             if name not in shapes:
-                shapes[name] = place(name, trained[name]).shape
+                shapes[name] = placement_rule(name, trained[name]).shape
             if array.shape != shapes[name] and (array.shape or key in KEYS_OF_PARAMETER_SHAPE):
                 raise FormatError(
                     f"{path}: its shape is {list(array.shape)}, but its parameter has shape "

@@ -23,14 +23,14 @@ from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule
 from shardwise.formats.readers.deepspeed.zero import MASTER, find_flat_groups
 
 MOST_PREFIXES = 10_000
-"""The limit of what `assign_by_shape` remembers for each parameter."""
+"""The most prefixes that `assign_by_shape` follows for each parameter. With more, it gives up."""
 
 
 def add_undivided_optimizer(
     builder: Builder,
     states: Sequence[ModelState],
     parameters: Mapping[str, Shape],
-    place: PlacementRule,
+    placement_rule: PlacementRule,
 ) -> None:
     """Add the state of an optimizer without ZeRO, and its master weights if there are any.
 
@@ -58,9 +58,11 @@ def add_undivided_optimizer(
         shapes = [{name: parameters[name] for name in group} for group in group_names]
         shards = [find_flat_groups(shapes, [each], data_before_experts=False) for each in ranks]
         for groups in zip(*shards, strict=True):
-            add_flat_group(builder, groups, place)
+            add_flat_group(builder, groups, placement_rule)
     else:
-        _add_parameters(builder, ranks, [name for group in group_names for name in group], place)
+        _add_parameters(
+            builder, ranks, [name for group in group_names for name in group], placement_rule
+        )
     add_param_groups(
         builder,
         [
@@ -95,7 +97,7 @@ def _add_parameters(
     builder: Builder,
     ranks: Sequence[OptimizerState],
     names: Sequence[str],
-    place: PlacementRule,
+    placement_rule: PlacementRule,
 ) -> None:
     first = ranks[0]
     for rank in ranks:
@@ -107,7 +109,9 @@ def _add_parameters(
             )
     for index, name in enumerate(names):
         if first.masters:
-            add_state(builder, name, MASTER, [rank.masters[index] for rank in ranks], place)
+            add_state(
+                builder, name, MASTER, [rank.masters[index] for rank in ranks], placement_rule
+            )
         for key, value in first.states[index].items():
             tensor = tensor_name(name, key)
             values: list[Any] = [rank.states[index].get(key) for rank in ranks]
@@ -120,7 +124,7 @@ def _add_parameters(
                     )
             if not is_array and any(other != value for other in values):
                 builder.left_out.append(f"{tensor}: ranks differ; the first one's is taken")
-            add_state(builder, name, key, values if is_array else [value], place)
+            add_state(builder, name, key, values if is_array else [value], placement_rule)
 
 
 def assign_by_shape(
@@ -138,8 +142,10 @@ def assign_by_shape(
     Returns:
         The names in each group; None if there is no assignment, or more than one.
     """
-    # A prefix says how many members of each group are assigned. For each parameter, from the last
-    # to the first: the prefixes before it, and in how many ways (at most 2) the rest can follow.
+    # A prefix is the number of members of each group that are assigned so far. `ways` has a dict
+    # for each parameter, from the last to the first. Its keys are the prefixes that are possible
+    # before this parameter. Its values are the numbers of ways, counted up to 2, to assign this
+    # parameter and all later ones.
     ways: list[dict[tuple[int, ...], int]] = [{tuple(len(group) for group in groups): 1}]
     for _, shape in reversed(parameters):
         ways_before = dict[tuple[int, ...], int]()

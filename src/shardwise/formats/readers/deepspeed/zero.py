@@ -170,11 +170,18 @@ def find_flat_groups(
     """
     first = states[0]
     for state in states:
-        is_consistent = (state.zero_3, len(state.masters)) == (first.zero_3, len(first.masters))
-        if not is_consistent or len(state.masters) != len(shapes):
+        has_groups = len(state.masters) == len(shapes)
+        if not has_groups or state.zero_3 != first.zero_3:
+            problem = (
+                f"{'ZeRO 3' if state.zero_3 else 'ZeRO 1 or 2'} wrote this file, but not "
+                f"{first.path}"
+                if has_groups
+                else f"the file has {len(state.masters)} parameter groups, and the model has "
+                f"{len(shapes)}"
+            )
             raise FormatError(
-                f"{state.path}: the file has {len(state.masters)} parameter groups, and the model "
-                f"has {len(shapes)}: the files are from different saves: copy all files of one save"
+                f"{state.path}: {problem}: the files are from different saves: copy all files of "
+                "one save"
             )
     for index, group_shapes in enumerate(shapes):
         count = first.partition_counts[index] or len(states)

@@ -170,7 +170,7 @@ def _find_tied(
     for name, shape in zip(parameters.names, parameters.shapes, strict=True):
         others = earlier.setdefault(shape, [])
         if len(shape) > 1 and any(
-            all(_start_equally(model[name], model[other], builder) for model in models)
+            all(_have_equal_first_elements(model[name], model[other], builder) for model in models)
             for other in others
         ):
             tied.add(name)
@@ -178,9 +178,10 @@ def _find_tied(
     return tied
 
 
-def _start_equally(one: StoredPart, other: StoredPart, builder: Builder) -> bool:
+def _have_equal_first_elements(one: StoredPart, other: StoredPart, builder: Builder) -> bool:
     return [box.shape for _, box in one.boxes] == [box.shape for _, box in other.boxes] and all(
-        builder.start_equally(a, b) for (_, a), (_, b) in zip(one.boxes, other.boxes, strict=True)
+        builder.have_equal_first_elements(a, b)
+        for (_, a), (_, b) in zip(one.boxes, other.boxes, strict=True)
     )
 
 

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module that contains a parameter, but not the parameter before.
+    """A module that begins at a parameter: it contains this one, but not the one before.
 
     Attributes:
         prefix: the prefix of the module's parameters.
@@ -36,7 +36,7 @@ class _Module:
 
 @dataclass(frozen=True, slots=True)
 class _OpenUnit:
-    """A unit whose parameters the search is passing.
+    """A unit that the search has entered and not left yet: the next parameter may belong to it.
 
     Attributes:
         index: the index of the flat parameter.

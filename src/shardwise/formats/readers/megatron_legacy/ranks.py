@@ -79,7 +79,8 @@ class IterationFiles:
 def has_rank_files(tree: FileTree) -> bool:
     """Return whether a place has a rank's file where Megatron-LM would have written it.
 
-    Also true for the directory of one rank, or if the place has only the file `LATEST_FILE`.
+    The result is also True for the directory of one rank, and for a place that has only the file
+    `LATEST_FILE`.
     """
     if tree.single_file is not None:
         return False
@@ -429,7 +430,7 @@ def count_chunks_and_gates(ranks: Sequence[Rank], path: str) -> tuple[int, int]:
 
 
 def _count_gates(rank: Rank) -> set[int]:
-    """Return how many times larger the first feed-forward layers are than the second expect."""
+    """Return each ratio of the rows of a first feed-forward layer to the columns of its second."""
     counts = set()
     for chunk in rank.chunks:
         for name, array in chunk.items():

@@ -44,7 +44,7 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     read_ranks,
     require_files,
 )
-from shardwise.formats.specification import add_described
+from shardwise.formats.specification import add_by_specification
 
 _OF_WEIGHTS = ("model.", "module.")
 
@@ -80,7 +80,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     for paths in files.ranks.values():
         for path in paths.values():
             builder.add_file(path)
-    names = add_described(builder, "megatron", axes, rows, {"gates": gates})
+    names = add_by_specification(builder, "megatron", axes, rows, {"gates": gates})
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]

@@ -60,8 +60,8 @@ class RankLock:
         """
         if self.is_replaced():
             raise StoreError(
-                "this process has opened another Checkpointer of the same root since, which now "
-                "owns the snapshots: save with the newer Checkpointer"
+                "this process has later opened another Checkpointer of the same root, which now "
+                f"owns the snapshots in {self._path.parent}: save with the newer Checkpointer"
             )
 
     def release(self) -> None:

@@ -4,7 +4,8 @@ A holder writes a lease, `{key}.{nonce}.lease`, and then lists the leases of the
 holders, at least one sees the lease of the other, because each lists after it wrote. Ages are
 differences of times in one listing, so only the clock of the server matters.
 
-Nothing here locks readers. They have `StoreTraits.reading_grace` to read what was removed.
+Readers hold no lease. The files of a removed checkpoint stay for `StoreTraits.reading_grace`
+seconds, so that readers can finish.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True, slots=True)
-class LeasesIn:
+class LeaseDirectory:
     """The leases in the directory of a store.
 
     Attributes:
         store: the store, whose `list` leaves out leases.
-        list_times: returns when each file of the directory was modified, in seconds by the clock of
-            the server, with leases; {} if there is no directory.
-        lease: how many seconds a lease counts after it was written or renewed.
+        list_times: returns the time at which each file of the directory, leases included, was
+            modified: seconds by the server's clock. {} if there is no directory.
+        lease_seconds: how long a lease counts after it was written or renewed.
         pause: seconds between two listings, if it is unclear who holds the lock.
         sleep: the function that waits; tests pass another.
     """
 
     store: Store
     list_times: Callable[[], Mapping[str, float]]
-    lease: float = LOCK_EXPIRY
+    lease_seconds: float = LOCK_EXPIRY
     pause: float = PAUSE_SECONDS
     sleep: Callable[[float], None] = time.sleep
 
@@ -83,7 +84,7 @@ class LeasesIn:
             yield True
         finally:
             stop.set()
-            renewer.join(self.lease)  # a renewal under way would write the lease again
+            renewer.join(self.lease_seconds)  # a renewal under way would write the lease again
             self._delete_quietly(name)
 
     def remove_expired(self) -> list[str]:
@@ -128,19 +129,19 @@ class LeasesIn:
     def _delete_expired(self, modified: Mapping[str, float], now: float) -> list[str]:
         """Delete the leases that have expired at `now`, and return the others."""
         leases = [name for name in modified if is_lease(name)]
-        live = [name for name in leases if now - modified[name] < self.lease]
+        live = [name for name in leases if now - modified[name] < self.lease_seconds]
         for name in set(leases) - set(live):
             self._delete_quietly(name)
         return live
 
     def _renew(self, name: str, stop: threading.Event) -> None:
         """Renew a lease until `stop` is set."""
-        while not stop.wait(self.lease / RENEWALS_PER_LEASE):
+        while not stop.wait(self.lease_seconds / RENEWALS_PER_LEASE):
             if not self._renew_once(name, stop):
                 log.warning(
                     "lost the lock %s: its lease expired, because this process was stopped or the "
                     "storage did not answer for %g s; another process may hold the lock now",
-                    *(name, self.lease),
+                    *(name, self.lease_seconds),
                 )
                 return
 
@@ -168,7 +169,7 @@ def is_lease(name: str) -> bool:
 
 
 def lease_name(key: str) -> str:
-    """Return a new name of a lease. Other temporary files can have one: listings leave it out."""
+    """Return a new lease name for a key. Temporary files may use it too: listings leave it out."""
     return f"{key}.{secrets.token_hex(8)}.lease"
 
 

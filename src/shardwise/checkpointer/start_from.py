@@ -80,7 +80,10 @@ def _refuse_foreign_steps(root: Store, group: Group) -> None:
 
 
 def refuse_steps_of_another_run(root: Store, steps: list[int]) -> None:
-    """Refuse the first save of a run that did not restore if the root had steps when it opened.
+    """Refuse the first save of a run that restored nothing, if the root already had steps.
+
+    Args:
+        steps: the steps that the root had when the Checkpointer opened it.
 
     Raises:
         CheckpointExistsError: the root has steps.

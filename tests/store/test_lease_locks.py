@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shardwise.ports.store import LeasesIn, is_lease
+from shardwise.ports.store import LeaseDirectory, is_lease
 
 KEY = "manifest.json"
 
@@ -53,7 +53,7 @@ class Server:
 
 
 def hold(server: Server, key: str, **times: float) -> AbstractContextManager[bool]:
-    return LeasesIn(server, server.times, **times).hold(key)
+    return LeaseDirectory(server, server.times, **times).hold(key)
 
 
 def hold_at_once(server: Server, key: str) -> AbstractContextManager[bool]:
@@ -62,7 +62,7 @@ def hold_at_once(server: Server, key: str) -> AbstractContextManager[bool]:
     def sleep(seconds: float) -> None:
         server.now += seconds
 
-    return LeasesIn(server, server.times, sleep=sleep).hold(key)
+    return LeaseDirectory(server, server.times, sleep=sleep).hold(key)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_attempts_that_failed_do_not_delay_later_attempts(server: Server) -> Non
 
 
 def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
-    with hold(server, KEY, lease=0.2) as held:
+    with hold(server, KEY, lease_seconds=0.2) as held:
         assert held
         (lease,) = server.leases()
         server.now += 100
@@ -129,7 +129,7 @@ def test_a_lease_is_renewed_while_its_holder_works(server: Server) -> None:
 def test_a_lost_lease_is_reported_and_not_written_again(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hold(server, KEY, lease=0.2):
+    with hold(server, KEY, lease_seconds=0.2):
         server.files = {KEY: 0.0}
         wait_until(lambda: "lost the lock" in caplog.text)
     assert not server.leases()
@@ -184,15 +184,15 @@ def test_of_many_exclusive_holders_at_most_one_has_the_lock(server: Server) -> N
 
 
 def test_expired_leases_of_all_files_are_removed(server: Server) -> None:
-    assert LeasesIn(server, server.times).remove_expired() == []
+    assert LeaseDirectory(server, server.times).remove_expired() == []
     old = f"a.{'1' * 16}.lease"
     server.files[old] = server.now - 61
     with ExitStack() as locks:
         locks.enter_context(hold(server, KEY))
         (live,) = set(server.leases()) - {old}
-        assert LeasesIn(server, server.times).remove_expired() == [live]
+        assert LeaseDirectory(server, server.times).remove_expired() == [live]
         assert server.leases() == [live]
-    assert LeasesIn(server, server.times).remove_expired() == []
+    assert LeaseDirectory(server, server.times).remove_expired() == []
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
