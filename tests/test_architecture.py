@@ -49,9 +49,8 @@ LAYERS_OF_MEMORY = (
     ("decide", "observe", "registry", "spawn"),
     ("view",),
     ("identity", "lineage", "rank_locks", "seal"),
-    ("home",),
+    ("home", "redundancy"),
     ("records",),
-    ("redundancy",),
     ("files", "options"),
 )
 LAYERS_OF_FORMATS = (
