@@ -50,9 +50,8 @@ LAYERS_OF_MEMORY = (
     ("decide", "observe", "registry", "spawn"),
     ("view",),
     ("identity", "lineage", "rank_liveness", "seal"),
-    ("home",),
+    ("home", "redundancy"),
     ("records",),
-    ("redundancy",),
     ("files", "options"),
 )
 LAYERS_OF_FORMATS = (

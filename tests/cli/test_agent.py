@@ -7,26 +7,26 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli.agent_tables import show_runs, show_status
-from shardwise.manifest.manifest import (
-    FileEntry,
-)
+from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import (
     AgentInfo,
-    ProtectRequest,
+    PendingManifest,
     Retry,
     StagedFile,
     StageOutcome,
 )
-from shardwise.memory.redundancy.placement import Member, form_groups
+from shardwise.tiers.options import StorageTask
 from tests.cli.conftest import Run
 
 SAVE = "0123456789abcdef"
@@ -66,14 +66,31 @@ def home(tmp_path: Path) -> Home:
         done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
         written(run.step_path(step) / records.save_record(stage, SAVE, "all"), done, 35.0)
     (run.step_path(1) / OTHER).write_bytes(bytes(700))
-    members = [Member("here-1", "", ((OWN, 1000),)), Member("there-2", "", ((OTHER, 700),))]
     retry = Retry(
         save_id=SAVE, stage="persist", failure="no answer", since=time.time() - 30, attempts=4
     )
     written(run.step_path(3) / records.save_record("persist", SAVE, "retry"), retry, 1.0)
-    protection = form_groups(members, SAVE, copies=1)
-    request = ProtectRequest(save_id=SAVE, protection=protection, nodes=[], wait=1.0)
-    write_record(run.step_path(1) / records.save_record("protect", SAVE), request)
+    pending = PendingManifest(
+        save_id=SAVE,
+        step=1,
+        manifest="",
+        files=[(OWN, "here-1"), (OTHER, "there-2")],
+        nodes=[AgentInfo(node, "http://127.0.0.1:1", "secret") for node in ("here-1", "there-2")],
+        leader="there-2",
+        storage=StorageTask(root="/root"),
+        copies=1,
+    )
+    write_record(run.step_path(1) / records.save_record("pending", SAVE, "copy"), pending)
+    manifest = Manifest(
+        save_id=SAVE,
+        step=1,
+        created="now",
+        world_size=2,
+        files=(FileEntry(OWN, 0, 1000, 0, 0, 0, 0), FileEntry(OTHER, 1, 700, 0, 0, 0, 0)),
+        objects=(),
+        tensors=msgspec.Raw(b"[]"),
+    )
+    write_record(run.step_path(1) / MANIFEST, encode_manifest(manifest))
     return home
 
 
@@ -143,7 +160,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
 def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:
     """The stage "protect" of a run on one node is done at once, and protects nothing."""
     place = home.runs()[0].step_path(1)
-    (place / records.save_record("protect", SAVE)).unlink()
+    (place / records.save_record("pending", SAVE, "copy")).unlink()
     status = ["agent", "status", "--dir", home.path.parent]
 
     def shown_of_step_1() -> str:

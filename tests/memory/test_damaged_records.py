@@ -23,13 +23,11 @@ from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
     PersistRequest,
-    ProtectRequest,
     Retry,
     RingFile,
     StagedFile,
     StageOutcome,
 )
-from shardwise.memory.redundancy.placement import Member, Protection, ProtectionGroup
 from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import Failing
@@ -42,7 +40,6 @@ from tests.tools.agents import signal_agents
 __all__ = ["shm"]
 SAVE = "0123456789abcdef"
 FILE = f"r00000-{SAVE}.safetensors"
-GROUP = ProtectionGroup((Member("a", "", ()),))
 STAGED = StagedFile(FileEntry(FILE, 0, 8, 0, 0, 0, 0), "r00000-0.slot", 2, ("commit", "persist"))
 RECORDS = [
     AgentInfo("a", "http://127.0.0.1:1", "t"),
@@ -58,7 +55,6 @@ RECORDS = [
         storage=StorageTask(root="/r"),
     ),
     PersistRequest(save_id=SAVE, root="/r", files=[FILE], wait=1.0),
-    ProtectRequest(save_id=SAVE, protection=Protection(SAVE, (GROUP,)), nodes=[], wait=1.0),
     StorageTask(newest=1, root="/r", keep={}),
     Retry(save_id=SAVE, stage="persist", failure="no answer", since=0.0, attempts=1),
     StageOutcome(save_id=SAVE, stage="commit"),
@@ -89,10 +85,10 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
         (RECORDS[3], {"save_id": "another"}),
         (RECORDS[3], {"files": [("../file", "a")]}),
         (RECORDS[4], {"wait": -1.0}),
-        (RECORDS[6], {"newest": -1}),
-        (RECORDS[7], {"stage": "cOmmit"}),
-        (RECORDS[8], {"save_id": "ABCDEF"}),
-        (RECORDS[8], {"bytes": -1}),
+        (RECORDS[5], {"newest": -1}),
+        (RECORDS[6], {"stage": "cOmmit"}),
+        (RECORDS[7], {"save_id": "ABCDEF"}),
+        (RECORDS[7], {"bytes": -1}),
     ],
 )
 def test_values_that_no_trainer_and_no_agent_writes_are_damage(

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import FormatError
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.redundancy.placement import (
     Member,
     Protection,
@@ -21,10 +23,13 @@ from shardwise.memory.redundancy.placement import (
     form_groups,
     group_of_file,
     groups_of_node,
+    make_group,
     parity_file_name,
     parity_file_size,
+    plan_protection,
 )
 from shardwise.memory.trainer.rings import form_rings
+from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 
 SAVE = "0123456789abcdef"
@@ -212,55 +217,56 @@ def test_options_that_make_no_sense(wrong: dict[str, int]) -> None:
         form_groups(nodes("", ""), SAVE, **wrong)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (SAVE, "../../../../etc"),
-        ("n00", "n01"),
-        ('"parity":1', '"parity":3'),
-        ('"parity":1', '"parity":-1'),
-        ('"chunk":65536', '"chunk":4096'),
-        ('"chunk":65536', '"chunk":0'),
-        ('"chunk":65536', '"chunk":65535'),
-        ('"chunk":65536', '"chunk":1152921504606846976'),
-        ("r00001", "../r00001"),
-        ("r00001", "r00000"),
-        ("10000", "-1"),
-        ("10000", "9223372036854775807"),
-        ('"gaps":[]', '"gaps":[],"more":1'),
-        ("{", "["),
-    ],
-)
-def test_a_note_that_was_tampered_with_is_refused(old: str, new: str) -> None:
-    note = msgspec.json.encode(form_groups(nodes("", "", ""), SAVE, parity=1)).decode()
-    assert old in note
-    with pytest.raises(msgspec.DecodeError):
-        msgspec.json.decode(note.replace(old, new, 1).encode(), type=Protection)
-
-
 def test_groups_are_no_larger_than_the_code_can_do() -> None:
     with pytest.raises(ValueError, match="with parity=2 or more, a group has at most 32 nodes"):
         form_groups(nodes("", ""), SAVE, parity=2, group_size=33)
     assert form_groups(nodes("", ""), SAVE, parity=1, group_size=33).gaps == ()
 
 
-def test_files_are_in_order() -> None:
-    with pytest.raises(ValueError, match="not sorted by name"):
-        Member("n", "", (("b", 1), ("a", 1)))
-    with pytest.raises(ValueError, match="not sorted by name"):
-        Member("n", "", (("a", 1), ("a", 1)))
+def pending(**changed: object) -> PendingManifest:
+    """A save of two nodes, on one of which two ranks run."""
+    given = {
+        "save_id": SAVE,
+        "step": 1,
+        "manifest": "",
+        "files": [(f"r{rank:05d}-{SAVE}.safetensors", f"n{rank // 2}") for rank in (2, 1, 0)],
+        "nodes": [AgentInfo(node, "http://127.0.0.1:1", "t") for node in ("n0", "n1")],
+        "leader": "n0",
+        "storage": StorageTask(root="/r"),
+        "parity": 1,
+    }
+    return PendingManifest(**{**given, **changed})  # type: ignore[arg-type]
 
 
-def test_no_file_and_no_name_is_in_two_groups() -> None:
-    group = ProtectionGroup(tuple(nodes("a")))
-    with pytest.raises(ValueError, match="repeats groups or files: 0, r00000"):
-        Protection(SAVE, (group, group))
+FILES = [FileEntry(f"r{rank:05d}-{SAVE}.safetensors", rank, 9, 0, 0, 0, 0) for rank in range(3)]
+
+
+def test_the_files_of_a_node_are_in_order() -> None:
+    (group,) = plan_protection(pending(), FILES).groups
+    assert [each.node for each in group.members] == ["n0", "n1"]
+    assert [file for file, _ in group.members[0].files] == [FILES[0].name, FILES[1].name]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"files": [(FILES[0].name, "n0")]},
+        {"files": [(each.name, "elsewhere") for each in FILES]},
+        {"rings": [[FILES[0].name, "another"]]},
+    ],
+)
+def test_what_is_not_of_the_save_is_not_protected(changed: dict[str, object]) -> None:
+    with pytest.raises(StoreError, match="are not those of its manifest"):
+        plan_protection(pending(**changed), FILES)
+
+
+def test_no_node_is_twice_in_a_group() -> None:
     with pytest.raises(ValueError, match="nodes repeated in one group: n00"):
-        ProtectionGroup(tuple(nodes("a") * 2))
+        make_group(nodes("a") * 2, copies=1, parity=0)
 
 
 def test_unknown_files_are_named() -> None:
-    with pytest.raises(FormatError, match=f"elsewhere is not a file of save {SAVE}"):
+    with pytest.raises(StoreError, match=f"elsewhere is not a file of save {SAVE}"):
         group_of_file(form_groups(nodes("", ""), SAVE, parity=1), "elsewhere")
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.memory.redundancy.parity import (
     ReadRange,
@@ -384,12 +384,12 @@ def test_ranges_past_the_end_are_refused(offset: int, count: int) -> None:
     cluster = Cluster([[10]] * 2, 1)
     with (
         closing(Rebuilder(cluster.protection, cluster.read)) as rebuilder,
-        pytest.raises(FormatError, match="has only 10 bytes"),
+        pytest.raises(StoreError, match="has only 10 bytes"),
     ):
         rebuilder.read(f"r00000-{SAVE}.safetensors", offset, np.empty(count, np.uint8))
 
 
 def test_unknown_files_are_named() -> None:
     cluster = Cluster([[10]] * 2, 1)
-    with pytest.raises(FormatError, match="other is not a file of save"):
+    with pytest.raises(StoreError, match="other is not a file of save"):
         rebuild_file(cluster.protection, "n0", "other", cluster.read, np.empty(1, np.uint8))

@@ -17,7 +17,6 @@ import msgspec
 from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count, FileEntry
 from shardwise.memory.files import FileName, SaveId, encode_record
-from shardwise.memory.redundancy.placement import Protection
 from shardwise.tiers.options import StorageTask
 
 GeneratedFileName = Annotated[
@@ -178,24 +177,6 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @prepare_decoding
-class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to store copies or parity for other nodes.
-
-    Attributes:
-        protection: the groups of nodes that protect each other's files.
-        nodes: the agents of all nodes of the save.
-        wait: seconds to wait for a node that does not answer.
-        rings: the number of rings: the first `rings` groups in `protection`.
-    """
-
-    save_id: SaveId
-    protection: Protection
-    nodes: list[AgentInfo]
-    wait: Seconds
-    rings: Count = 0
-
-
-@prepare_decoding
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """Why this node tries a stage again. The record is removed when the stage ends on this node.
 
@@ -259,7 +240,8 @@ def save_record(stage: str, save_id: str, kind: RecordKind = "") -> str:
     """Return the name of a record of a save.
 
     `save_record("persist", id)` is the request by which a leader requests the stage `persist` from
-    a node. `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
+    a node. `save_record("protect", id)` requests `protect`: a `StageOutcome`, as it needs no more.
+    `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
 
     Args:
         kind: "done" for the `StageOutcome` on this node, "all" for that of the cluster; "retry" for

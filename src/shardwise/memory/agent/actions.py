@@ -32,7 +32,6 @@ from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import (
     PersistRequest,
-    ProtectRequest,
     StagedFile,
     StageOutcome,
 )
@@ -99,13 +98,15 @@ class Follower:
         """Make the copies or parity that this node stores for others."""
         place = action.place
 
-        def make_copies_or_parity(request: ProtectRequest) -> int:
-            with closing(Nodes(place, request.nodes, self.node, request.wait, self.tls)) as nodes:
+        def make_copies_or_parity(_: StageOutcome) -> int:
+            pending = read_pending_manifest(action)
+            infos = agents_of(pending, place.run)
+            with closing(Nodes(place, infos, self.node, pending.wait, self.tls)) as nodes:
                 return nodes.retry(
-                    lambda: protect_others(place, request, nodes, self.node, self.mapped_files)
+                    lambda: protect_others(place, pending, nodes, self.node, self.mapped_files)
                 )
 
-        self._fulfil_request(action, "protect", ProtectRequest, make_copies_or_parity)
+        self._fulfil_request(action, "protect", StageOutcome, make_copies_or_parity)
 
     def remove_old(self, action: Action) -> None:
         """Remove old checkpoints from storage. Stop if the request is withdrawn.

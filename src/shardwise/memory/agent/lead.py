@@ -23,7 +23,6 @@ from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
 from shardwise.memory import records
-from shardwise.memory.agent.protect import plan_protection
 from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
@@ -33,7 +32,6 @@ from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
     PersistRequest,
-    ProtectRequest,
     Retry,
     StageOutcome,
 )
@@ -176,14 +174,7 @@ class _LeaderSave:
         if not (self.pending.copies or self.pending.parity):
             return 0
         save_id = self.pending.save_id
-        manifest = decode_manifest(self.place.read_manifest(save_id))
-        request = ProtectRequest(
-            save_id=save_id,
-            protection=plan_protection(self.pending, list(manifest.files)),
-            nodes=agents_of(self.pending, self.place.run),
-            wait=self.pending.wait,
-            rings=len(self.pending.rings),
-        )
+        request = StageOutcome(save_id=save_id, stage="protect", node=self.leader.node)
         self.nodes.write_to_all(records.save_record("protect", save_id), request)
         outcome_of = run_on_nodes(
             [info.node for info in self.pending.nodes],

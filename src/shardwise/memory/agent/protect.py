@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from zlib import crc32
 
@@ -16,25 +16,22 @@ from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable
 from shardwise.manifest.manifest import FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import opened, read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.rank_liveness import is_rank_alive
 from shardwise.memory.reclaim import reuse_spare
-from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest, RingFile
+from shardwise.memory.records import AgentInfo, PendingManifest, RingFile
 from shardwise.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe
 from shardwise.memory.redundancy.placement import (
     Member,
-    Protection,
     ProtectionGroup,
-    combine_groups,
     files_to_copy,
     form_groups,
     groups_of_node,
-    make_ring_group,
     parity_file_name,
     parity_file_size,
+    plan_protection,
 )
 from shardwise.memory.remote.nodes import Nodes
 from shardwise.memory.seal import MappedFiles
@@ -45,37 +42,6 @@ POLL_PAUSE = 0.002
 Range = tuple[int, int]
 NOTHING: Range = (0, 0)
 log = logging.getLogger("shardwise.agent")
-
-
-def plan_protection(pending: PendingManifest, files: list[FileEntry]) -> Protection:
-    """Return which nodes protect which files of a save: rings first, then groups by domain.
-
-    Args:
-        files: the entries of all files of the save.
-    """
-    size_of = {entry.name: entry.size for entry in files}
-    domain_of = {info.node: info.domain for info in pending.nodes}
-    node_of = dict(pending.files)
-    groups = [
-        make_ring_group(
-            [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
-            copies=pending.copies,
-            parity=pending.parity,
-        )
-        for ring in pending.rings
-    ]
-    in_rings = {name for ring in pending.rings for name in ring}
-    files_of: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
-    for name, node in pending.files:
-        if name not in in_rings:
-            files_of[node].append((name, size_of[name]))
-    if any(files_of.values()) or not groups:
-        members = [
-            Member(node, domain_of[node], tuple(sorted(named))) for node, named in files_of.items()
-        ]
-        options = {"copies": pending.copies, "parity": pending.parity, "group_size": pending.group}
-        groups += form_groups(members, pending.save_id, **options).groups
-    return combine_groups(pending.save_id, groups, copies=pending.copies, parity=pending.parity)
 
 
 def find_protection_gaps(
@@ -92,7 +58,7 @@ def find_protection_gaps(
 
 def protect_others(
     place: SnapshotDirectory,
-    request: ProtectRequest,
+    pending: PendingManifest,
     nodes: Nodes,
     node: str,
     mapped_files: MappedFiles,
@@ -100,6 +66,7 @@ def protect_others(
     """Make the copies and parity that a node stores for others; return their bytes.
 
     Args:
+        pending: the pending manifest of the committed save.
         node: the name of this node.
         mapped_files: the mappings of this node's files.
 
@@ -107,10 +74,12 @@ def protect_others(
         StoreError: a node does not answer, and its data is needed.
         CorruptionError: the bytes of a node differ from the bytes that it sealed.
     """
-    manifest = decode_manifest(place.read_file(MANIFEST))
+    manifest = decode_manifest(place.read_manifest(pending.save_id))
+    protection = plan_protection(pending, manifest.files)
     entries = {entry.name: entry for entry in manifest.files}
-    files = _ProtectionFiles(place, request, nodes, entries, mapped_files)
-    return sum(files.make(*each) for each in groups_of_node(request.protection, node))
+    rings = protection.groups[: len(pending.rings)]
+    files = _ProtectionFiles(place, pending, rings, nodes, entries, mapped_files)
+    return sum(files.make(*each) for each in groups_of_node(protection, node))
 
 
 class _ProtectionFiles:
@@ -124,15 +93,16 @@ class _ProtectionFiles:
     def __init__(
         self,
         place: SnapshotDirectory,
-        request: ProtectRequest,
+        pending: PendingManifest,
+        rings: Sequence[ProtectionGroup],
         nodes: Nodes,
         entries: Mapping[str, FileEntry],
         mapped_files: MappedFiles,
     ) -> None:
         self._place = place
-        self._save_id = request.save_id
-        self._rings = request.protection.groups[: request.rings]
-        self._deadline = Deadline(request.wait)
+        self._save_id = pending.save_id
+        self._rings = rings
+        self._deadline = Deadline(pending.wait)
         self._nodes = nodes
         self._entries = entries
         self._mappings = mapped_files

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import StoreError
+from shardwise.errors import FormatError, StoreError
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.mirrors import mirror_tasks
 from shardwise.memory.files import read_record
@@ -17,8 +18,8 @@ from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.observe import RecordCache, read_snapshots, why_retrying
 from shardwise.memory.options import Tls
 from shardwise.memory.rank_liveness import has_trainers, is_training
-from shardwise.memory.records import AgentInfo, ProtectRequest
-from shardwise.memory.redundancy.placement import groups_of_node
+from shardwise.memory.records import AgentInfo
+from shardwise.memory.redundancy.placement import groups_of_node, plan_protection
 from shardwise.memory.remote.agent_watch import why_no_answer
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
@@ -304,16 +305,15 @@ def _lag_of_stage(snapshots: list[SnapshotStatus], stage: str) -> StageLag:
 
 
 def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
-    """Return the nodes that protect a node, according to the requests for protection."""
+    """Return the nodes that protect the files of a node in a snapshot, or will protect them."""
     found: set[str] = set()
-    for save_id in records.saves_with(place.list_names(".json"), "protect"):
-        path = place.path / records.save_record("protect", save_id)
-        with suppress(StoreError):
-            if (request := read_record(path, ProtectRequest)) is not None:
-                for group, index in groups_of_node(request.protection, node):
-                    following = group.members[index + 1 :] + group.members[:index]
-                    protecting = following if group.parity else following[: group.copies]
-                    found |= {member.node for member in protecting}
+    for pending in place.pending_manifests():
+        with suppress(FileNotFoundError, FormatError, StoreError):
+            files = decode_manifest(place.read_manifest(pending.save_id)).files
+            for group, index in groups_of_node(plan_protection(pending, files), node):
+                following = group.members[index + 1 :] + group.members[:index]
+                protecting = following if group.parity else following[: group.copies]
+                found |= {member.node for member in protecting}
     return sorted(found)
 
 

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
-from shardwise.errors import FormatError
+from shardwise.errors import StoreError
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.manifest import Count
-from shardwise.memory.files import FileName, SaveId
+from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.records import PendingManifest
 from shardwise.memory.redundancy.stripes import MOST_NODES, Stripe, chunk_size, stripes_of_group
 
 TABLE_ALIGNMENT = 4096
 """The size of a checksum table is a multiple of this many bytes."""
-
-GroupName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,9}\Z")]
-NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,8 @@ class Extent:
     data_stop: int
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class Member:
     """A node of a group, and its data files of a snapshot.
 
     The data of a node consists of its files, joined in order, and padded with zeros to the size
@@ -53,22 +46,11 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         node: the node's name.
         domain: the failure domain, for example the rack; "" if the node fails alone.
         files: name and size in bytes of each data file, sorted by name.
-
-    Raises:
-        ValueError: the files are not sorted or not unique.
     """
 
-    node: NodeName
+    node: str
     domain: str
-    files: tuple[tuple[FileName, Count], ...]
-
-    def __post_init__(self) -> None:
-        for (one, _), (other, _) in pairwise(self.files):
-            if one >= other:
-                raise ValueError(
-                    f"the files of node {self.node} are not sorted by name, or a file is repeated: "
-                    f"{one} comes before {other}"
-                )
+    files: tuple[tuple[str, int], ...]
 
     @property
     def size(self) -> int:
@@ -87,30 +69,14 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield Extent(file, first - start, first, last)
             start += size
 
-    def offset_of(self, file: str, offset: int, nbytes: int) -> int:
-        """Return the offset, in the node's data, of a byte range of a file.
-
-        Raises:
-            FormatError: the file does not exist, or ends before the end of the range.
-        """
-        start = 0
-        for name, size in self.files:
-            if name == file:
-                if not 0 <= offset <= offset + nbytes <= size:
-                    raise FormatError(
-                        f"cannot rebuild bytes {offset} to {offset + nbytes} of {file} of node "
-                        f"{self.node}: by the record of copies and parity, the file has only "
-                        f"{size} bytes; restore another step"
-                    )
-                return start + offset
-            start += size
-        raise FormatError(
-            f"node {self.node} has no file {file} by the record of copies and parity; restore "
-            "another step"
-        )
+    def offset_of(self, file: str) -> int:
+        """Return the offset of a file in the node's data."""
+        names = [name for name, _ in self.files]
+        return sum(size for _, size in self.files[: names.index(file)])
 
 
-class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class ProtectionGroup:
     """Nodes that protect each other, in ring order.
 
     Attributes:
@@ -119,41 +85,21 @@ class ProtectionGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parity: the number of members that may be lost thanks to parity; 0 without parity.
         chunk: size of a chunk in bytes; 0 without parity.
         name: the name of the group, unique within a protection.
-
-    Raises:
-        ValueError: the members are not unique, or the numbers contradict each other.
     """
 
-    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1)]
-    copies: Count = 0
-    parity: Count = 0
-    chunk: Count = 0
-    name: GroupName = "0"
-
-    def __post_init__(self) -> None:
-        n = len(self.members)
-        repeated = _find_repeated(member.node for member in self.members)
-        if repeated:
-            raise ValueError(f"nodes repeated in one group: {', '.join(repeated)}")
-        if self.copies >= n or self.parity >= n:
-            raise ValueError(
-                f"group {self.name}: {n} nodes cannot store {self.copies} copies or {self.parity} "
-                f"parity chunks of each other; use at most {n - 1}"
-            )
-        needed = self.parity and chunk_size([each.size for each in self.members], n, self.parity)
-        if self.chunk != needed:
-            raise ValueError(
-                f"group {self.name} has chunks of {self.chunk} bytes, but its files need {needed} "
-                "bytes"
-            )
+    members: tuple[Member, ...]
+    copies: int = 0
+    parity: int = 0
+    chunk: int = 0
+    name: str = "0"
 
     def stripes(self) -> tuple[Stripe, ...]:
         """Return the stripes of the group."""
         return stripes_of_group(len(self.members), self.parity)
 
 
-@prepare_decoding
-class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class Protection:
     """How the nodes of a snapshot protect each other.
 
     Attributes:
@@ -161,24 +107,51 @@ class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups: the groups. Each file is in one group. A node may be in several groups, with
             different files in each.
         gaps: for each set of nodes with less protection than requested, a sentence with the reason.
-
-    Raises:
-        ValueError: a group or a file is repeated.
     """
 
-    save_id: SaveId
+    save_id: str
     groups: tuple[ProtectionGroup, ...]
     gaps: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        members = [member for group in self.groups for member in group.members]
-        groups = _find_repeated(group.name for group in self.groups)
-        files = _find_repeated(name for member in members for name, _ in member.files)
-        if groups or files:
-            raise ValueError(
-                f"the protection of save {self.save_id} repeats groups or files: "
-                f"{', '.join(groups + files)}"
-            )
+
+def plan_protection(pending: PendingManifest, files: Sequence[FileEntry]) -> Protection:
+    """Return which nodes protect which files of a save: rings first, then groups by domain.
+
+    Args:
+        files: the entries of all files of the save.
+
+    Raises:
+        StoreError: the pending manifest is not of this save.
+    """
+    size_of = {entry.name: entry.size for entry in files}
+    domain_of = {info.node: info.domain for info in pending.nodes}
+    node_of = dict(pending.files)
+    in_rings = {name for ring in pending.rings for name in ring}
+    is_valid = node_of.keys() == size_of.keys() and in_rings <= node_of.keys()
+    if not is_valid or not domain_of.keys() >= set(node_of.values()):
+        raise StoreError(
+            f"step {pending.step}: the files of save {pending.save_id} in its pending manifest are "
+            "not those of its manifest, so they cannot be protected: save again"
+        )
+    groups = [
+        make_ring_group(
+            [(node_of[name], domain_of[node_of[name]], name, size_of[name]) for name in ring],
+            copies=pending.copies,
+            parity=pending.parity,
+        )
+        for ring in pending.rings
+    ]
+    files_of: dict[str, list[tuple[str, int]]] = {node: [] for node in domain_of}
+    for name, node in pending.files:
+        if name not in in_rings:
+            files_of[node].append((name, size_of[name]))
+    if any(files_of.values()) or not groups:
+        members = [
+            Member(node, domain_of[node], tuple(sorted(named))) for node, named in files_of.items()
+        ]
+        options = {"copies": pending.copies, "parity": pending.parity, "group_size": pending.group}
+        groups += form_groups(members, pending.save_id, **options).groups
+    return combine_groups(pending.save_id, groups, copies=pending.copies, parity=pending.parity)
 
 
 def form_groups(
@@ -204,8 +177,8 @@ def form_groups(
             are larger.
 
     Raises:
-        ValueError: both copies and parity are requested, a number is out of range, or a node or
-            file is repeated.
+        ValueError: both copies and parity are requested, a number is out of range, or a node is
+            repeated.
     """
     if copies < 0 or parity < 0 or (copies and parity) or group_size < 2:
         raise ValueError(
@@ -219,9 +192,6 @@ def form_groups(
         )
     if not members:
         return Protection(save_id, ())
-    repeated = _find_repeated(member.node for member in members)
-    if repeated:
-        raise ValueError(f"nodes to protect are repeated: {', '.join(repeated)}")
     ordered = sorted(members, key=lambda each: (_domain_key(each), each.node))
     count = _count_groups(ordered, max(copies, parity) + 1, parity, group_size)
     groups = [
@@ -240,6 +210,9 @@ def make_group(members: Sequence[Member], *, copies: int, parity: int) -> Protec
         ValueError: a node is repeated.
     """
     n = len(members)
+    repeated = [node for node, count in Counter(each.node for each in members).items() if count > 1]
+    if repeated:
+        raise ValueError(f"nodes repeated in one group: {', '.join(sorted(repeated))}")
     m = min(parity, n - 1)
     chunk = chunk_size([member.size for member in members], n, m) if m else 0
     return ProtectionGroup(tuple(members), min(copies, n - 1), m, chunk)
@@ -263,7 +236,7 @@ def combine_groups(
         groups: the groups.
         copies, parity: the requested protection.
     """
-    named = [msgspec.structs.replace(group, name=str(i)) for i, group in enumerate(groups)]
+    named = [replace(group, name=str(i)) for i, group in enumerate(groups)]
     gaps = dict.fromkeys(_find_gaps(groups, copies, parity))
     return Protection(save_id, tuple(named), tuple(gaps))
 
@@ -282,16 +255,13 @@ def group_of_file(protection: Protection, file: str) -> tuple[ProtectionGroup, i
     """Return the group that protects a data file, and the index of the file's node in the group.
 
     Raises:
-        FormatError: no group contains the file.
+        StoreError: no group contains the file.
     """
     for group in protection.groups:
         for index, member in enumerate(group.members):
             if any(name == file for name, _ in member.files):
                 return group, index
-    raise FormatError(
-        f"{file} is not a file of save {protection.save_id} by the record of copies and parity; "
-        "restore another step"
-    )
+    raise StoreError(f"{file} is not a file of save {protection.save_id}; restore another step")
 
 
 def files_to_copy(group: ProtectionGroup, index: int) -> tuple[tuple[Member, str, int], ...]:
@@ -378,7 +348,3 @@ def _find_domain_gaps(group: ProtectionGroup) -> Iterator[str]:
                 f"losing domain {domain[0]} ({', '.join(nodes)}) would lose the data of "
                 f"{exposed} node(s): {count} nodes of a group of {n} are in it, {reason}"
             )
-
-
-def _find_repeated(names: Iterable[str]) -> list[str]:
-    return sorted(name for name, count in Counter(names).items() if count > 1)

@@ -78,14 +78,20 @@ class Rebuilder:
         """Fill `out` with the bytes of a file from `offset`, without reading from its own node.
 
         Raises:
-            StoreError: the file has no parity, or too few chunks of a stripe are left. The message
-                says which chunks are missing, and why.
+            StoreError: the protection has no such file, the file ends earlier, it has no parity,
+                or too few chunks of a stripe are left. The message says which chunks are missing,
+                and why.
             CorruptionError: too few chunks of a stripe are left, because a chunk is damaged.
-            FormatError: the protection has no such file, or the file ends earlier.
         """
         group, index = group_of_file(self._protection, file)
         member = group.members[index]
-        start = member.offset_of(file, offset, len(out))
+        size = dict(member.files)[file]
+        if not 0 <= offset <= offset + len(out) <= size:
+            raise StoreError(
+                f"cannot rebuild bytes {offset} to {offset + len(out)} of {file} of node "
+                f"{member.node}: the file has only {size} bytes; restore another step"
+            )
+        start = member.offset_of(file) + offset
         if not len(out):
             return
         if not group.parity:
@@ -246,7 +252,7 @@ def _can_decode(
         return True
     if not group.parity:
         return False
-    start = group.members[index].offset_of(name, 0, size)
+    start = group.members[index].offset_of(name)
     n, m = len(group.members), group.parity
     for part in split_range(group, index, start, start + size, cut_every=group.chunk):
         usable = sum(

@@ -12,14 +12,15 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import FileEntry, decode_manifest
 from shardwise.manifest.names import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.files import LARGEST_RECORD, decode_record
 from shardwise.memory.home import Run, SnapshotDirectory, list_steps
 from shardwise.memory.lineage import Lineage
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, PendingManifest, ProtectRequest
+from shardwise.memory.records import AgentInfo, PendingManifest
+from shardwise.memory.redundancy.placement import Protection, plan_protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
 from shardwise.memory.remote.assembled import Assembly
 from shardwise.memory.remote.client import AgentClient
@@ -238,18 +239,18 @@ class Search:
                 continue
             if manifest.save_id not in tried_saves:
                 tried_saves.add(manifest.save_id)
-                if epoch not in (None, self._read_epoch(step, manifest.save_id)):
+                pending = self._read_pending(step, manifest.save_id)
+                if epoch is not None and (pending is None or pending.epoch != epoch):
                     continue
-                size_of = {file.name: file.size for file in manifest.files}
-                found = self._why_superseded(step, manifest.save_id) or self._assemble(
-                    step, manifest.save_id, size_of, each.node
+                found = self._why_superseded(step, pending) or self._assemble(
+                    step, manifest.files, pending, each.node
                 )
                 if not isinstance(found, str):
                     return found
                 reasons.append(found)
         return "; ".join(reasons) or "not committed"
 
-    def _why_superseded(self, step: int, save_id: str) -> str:
+    def _why_superseded(self, step: int, pending: PendingManifest | None) -> str:
         """Return why a save is superseded, or "" if it is not.
 
         A save whose epoch is unknown counts as superseded.
@@ -257,57 +258,58 @@ class Search:
         resumption = None if self._lineage is None else self._lineage.last_resumption_before(step)
         if resumption is None:
             return ""
-        epoch = self._read_epoch(step, save_id)
-        if epoch is None:
+        if pending is None:
             return "no pending manifest says whether the run has resumed from an older step since"
-        if epoch >= resumption.epoch:
+        if pending.epoch >= resumption.epoch:
             return ""
         if resumption.step < 0:
             return "superseded: the run started anew"
         return f"superseded: the run resumed from step {resumption.step}"
 
-    def _read_epoch(self, step: int, save_id: str) -> int | None:
-        """Return the epoch of a save, from the first node with a readable pending manifest."""
+    def _read_pending(self, step: int, save_id: str) -> PendingManifest | None:
+        """Return the pending manifest of a save, from the first node where it is readable."""
         names = [records.save_record("pending", save_id, kind) for kind in records.PENDING_KINDS]
-        pending = self._read_record(step, names, PendingManifest)
-        return None if pending is None else pending.epoch
-
-    def _read_record(self, step: int, names: list[str], record_type: type[T]) -> T | None:
-        """Return a record with one of these names, from the first node where it is readable."""
         for each in self.nodes:
             for name in names:
                 if name in each.steps.get(step, {}):
                     with suppress(OSError):
-                        return decode_record(self.read(each.node, step, name), record_type, name)
+                        return decode_record(
+                            self.read(each.node, step, name), PendingManifest, name
+                        )
         return None
 
     def _assemble(
-        self, step: int, save_id: str, size_of: dict[str, int], source: str
+        self, step: int, files: Sequence[FileEntry], pending: PendingManifest | None, source: str
     ) -> Assembly | str:
         """Return where the files of a save are, or which cannot be read.
 
         Args:
-            step, save_id: the save.
-            size_of: the size of each file in its manifest.
+            step: the step.
+            files: the files in the manifest of the save.
+            pending: its pending manifest, from which the protection is computed; None if no node
+                has it.
             source: the node that provided the manifest.
         """
+        size_of = {file.name: file.size for file in files}
         files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
         nodes_by_file = {
-            name: [node for node, files in files_of.items() if files.get(name) == size]
+            name: [node for node, names in files_of.items() if names.get(name) == size]
             for name, size in size_of.items()
         }
         lost = {name for name, nodes in nodes_by_file.items() if not nodes}
-        requests = [records.save_record("protect", save_id)]
-        request = self._read_record(step, requests, ProtectRequest)
-        protection = None if request is None else request.protection
-        if protection is not None:
+        protection: Protection | None = None
+        if pending is not None and pending.parity:
+            try:
+                protection = plan_protection(pending, files)
+            except (StoreError, ValueError) as error:
+                return str(error)
             lost &= find_unreadable_files(protection, files_of)
         if lost:
             shown = ", ".join(sorted(lost)[:MOST_FILES_SHOWN])
             more = len(lost) - MOST_FILES_SHOWN
             return f"no reachable node has {shown}" + (f" and {more} more" if more > 0 else "")
         nodes_by_file[MANIFEST] = [source]
-        infos = {node: self.infos[node] for node, files in files_of.items() if files}
+        infos = {node: self.infos[node] for node, names in files_of.items() if names}
         return Assembly(step, nodes_by_file, size_of, infos, protection)
 
 
