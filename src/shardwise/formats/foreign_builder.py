@@ -14,11 +14,16 @@ from shardwise.boxes import Box
 from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
+from shardwise.formats.foreign import (
+    StoredArray,
+    StoredTensor,
+    hide_terms,
+    pieces_of_boxes,
+    pieces_of_ranges,
+)
 from shardwise.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.formats.nested import STORED, NestedState, name_leaves, name_parameters
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
-from shardwise.formats.pieces import Block, pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
@@ -68,8 +73,7 @@ class Builder:
         # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
-        self._ranges: dict[bool, list[tuple[IntArray, ...]]] = {False: [], True: []}
-        self._blocks: list[Block] = []  # the flattened parts that `_ranges` refers to
+        self._ranges: dict[bool, list[Pieces]] = {False: [], True: []}
         self._content = bytearray()
         self._content_starts: dict[bytes, int] = {}
 
@@ -197,17 +201,17 @@ class Builder:
                 )
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
-        first_block = len(self._blocks)
-        self._blocks += [(self._index[name], shape, parts) for name, shape, parts in tensors]
+        blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
         is_replica = np.array(replicas, bool)[tensor_of_range]
         for replica in (False, True):
             own = (is_replica == replica) & (files[array_of_range] >= 0)
             if own.any():
                 tensor, holder, start, stop, first = (column[own] for column in ranges)
-                size = np.full(len(tensor), known[0].itemsize)
-                position = starts[holder] + first * size
-                block = first_block + tensor
-                self._ranges[replica].append((block, start, stop, files[holder], position, size))
+                itemsize = known[0].itemsize
+                position = starts[holder] + first * itemsize
+                self._ranges[replica].append(
+                    pieces_of_ranges(blocks, tensor, start, stop, files[holder], position, itemsize)
+                )
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""
@@ -426,10 +430,4 @@ class Builder:
 
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
-        tables = [*self._tables[replica], boxes]
-        if ranges := self._ranges[replica]:
-            block, start, stop, file, position, size = map(
-                np.concatenate, zip(*ranges, strict=True)
-            )
-            tables.append(pieces_of_ranges(self._blocks, block, start, stop, file, position, size))
-        return Pieces.join(tables)
+        return Pieces.join([*self._tables[replica], boxes, *self._ranges[replica]])
