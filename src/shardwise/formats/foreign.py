@@ -51,6 +51,11 @@ class StoredArray:
             )
         return DTYPES[self.dtype].itemsize
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is contiguous and has one dimension."""
+        return len(self.shape) == 1 and self.stride == (1,)
+
     @classmethod
     def contiguous(cls, file: str, start: int, dtype: str, shape: tuple[int, ...]) -> StoredArray:
         """Return a contiguous row-major array."""

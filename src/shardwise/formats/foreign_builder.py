@@ -165,9 +165,10 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        zero = np.zeros(1, np.int64)
-        ranges = zero, zero, zero + start, zero + stop, zero
-        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
+        if not array.is_flat:
+            raise _not_flat_error(name, array)
+        for offset, part in array.boxes_in(shape, start):
+            self.add_box(name, offset, part)
 
     def add_flat_ranges(
         self,
@@ -192,13 +193,9 @@ class Builder:
         tensor_of_range, array_of_range = ranges[:2]
         known = [array for array in arrays if array is not None]
         for index, array in enumerate(arrays):
-            if array is not None and (len(array.shape) != 1 or array.stride != (1,)):
+            if array is not None and not array.is_flat:
                 holders = tensor_of_range[array_of_range == index]
-                name = tensors[holders[0] if len(holders) else 0][0]
-                raise FormatError(
-                    f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
-                    "flat: copy all files of one save from an intact source"
-                )
+                raise _not_flat_error(tensors[holders[0] if len(holders) else 0][0], array)
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
         blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
@@ -431,3 +428,10 @@ class Builder:
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
         return Pieces.join([*self._tables[replica], boxes, *self._ranges[replica]])
+
+
+def _not_flat_error(name: str, array: StoredArray) -> FormatError:
+    return FormatError(
+        f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not flat: copy "
+        "all files of one save from an intact source"
+    )
