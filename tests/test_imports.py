@@ -42,3 +42,28 @@ def test_no_slow_module_is_imported(front: str, tmp_path: Path) -> None:
     packages = {name.partition(".")[0] for name in names if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= EXTERNAL
     assert not [name for name in names if name.startswith("shardwise.formats")]
+
+
+FOREIGN_SCRIPT = """
+import sys, torch
+import shardwise as sw
+
+torch.save({"model": {"w": torch.ones(4)}}, sys.argv[1])
+sw.open(sys.argv[1])["model.w"]
+print(*sys.modules)
+"""
+
+
+def test_a_foreign_checkpoint_needs_few_readers(tmp_path: Path) -> None:
+    """Neither those of formats with other names of files, nor the language of specifications."""
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN_SCRIPT, str(tmp_path / "last.pt")],
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        check=True,
+    )
+    names = done.stdout.split()
+    assert "shardwise.formats.readers.torch_save" in names
+    others = ("readers.deepspeed", "readers.megatron", "readers.fsdp_ranks", "language")
+    unwanted = tuple(f"shardwise.formats.{other}" for other in others)
+    assert not [name for name in names if name.startswith(unwanted)]

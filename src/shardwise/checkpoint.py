@@ -297,7 +297,7 @@ class Checkpoint(Mapping[str, Any]):
         if isinstance(store, TieredStore):
             store = store.tier_to_verify()
         if self.layout.format != "shardwise":
-            from shardwise.formats.checksums import checksums_of
+            from shardwise.formats.file_tree import checksums_of
 
             checksums = checksums_of(store, self.layout)
         return find_damage(store, self.layout, checksums, self._arena, Recorder(on_event))

@@ -139,7 +139,7 @@ def open_any(
             if manifest is None:
                 own = _read_foreign(place, options)
                 if group.size > 1:
-                    from shardwise.formats.layout_message import encode_layout
+                    from shardwise.formats.opening import encode_layout
 
                     encoded = encode_layout(own)
         directory, manifest, encoded = all_ranks.broadcast(

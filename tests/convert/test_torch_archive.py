@@ -13,8 +13,7 @@ import shardwise as sw
 from shardwise.boxes import Box
 from shardwise.convert import write as writing
 from shardwise.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
-from shardwise.convert.targets.torch_file import add_torch_file
-from shardwise.convert.torch_archive import ArchiveBuilder
+from shardwise.convert.targets.torch_file import ArchiveBuilder, add_torch_file
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.zip_archive import read_directory
 from shardwise.manifest.checksums import crc32

@@ -17,8 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import opening
-from shardwise.formats.layout_message import decode_layout, encode_layout
-from shardwise.formats.opening import check_layout
+from shardwise.formats.opening import check_layout, decode_layout, encode_layout
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.validate import validate_layout

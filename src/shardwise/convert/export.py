@@ -17,7 +17,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.stored_replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
-from shardwise.formats.layout_message import encode_layout
+from shardwise.formats.opening import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.state.selection import Selection

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.formats.containers.pickle_values import UnknownObject, allow_as_instances
@@ -27,10 +28,12 @@ from shardwise.formats.containers.torch_files import (
     unpickle_tensor,
 )
 from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.containers.zip_archive import ZIP_START
+from shardwise.formats.containers.zip_archive import ZIP_START, read_entry_checksums
 from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.layout import StoredFile
+from shardwise.manifest.checksums import FileChecksums
+from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.store import (
+    Files,
     FileStatus,
     ReadableFile,
     Store,
@@ -452,3 +455,26 @@ class ForeignFiles:
         """
         content = self._contents.get(key)
         return self.tree.open(key) if content is None else BytesFile(content)
+
+
+def checksums_of(store: Files, layout: Layout) -> Iterator[FileChecksums]:
+    """Yield the checksums in the files of a foreign checkpoint: the CRC-32s of zip archives.
+
+    Yield nothing if the checkpoint is not foreign, and an empty table for a file that is no zip.
+
+    Args:
+        store, layout: the checkpoint, as `open_any` returns it.
+
+    Raises:
+        FormatError: an archive is malformed or truncated.
+    """
+    if not isinstance(store, ForeignFiles):
+        return
+    for name in (file.name for file in layout.files if file.content is None):
+        with store.tree.open_range(name) as file:
+            rows = []
+            if file.read(0, min(len(ZIP_START), file.size)) == ZIP_START:
+                entries = read_entry_checksums(file)
+                rows = [(start, size, crc) for start, size, crc in entries if crc and size]
+        table = np.array(rows, np.int64)
+        yield FileChecksums(name, table.reshape(len(table), 3))

@@ -14,11 +14,16 @@ from shardwise.boxes import Box
 from shardwise.boxes.table import IntArray
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign import StoredArray, StoredTensor, hide_terms
+from shardwise.formats.foreign import (
+    StoredArray,
+    StoredTensor,
+    hide_terms,
+    pieces_of_boxes,
+    pieces_of_ranges,
+)
 from shardwise.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.formats.nested import STORED, NestedState, name_leaves, name_parameters
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
-from shardwise.formats.pieces import Block, pieces_of_boxes, pieces_of_ranges
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
@@ -69,8 +74,7 @@ class Builder:
         # The keys of these dicts say whether the pieces are replicas.
         self._tables: dict[bool, list[Pieces]] = {False: [], True: []}
         self._boxes: dict[bool, list[_Box]] = {False: [], True: []}
-        self._ranges: dict[bool, list[tuple[IntArray, ...]]] = {False: [], True: []}
-        self._blocks: list[Block] = []  # the flattened parts that `_ranges` refers to
+        self._ranges: dict[bool, list[Pieces]] = {False: [], True: []}
         self._content = bytearray()
         self._content_starts: dict[bytes, int] = {}
 
@@ -162,9 +166,10 @@ class Builder:
                 f"{name}: elements {start} to {stop} are not a range of a flat tensor of shape "
                 f"{list(shape)}: copy all files of one save from an intact source"
             )
-        zero = np.zeros(1, np.int64)
-        ranges = zero, zero, zero + start, zero + stop, zero
-        self.add_flat_ranges([(name, shape, ())], [False], [array], ranges)
+        if not array.is_flat:
+            raise _not_flat_error(name, array)
+        for offset, part in array.boxes_in(shape, start):
+            self.add_box(name, offset, part)
 
     def add_flat_ranges(
         self,
@@ -190,26 +195,22 @@ class Builder:
         tensor_of_range, array_of_range = ranges[:2]
         known = [array for array in arrays if array is not None]
         for index, array in enumerate(arrays):
-            if array is not None and (len(array.shape) != 1 or array.stride != (1,)):
+            if array is not None and not array.is_flat:
                 holders = tensor_of_range[array_of_range == index]
-                name = tensors[holders[0] if len(holders) else 0][0]
-                raise FormatError(
-                    f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not "
-                    "flat: copy all files of one save from an intact source"
-                )
+                raise _not_flat_error(tensors[holders[0] if len(holders) else 0][0], array)
         files = np.array([-1 if a is None else self.add_file(a.file) for a in arrays], np.int64)
         starts = np.array([0 if a is None else a.start for a in arrays], np.int64)
-        first_block = len(self._blocks)
-        self._blocks += [(self._index[name], shape, parts) for name, shape, parts in tensors]
+        blocks = [(self._index[name], shape, parts) for name, shape, parts in tensors]
         is_replica = np.array(replicas, bool)[tensor_of_range]
         for replica in (False, True):
             own = (is_replica == replica) & (files[array_of_range] >= 0)
             if own.any():
                 tensor, holder, start, stop, first = (column[own] for column in ranges)
-                size = np.full(len(tensor), known[0].itemsize)
-                position = starts[holder] + first * size
-                block = first_block + tensor
-                self._ranges[replica].append((block, start, stop, files[holder], position, size))
+                itemsize = known[0].itemsize
+                position = starts[holder] + first * itemsize
+                self._ranges[replica].append(
+                    pieces_of_ranges(blocks, tensor, start, stop, files[holder], position, itemsize)
+                )
 
     def add_tie(self, name: str, other: str) -> None:
         """Add a name of a tensor that was added under the name `other`."""
@@ -429,10 +430,11 @@ class Builder:
 
     def _join_pieces(self, *, replica: bool) -> Pieces:
         boxes = pieces_of_boxes(self._boxes[replica], lambda i: self._tensors[i].name)
-        tables = [*self._tables[replica], boxes]
-        if ranges := self._ranges[replica]:
-            block, start, stop, file, position, size = map(
-                np.concatenate, zip(*ranges, strict=True)
-            )
-            tables.append(pieces_of_ranges(self._blocks, block, start, stop, file, position, size))
-        return Pieces.join(tables)
+        return Pieces.join([*self._tables[replica], boxes, *self._ranges[replica]])
+
+
+def _not_flat_error(name: str, array: StoredArray) -> FormatError:
+    return FormatError(
+        f"{name}: an array of shape {list(array.shape)} in {array.file[:200]!r} is not flat: copy "
+        "all files of one save from an intact source"
+    )

@@ -14,7 +14,6 @@ from shardwise.formats.foreign import (
     StoredArray,
     StoredPart,
     StoredTensor,
-    row_major_strides,
 )
 from shardwise.formats.optimizers import Path, is_in_optimizer
 from shardwise.formats.values import are_plain_values_equal
@@ -203,7 +202,8 @@ def _name_of_path(path: Path) -> str:
 def select_sample(array: StoredArray) -> StoredArray:
     """Return the first elements of an array; only one if the array is not contiguous."""
     size = prod(array.shape)
-    count = min(size, SAMPLE_SIZE) if array.stride == row_major_strides(array.shape) else 1
+    is_contiguous = array == array.contiguous(array.file, array.start, array.dtype, array.shape)
+    count = min(size, SAMPLE_SIZE) if is_contiguous else 1
     return replace(array, shape=(count if size else 0,), stride=(1,))
 
 

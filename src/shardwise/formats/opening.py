@@ -6,12 +6,17 @@ those of shardwise like those of other packages.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+
+from shardwise.boxes.table import IntArray
 from shardwise.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -19,7 +24,7 @@ from shardwise.errors import (
     ShardwiseError,
     StateError,
 )
-from shardwise.formats.containers.pickle_errors import UnknownClassError
+from shardwise.formats.containers.pickle_values import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.layout_message import decode_layout
 from shardwise.formats.reader import Builder, Reader
@@ -69,12 +74,13 @@ _PARTS_OF_NAMES = {
     "dcp": (".metadata", ".distcp"),
     "deepspeed": ("_states.pt", "latest"),
     "deepspeed-universal": ("zero/",),
-    "megatron-legacy": ("mp_rank_", "model", "distrib_optim", "latest_checkpointed_iteration"),
-    "accelerate": ("optimizer", "model", "adapter"),
+    "megatron-legacy": ("mp_rank_", "_rng.pt", "distrib_optim", "latest_checkpointed_iteration"),
+    "accelerate": ("optimizer", "model"),
     "hf-shards": ("shard-",),
     "fsdp-ranks": ("_world_size_",),
 }
-"""If no file has one of these texts in its name, the reader need not be imported and asked."""
+"""Texts in the names of files, by the reader. If no file has one of them, the reader is not asked,
+and not even imported."""
 
 
 def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
@@ -315,3 +321,36 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
             "read all of them with a specification (spec=)"
         )
     return f". Open a checkpoint below: {', '.join(names)}"
+
+
+def _encode_column(column: object) -> tuple[tuple[int, ...], bytes]:
+    """Return the shape of a column of integers, and the compressed differences of its rows."""
+    if not isinstance(column, np.ndarray):
+        raise NotImplementedError
+    rows = column.reshape(len(column), -1).T if column.size else column.reshape(0, 0)
+    differences = np.diff(rows, axis=1, prepend=0)
+    return column.shape, zlib.compress(differences.tobytes(), 1)
+
+
+def _decode_column(_: object, encoded: tuple[list[int], bytes]) -> IntArray:
+    shape, data = encoded
+    differences = np.frombuffer(zlib.decompress(data), np.int64)
+    if not len(differences):
+        return np.zeros(shape, np.int64)
+    rows = differences.reshape(-1, shape[0]).cumsum(axis=1)
+    return np.ascontiguousarray(rows.T).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_column)
+_DECODER = msgspec.msgpack.Decoder(Layout, dec_hook=_decode_column)
+"""Made at import, because msgspec 0.22 crashes if two threads prepare a type at the same time."""
+
+
+def encode_layout(layout: Layout) -> bytes:
+    """Encode a layout as bytes."""
+    return _ENCODER.encode(layout)
+
+
+def decode_layout(data: bytes) -> Layout:
+    """Decode the result of `encode_layout`."""
+    return _DECODER.decode(data)

@@ -15,8 +15,7 @@ from shardwise.convert.plan import (
     divide_among_files,
 )
 from shardwise.convert.targets.nested import NestedState, nest_state
-from shardwise.convert.targets.torch_file import add_torch_file
-from shardwise.convert.torch_archive import ALIGNMENT
+from shardwise.convert.targets.torch_file import ALIGNMENT, add_torch_file
 from shardwise.errors import StateError
 
 if TYPE_CHECKING:

@@ -12,15 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_errors import (
-    MALFORMED_ERRORS,
-    TruncatedError,
-    UnsupportedValueError,
-)
 from shardwise.formats.containers.pickle_values import (
+    MALFORMED_ERRORS,
     AllowedCallable,
     AllowedNames,
+    TruncatedError,
     UnknownObject,
+    UnsupportedValueError,
     find_unknown,
     set_state,
 )

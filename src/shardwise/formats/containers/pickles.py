@@ -11,12 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_errors import (
-    MALFORMED_ERRORS,
-    TruncatedError,
-    UnknownClassError,
-    explain_error,
-)
 from shardwise.formats.containers.pickle_opcodes import (
     OPERATIONS,
     PersistentLoad,
@@ -24,8 +18,12 @@ from shardwise.formats.containers.pickle_opcodes import (
 )
 from shardwise.formats.containers.pickle_values import (
     ALLOWED_NAMES,
+    MALFORMED_ERRORS,
     AllowedNames,
     PickledInstance,
+    TruncatedError,
+    UnknownClassError,
+    explain_error,
     list_parts,
 )
 from shardwise.state.hostile_keys import UnsafeValueError

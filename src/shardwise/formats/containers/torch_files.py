@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_errors import TruncatedError
-from shardwise.formats.containers.pickle_values import AllowedNames, UnknownObject
+from shardwise.formats.containers.pickle_values import AllowedNames, TruncatedError, UnknownObject
 from shardwise.formats.containers.pickles import unpickle
 from shardwise.formats.containers.ranges import FileRange
 from shardwise.formats.containers.torch_values import TORCH_NAMES, name_of_dtype

@@ -9,12 +9,12 @@ import torch
 
 from shardwise.boxes import Box, ShardPlacement, shard_boxes, splits_of
 from shardwise.errors import LayoutError
-from shardwise.formats.containers.pickle_errors import UnsupportedValueError
 from shardwise.formats.containers.pickle_values import (
     AllowedCallable,
     AllowedNames,
     PickledInstance,
     UnknownObject,
+    UnsupportedValueError,
     allow_as_instances,
     call_with,
 )

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardwise.formats.language.arithmetic import Expression
-from shardwise.formats.language.check_spec import check_spec
-from shardwise.formats.language.rules import Pattern, Rule, Spec, Target, Tie
+from shardwise.formats.language.rules import Pattern, Rule, Spec, Target, Tie, check_spec
 from shardwise.formats.language.scanner import NAME, Scanner, SourceText
 from shardwise.formats.language.shapes import (
     Axis,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import checkpoint
 
-from shardwise.integrations.dcp.errors import CheckpointError as CheckpointError
+from shardwise.integrations.dcp.functions import CheckpointError as CheckpointError
 from shardwise.integrations.dcp.functions import async_save as async_save
 from shardwise.integrations.dcp.functions import load as load
 from shardwise.integrations.dcp.functions import save as save

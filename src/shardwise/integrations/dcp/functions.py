@@ -1,11 +1,12 @@
-"""`save`, `async_save` and `load` with the signatures of `torch.distributed.checkpoint`."""
+"""`save`, `async_save` and `load` of `torch.distributed.checkpoint`, and the error of both."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,15 +14,73 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from shardwise import StateError
-from shardwise.integrations.dcp.errors import as_checkpoint_error, with_checkpoint_errors
+from shardwise.errors import ShardwiseError
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
+
+
+class CheckpointError(CheckpointException, ShardwiseError):
+    """A save or load failed on some ranks. All ranks raise it.
+
+    DCP's own `CheckpointException` is no `Exception`, so `except Exception` does not catch it. This
+    class is a `CheckpointException` and an `Exception`.
+
+    Attributes:
+        failures: the error of each failed rank, and its stack, as in `CheckpointException`.
+    """
+
+    def __str__(self) -> str:
+        """Return the error of each rank; at most 16."""
+        shown = [
+            f"  rank {rank}: {type(error).__name__}: {error}"
+            for rank, (error, _) in list(self.failures.items())[:16]
+        ]
+        ranks = "1 rank" if len(self.failures) == 1 else f"{len(self.failures)} ranks"
+        return f"{self.args[0]} failed on {ranks}:\n" + "\n".join(shown)
+
+
+@contextmanager
+def as_checkpoint_error(operation: str) -> Iterator[None]:
+    """Turn DCP's exception into a `CheckpointError`, unless a rank was interrupted or exited.
+
+    Args:
+        operation: the name of the operation, for the message.
+
+    Raises:
+        CheckpointError: the block raised a `CheckpointException`.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        if not all(isinstance(each, Exception) for each, _ in error.failures.values()):
+            raise
+        raise CheckpointError(operation, error.failures) from error
+
+
+def with_checkpoint_errors(operation: str, future: Future[Any]) -> Future[Any]:
+    """Return a future with the same result, or with the error of `as_checkpoint_error`."""
+    converted: Future[Any] = Future()
+    converted.set_running_or_notify_cancel()
+
+    def pass_on(done: Future[Any]) -> None:
+        try:
+            with as_checkpoint_error(operation):
+                result = done.result()
+        except BaseException as error:
+            converted.set_exception(error)
+        else:
+            converted.set_result(result)
+
+    future.add_done_callback(pass_on)
+    return converted
+
 
 StateDict = dict[str, Any]
 CheckpointId = str | os.PathLike[str]

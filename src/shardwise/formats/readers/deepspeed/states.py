@@ -285,7 +285,7 @@ def select_loss_scaling_values(optimizer_state: Mapping[Any, Any]) -> dict[str, 
 def _parse_masters(arrays: Sequence[object], path: str) -> tuple[StoredArray, ...]:
     masters = []
     for index, array in enumerate(arrays):
-        if not isinstance(array, StoredArray) or len(array.shape) != 1 or array.stride != (1,):
+        if not isinstance(array, StoredArray) or not array.is_flat:
             raise FormatError(
                 f"{path}: the weights of group {index} are not a flat tensor: copy the file again "
                 "from an intact source; or, if parameters were offloaded to NVMe, save without "

@@ -319,7 +319,7 @@ def _find_ranges(
 
 def _are_flat(arrays: Sequence[StoredArray], ranges: FlatRanges) -> bool:
     """Return whether arrays have one dimension, and the elements of all ranges."""
-    if not all(len(array.shape) == 1 and array.stride == (1,) for array in arrays):
+    if not all(array.is_flat for array in arrays):
         return False
     lengths = np.array([array.shape[0] for array in arrays], np.int64)
     ends = ranges.position + ranges.stop - ranges.start
