@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -92,6 +93,21 @@ def test_after_a_failure_every_call_fails() -> None:
     with pytest.raises(OSError, match="the disk is full"):
         file.write_at(1000, CONTENT[:1000])
     with pytest.raises(OSError, match="the disk is full"):
+        file.commit()
+    file.close()
+    assert stream.calls == ["discard"]
+
+
+def test_a_file_that_cannot_be_finished_is_discarded() -> None:
+    stream = Recorded()
+
+    def finish() -> None:
+        raise OSError("the file cannot be renamed")
+
+    discard = partial(stream.calls.append, "discard")
+    file = SequentialWriter(stream, 10, "file", finish=finish, discard=discard)
+    file.write_at(0, CONTENT[:10])
+    with pytest.raises(OSError, match="cannot be renamed"):
         file.commit()
     file.close()
     assert stream.calls == ["discard"]

@@ -100,8 +100,8 @@ class SequentialWriter:
                     f"of {self._size} was not written: write all bytes before commit()"
                 )
         self._stream.close()
-        self._is_committed = True
         self._finish()
+        self._is_committed = True
 
     def close(self) -> None:
         """Discard the file, unless it is committed."""
