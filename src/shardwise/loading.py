@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.adapters import bind_state, unite_local_states
+from shardwise.adapters import bind_state
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
@@ -26,7 +26,7 @@ from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadAlone, ReadStrategy
-from shardwise.state.leaves import ParameterOrder, copy_overlapping
+from shardwise.state.leaves import LocalState, ParameterOrder, copy_overlapping
 from shardwise.state.selection import Selection
 from shardwise.store import Files, Store
 
@@ -201,7 +201,7 @@ def _match_state(
 ) -> Matched:
     """Match the values of the state on this rank with the checkpoint."""
     parts = [binding.targets(saved, selection) for binding in bindings]
-    targets = unite_local_states(parts)
+    targets = LocalState.unite(parts)
     targets.tensors = copy_overlapping(targets.tensors)
     names_by_owner: dict[str, Collection[str]] = {}
     for binding, part in zip(bindings, parts, strict=True):
