@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.adapters import bind_state, unite_local_states
+from shardwise.adapters import bind_state
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
@@ -196,7 +196,7 @@ def _match(
         The targets, of whose tensors only those that the checkpoint has; and the report.
     """
     parts = [binding.targets(saved, selection) for binding in bindings]
-    targets = unite_local_states(parts)
+    targets = LocalState.unite(parts)
     targets.tensors = copy_overlapping(targets.tensors)
     names_by_owner: dict[str, Collection[str]] = {}
     for binding, part in zip(bindings, parts, strict=True):

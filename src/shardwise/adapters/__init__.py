@@ -1,10 +1,5 @@
 """Turn the objects of frameworks into named tensors and values, and load them back."""
 
-from shardwise.adapters.bind import (
-    bind_state,
-    local_state_of,
-    torch_optimizers_in,
-    unite_local_states,
-)
+from shardwise.adapters.bind import bind_state, local_state_of, torch_optimizers_in
 
-__all__ = ["bind_state", "local_state_of", "torch_optimizers_in", "unite_local_states"]
+__all__ = ["bind_state", "local_state_of", "torch_optimizers_in"]

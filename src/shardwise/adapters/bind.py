@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -66,29 +66,10 @@ def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
     bindings = bind_state(state, allow_pickle=allow_pickle)
-    local_state = unite_local_states([binding.local_state() for binding in bindings])
+    local_state = LocalState.unite([binding.local_state() for binding in bindings])
     for name in local_state.names():
         check_name(name)
     return local_state
-
-
-def unite_local_states(parts: Iterable[LocalState]) -> LocalState:
-    """Unite the local states of all bindings.
-
-    Raises:
-        StateError: two values have the same name.
-    """
-    whole = LocalState()
-    seen: set[str] = set()
-    for part in parts:
-        for name in part.names():
-            if name in seen:
-                raise StateError(
-                    f"{name!r}: two values of the state have this name; rename a key of the state"
-                )
-            seen.add(name)
-        whole.add(part)
-    return whole
 
 
 def torch_optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:

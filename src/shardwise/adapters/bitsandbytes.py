@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.errors import StateError
 from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.tensors import has_class
 
+_LAYERS = ("Linear4bit", "Linear8bitLt")
 _PACKED_STATE = "weight.quant_state.bitsandbytes__"
 Layer = tuple[str, Any, bool]
 """The prefix of a layer's names, the layer, and whether it has 4-bit weights."""
@@ -23,10 +23,10 @@ Layer = tuple[str, Any, bool]
 def quantized_layers(module: nn.Module) -> list[Layer]:
     """Return the layers of bitsandbytes in a module."""
     return [
-        (f"{path}." if path else "", part, name == "Linear4bit")
+        (f"{path}." if path else "", part, cls.__name__ == "Linear4bit")
         for path, part in module.named_modules(remove_duplicate=False)
-        for name in ("Linear4bit", "Linear8bitLt")
-        if has_class(part, "bitsandbytes", name)
+        for cls in type(part).__mro__
+        if cls.__name__ in _LAYERS and cls.__module__.startswith("bitsandbytes.")
     ]
 
 

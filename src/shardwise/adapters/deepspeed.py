@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, modules_in
+from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
 from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
@@ -26,7 +26,7 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import FlatRange, Parameter, has_class, tensor_leaf
+from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -47,7 +47,8 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
     if _is_optimizer(value):
         return DeepSpeedOptimizerBinding(name, value, context)
     modules = modules_in(value)
-    if not any(map(_is_engine, modules)):
+    engine_class = "deepspeed.runtime.engine", "DeepSpeedEngine"
+    if not any(has_class(module, *engine_class) for module in modules):
         for module in modules:
             _refuse_module_of_engine(name, module)
         return None
@@ -128,9 +129,13 @@ class EngineBinding(ModuleBinding):
         """
         self._refuse_emptied_optimizer()
         local_state = super().local_state()
-        leaves = {
-            leaf.name: leaf for master in self._master_weights() for leaf in _master_leaves(master)
-        }
+        leaves: dict[str, TensorLeaf] = {}
+        for master in self._master_weights():
+            flat = master.tensor.detach()
+            for each in master.flat:
+                leaves[each.name] = each.leaf(each.name, flat)
+            if not master.flat:
+                leaves[master.name] = tensor_leaf(master.name, master.tensor)
         engine_leaves: dict[str, TensorLeaf] = {}
         names, part = self._parameter_names(), self._parts[0]
         for path, parameter in part.module.named_parameters(remove_duplicate=False):
@@ -203,17 +208,6 @@ class EngineBinding(ModuleBinding):
                 key: getattr(scaler, key) for key in LOSS_SCALER_KEYS if hasattr(scaler, key)
             }
         return {f"{self.prefix}{VALUES_KEY}.{key}": value for key, value in counters.items()}
-
-
-def _master_leaves(master: Parameter) -> list[TensorLeaf]:
-    if not master.flat:
-        return [tensor_leaf(master.name, master.tensor)]
-    flat = master.tensor.detach()
-    return [part.leaf(part.name, flat) for part in master.flat]
-
-
-def _is_engine(value: object) -> bool:
-    return has_class(value, "deepspeed.runtime.engine", "DeepSpeedEngine")
 
 
 def _is_optimizer(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.adapters.modules import ModuleBinding, Part, has_fsdp1
+from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, has_fsdp1
 from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.selection import Selection
@@ -73,10 +73,8 @@ class FSDP1Binding(ModuleBinding):
             name = module_part.name(path)
             if id(parameter) not in flat_ids and name not in leaves:
                 yield name, parameter
-        for path, part in module.named_modules(remove_duplicate=False):
-            for key, buffer in part._buffers.items():
-                if buffer is not None and key not in part._non_persistent_buffers_set:
-                    yield module_part.name(f"{path}.{key}" if path else key), buffer
+        for path, buffer in buffers_of(module, persistent=True):
+            yield module_part.name(path), buffer
 
 
 def _flat_parameters(

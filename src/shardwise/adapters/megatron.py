@@ -31,7 +31,7 @@ from shardwise.adapters.megatron_optimizer import (
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import modules_in, unwrap_data_parallel
+from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parallel
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
@@ -40,7 +40,7 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.selection import Selection
-from shardwise.state.tensors import Parameter, has_class
+from shardwise.state.tensors import Parameter
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"
@@ -213,7 +213,8 @@ class MegatronModelBinding(Binding):
         for each in (tensor for tensors, _ in self._described for tensor in tensors):
             tensor = each.tensor
             master = masters.get(id(tensor), MasterWeight(tensor, tensor, 0, tensor.numel()))
-            if id(tensor) not in masters and self._needs_missing_optimizer(tensor):
+            is_updated_late = self._gathers_late and tensor.requires_grad
+            if id(tensor) not in masters and (hasattr(tensor, "main_param") or is_updated_late):
                 raise StateError(
                     f"{self.name}: an optimizer that is not in the state has more exact or newer "
                     "weights than the model: put the optimizer that get_megatron_optimizer() "
@@ -223,10 +224,6 @@ class MegatronModelBinding(Binding):
             if master.tensor is not None:
                 flat = cut_ranges(each.flat, master.low, master.high)
                 yield Parameter(master.tensor, "", flat, each.is_copy), tensor
-
-    def _needs_missing_optimizer(self, tensor: torch.Tensor) -> bool:
-        """Return whether an optimizer that is not in the state has a tensor's current values."""
-        return hasattr(tensor, "main_param") or (tensor.requires_grad and self._gathers_late)
 
     def _extra_state(self, *, with_copies: bool) -> dict[str, JsonValue]:
         encoded: dict[str, JsonValue] = {}
@@ -261,9 +258,11 @@ class MegatronOptimizerBinding(OptimizerBinding):
         """Return the state, hyperparameters, and the loss scale."""
         local_state = super().local_state()
         for scaler in self._dynamic_scalers():
-            local_state.objects[self._scaler_name] = encode(
-                _read_scaler_state(scaler), self._scaler_name
-            )
+            state = {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in scaler.state_dict().items()
+            }
+            local_state.objects[self._scaler_name] = encode(state, self._scaler_name)
         return local_state
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
@@ -304,14 +303,6 @@ class MegatronOptimizerBinding(OptimizerBinding):
         """Return the loss scalers with a dynamic scale."""
         scalers = [getattr(each, SCALER_KEY, None) for each in optimizers_in_chain(self.wrapper)]
         return [each for each in scalers if type(each).__name__ == "DynamicGradScaler"]
-
-
-def _read_scaler_state(scaler: Any) -> dict[str, object]:
-    state = scaler.state_dict()
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
 
 
 def _load_scaler_state(name: str, scaler: Any, value: object) -> None:

@@ -110,9 +110,12 @@ def describe_model(name: str, module: nn.Module) -> tuple[list[Parameter], list[
         if class_names & {"ShardedTensor", "ShardedTensorFactory"}:
             tensors.append(_model_tensor(name, path, value))
         elif "ShardedObject" in class_names and _EXTRA_STATE_PATH.fullmatch(path):
-            extras.append(
-                ExtraState(_name_of_object(value), path, value.data, any(_replica_numbers(value)))
-            )
+            # If several objects have the same key, their names have their positions.
+            is_one = all(stacked_dims == 1 for stacked_dims in value.global_shape)
+            position = [] if is_one else map(str, value.global_offset)
+            name_of_object = ".".join([value.key, *position])
+            is_copy = any(_replica_numbers(value))
+            extras.append(ExtraState(name_of_object, path, value.data, is_copy))
         else:
             raise StateError(
                 f"{name}.{path}: the module's sharded_state_dict() has a {type(value).__name__}, "
@@ -232,10 +235,3 @@ def _sharded_tensors_in(tree: object) -> Iterator[Any]:
             yield from _sharded_tensors_in(each)
     elif hasattr(tree, "global_offset"):
         yield tree
-
-
-def _name_of_object(described: Any) -> str:
-    """Return the key of an object, with its position if several objects have the same key."""
-    if all(stacked_dims == 1 for stacked_dims in described.global_shape):
-        return str(described.key)
-    return ".".join([described.key, *map(str, described.global_offset)])

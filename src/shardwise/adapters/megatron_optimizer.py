@@ -253,7 +253,12 @@ class BucketedState:
         """Return the parts of buckets to load. Missing state is created."""
         local_state = LocalState()
         for part in self._parts.values():
-            group = _group_of(part)
+            optimizer, tensor = part.chained_optimizer.optimizer, part.tensor
+            group = next(
+                Group(optimizer, settings, [])
+                for settings in optimizer.param_groups
+                if any(each is tensor for each in settings["params"])
+            )
             settings = self._saved_settings(part, group, local_state)
             if settings is None:
                 continue
@@ -312,13 +317,3 @@ class BucketedState:
 def _group_identity(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the values that identify a param group. NeMo adds `pre_` to their keys."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY_KEYS)
-
-
-def _group_of(part: ParameterInBucket) -> Group:
-    optimizer = part.chained_optimizer.optimizer
-    settings = next(
-        group
-        for group in optimizer.param_groups
-        if any(each is part.tensor for each in group["params"])
-    )
-    return Group(optimizer, settings, [])

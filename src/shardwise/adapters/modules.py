@@ -149,8 +149,16 @@ class Part:
             for path, tensor in named(remove_duplicate=False):
                 if tensor.is_meta and is_loaded(self.name(path)):
                     meta_tensors[id(tensor)] = tensor
-        if meta_tensors:
-            _refuse_meta_buffers(module, self._binding_name)
+        if not meta_tensors:
+            return
+        others = buffers_of(module, persistent=False)
+        lost = [path for path, buffer in others if buffer.is_meta]
+        if lost:
+            raise StateError(
+                f"{self._binding_name}: the buffers {', '.join(lost)} are on the meta device and "
+                "not persistent, so no checkpoint has them: compute them on a real device before "
+                "loading"
+            )
         default = torch.get_default_device()
         for tensor in meta_tensors.values():
             device = torch.device("cpu") if default.type == "meta" else default
@@ -285,18 +293,20 @@ class ModuleBinding(Binding):
             yield name, value
 
 
-def _refuse_meta_buffers(module: nn.Module, module_name: str) -> None:
-    meta_buffers = [
-        f"{path}.{key}" if path else key
-        for path, part in module.named_modules()
-        for key, buffer in part._buffers.items()
-        if buffer is not None and buffer.is_meta and key in part._non_persistent_buffers_set
-    ]
-    if meta_buffers:
-        raise StateError(
-            f"{module_name}: the buffers {', '.join(meta_buffers)} are on the meta device and not "
-            "persistent, so no checkpoint has them: compute them on a real device before loading"
-        )
+def buffers_of(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the paths of the persistent, or of the other, buffers of a module, with the buffers."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            if buffer is not None and persistent == (key not in part._non_persistent_buffers_set):
+                yield f"{path}.{key}" if path else key, buffer
+
+
+def has_class(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class with this name, in a module or below, by names alone."""
+    return any(
+        cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
+        for cls in type(value).__mro__
+    )
 
 
 def unwrap_data_parallel(module: nn.Module) -> nn.Module:

@@ -261,22 +261,19 @@ class OptimizerBinding(Binding):
         if not keys:
             unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
-        missing: dict[str, TensorEntry | None] = {}
-        inside: set[str] = set()
+        inside: dict[str, Mapping[str, str]] = {}  # the tensors in each plain value
+        left_out: set[str] = set()
+        for key in keys:
+            if saved.has_object(f"{name}.{key}"):
+                inside[key] = tensors_inside(f"{name}.{key}", saved)
+                left_out.update(inside[key])
         for key in () if parameter.is_empty else keys:
             full_name = f"{name}.{key}"
             entry = saved.tensor(full_name)
-            parts: dict[str, str] = {}
-            if entry is None:
-                if not saved.has_object(full_name):
-                    continue
-                parts = tensors_inside(full_name, saved)
-                inside.update(parts)
+            if full_name in left_out or (entry is None and key not in inside):
+                continue
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
-            if not fits and selection.selects(full_name, *parts):
-                missing[key] = entry
-        for key, entry in missing.items():
-            if f"{name}.{key}" not in inside:
+            if not fits and selection.selects(full_name, *inside.get(key, ())):
                 new = None if entry is None else _allocate_state(parameter, group, key, entry)
                 state = {**state, key: new}
         return state

@@ -90,8 +90,11 @@ class ObjectBinding(Binding):
             if entry is None:
                 local_state.problems.append(missing_inside(name, self.name))
                 continue
-            tensor = current.get(name)
-            if tensor is None or tuple(tensor.shape) != entry.shape or not _can_be_filled(tensor):
+            tensor: Any = current.get(name)
+            can_be_filled = tensor is not None and tuple(tensor.shape) == entry.shape
+            if isinstance(tensor, np.ndarray):
+                can_be_filled &= tensor.flags.writeable
+            if not can_be_filled or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
                 dtype: torch.dtype = getattr(torch, entry.dtype)
                 tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
             self._tensors[saved_name] = tensor
@@ -146,12 +149,6 @@ class PerRankBinding(Binding):
             value = self.value.for_rank(values, rank, world)
         with user_code(self.name, "load_state_dict() or restore()"):
             self.value.restore(value)
-
-
-def _can_be_filled(value: torch.Tensor | np.ndarray | Shards) -> bool:
-    if isinstance(value, np.ndarray):
-        return bool(value.flags.writeable)
-    return not (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 def tensors_inside(name: str, saved: SavedNames) -> dict[str, str]:

@@ -250,10 +250,9 @@ def split_ties(
     listed: list[TensorLeaf] = []
     ties: list[tuple[str, str]] = []
     for leaf in leaves:
-        first = None
-        if leaf.tie_key is not None:
-            first = first_name.setdefault(leaf.tie_key, leaf.name)
-        if first is None or first == leaf.name:
+        untied = leaf.tie_key is None
+        first = leaf.name if untied else first_name.setdefault(leaf.tie_key, leaf.name)
+        if first == leaf.name:
             listed.append(leaf)
         else:
             ties.append((leaf.name, first))

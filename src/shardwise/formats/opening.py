@@ -26,7 +26,6 @@ from shardwise.errors import (
 )
 from shardwise.formats.containers.pickle_values import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
-from shardwise.formats.layout_message import decode_layout
 from shardwise.formats.reader import Builder, Reader
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.names import MANIFEST

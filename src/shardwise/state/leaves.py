@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,6 +94,26 @@ class LocalState:
     per_rank: dict[str, JsonValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unselected: list[str] = field(default_factory=list)
+
+    @classmethod
+    def unite(cls, parts: Iterable[LocalState]) -> LocalState:
+        """Unite the local states of all values of a state.
+
+        Raises:
+            StateError: two values have the same name.
+        """
+        whole = cls()
+        seen: set[str] = set()
+        for part in parts:
+            for name in part.names():
+                if name in seen:
+                    raise StateError(
+                        f"{name!r}: two values of the state have this name; rename a key of the "
+                        "state"
+                    )
+                seen.add(name)
+            whole.add(part)
+        return whole
 
     def add(self, other: LocalState) -> None:
         """Add another part of the state."""

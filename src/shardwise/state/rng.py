@@ -62,7 +62,10 @@ class RngState:
             StateError: the value is neither a saved state nor a seed.
         """
         if isinstance(value, int):
-            _seed_all(value & _BITS_64)
+            seed = value & _BITS_64
+            random.seed(seed)
+            np.random.seed([seed & _BITS_32, seed >> 32])
+            torch.manual_seed(seed)
         else:
             self.load_state_dict(value)
 
@@ -136,9 +139,3 @@ def _seed_of_new_rank(first_state: object, rank: int) -> int:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed([seed & _BITS_32, seed >> 32])
-    torch.manual_seed(seed)

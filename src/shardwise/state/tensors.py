@@ -133,14 +133,6 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
-def has_class(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class with this name, in a module or below, by names alone."""
-    return any(
-        cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
-        for cls in type(value).__mro__
-    )
-
-
 def detach_checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values, detached, whose memory holds them.
 
