@@ -13,8 +13,8 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_root
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
+from shardwise.engine.compare import check_all_together
 from shardwise.engine.group import Group
-from shardwise.engine.stored_replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.encoding import encode_layout
