@@ -27,10 +27,10 @@ from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state, unite_local_states
 from shardwise.manifest.names import check_name
 from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
-from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
 from shardwise.state.leaves import LocalState
+from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.tiers.record import open_with_mirror
 

@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.adapters.modules import ModuleBinding, Part, modules_in
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import FlatRange, Parameter
-from shardwise.state.selection import Selection
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle

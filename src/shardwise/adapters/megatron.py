@@ -35,12 +35,11 @@ from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parall
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"

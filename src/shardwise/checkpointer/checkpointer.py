@@ -43,10 +43,10 @@ from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.save_handle import SaveHandle
 from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
+from shardwise.state.name_lookup import Rename
 from shardwise.tiers.options import Mirror
 from shardwise.tiers.watch import MirrorWatch
 

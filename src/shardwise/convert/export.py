@@ -20,7 +20,7 @@ from shardwise.events import Recorder
 from shardwise.formats.encoding import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
-from shardwise.state.selection import Selection
+from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
