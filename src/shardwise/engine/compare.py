@@ -206,7 +206,8 @@ def _compare_tensors(
     """Return the tensors whose bytes differ. Tensors that are tied in a and in b are read once."""
     names_a, names_b = SavedNames(a[1]), SavedNames(b[1])
     # The keys are the indices by which a and b store the bytes.
-    stored = {(names_a.stored_index(x.name), names_b.stored_index(y.name)): x for x, y in pairs}
+    keys = [(names_a.stored_index(x.name), names_b.stored_index(y.name)) for x, y in pairs]
+    stored = {key: x for key, (x, _) in zip(keys, pairs, strict=True)}
     tallies = {key: _Tally() for key in stored}
     boxes = ((k, Box.whole(x.shape), DTYPES[x.dtype].itemsize) for k, x in stored.items())
     for batch in batch_boxes(boxes, MAX_BATCH_BYTES):
@@ -217,8 +218,8 @@ def _compare_tensors(
             for (key, _), data_a, data_b in zip(batch, in_a, in_b, strict=True):
                 tallies[key].add(data_a, data_b)
     differences = []
-    for x, y in pairs:
-        tally = tallies[names_a.stored_index(x.name), names_b.stored_index(y.name)]
+    for key, (x, _) in zip(keys, pairs, strict=True):
+        tally = tallies[key]
         if tally.differing:
             elements = math.prod(x.shape)
             differences.append(
