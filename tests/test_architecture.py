@@ -20,7 +20,6 @@ LAYERS = (
     ("cli", "integrations"),
     ("shardwise",),  # the package's __init__, which exports the public names
     ("checkpointer", "data"),
-    ("exporting",),
     ("api",),
     ("listing", "loading", "partial_save"),
     ("convert",),

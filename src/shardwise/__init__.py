@@ -12,6 +12,7 @@ from shardwise.engine.compile_and_gc import pause_gc
 
 if TYPE_CHECKING:
     from shardwise.adapters.trainable import trainable as trainable
+    from shardwise.api import export as export
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from shardwise.errors import StateError as StateError
     from shardwise.errors import StoreError as StoreError
     from shardwise.events import Event as Event
-    from shardwise.exporting import export as export
     from shardwise.formats.specification import spec as spec
     from shardwise.listing import ListedCheckpoint as ListedCheckpoint
     from shardwise.listing import Listing as Listing
@@ -107,7 +107,7 @@ _MODULE_OF_NAME = {
     "StoreError": "errors",
     "Tls": "memory.options",
     "VerifyReport": "engine.verify",
-    "export": "exporting",
+    "export": "api",
     "list_checkpoints": "listing",
     "load": "api",
     "open": "api",

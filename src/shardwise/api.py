@@ -1,4 +1,4 @@
-"""`save`, `load` and `open`: the functions that most users call."""
+"""`save`, `load`, `open` and `export`: the functions that most users call."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from shardwise.engine.compile_and_gc import pause_gc, skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
+from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state
-from shardwise.opening import OpenOptions, open_any, refuse_as_destination
-from shardwise.plan.name_lookup import Rename
+from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
+from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.tiers.record import open_with_mirror
 
 if TYPE_CHECKING:
+    from shardwise.convert.write import ConversionReport
     from shardwise.formats.specification import Specification
 
 Place = str | os.PathLike[str] | Store
@@ -207,6 +209,63 @@ def open(  # noqa: A001 - shardwise.open
         files, layout = open_any(store, SoloGroup(), cleanup, options)
         lock = cleanup.pop_all()
         return Checkpoint(files, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
+
+
+def export(
+    place: Place,
+    target: str | os.PathLike[str],
+    *,
+    to: str = "hf",
+    step: Choice = "newest",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    model_key: str = "model",
+    dtype: str | None = None,
+    verify: bool = True,
+    spec: Specification | None = None,
+    skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - the usual name
+    max_file: int = 5 << 30,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write a checkpoint in another format. All ranks call this function and share the work.
+
+    Written files are read back and compared.
+
+    Args:
+        place: a checkpoint in any format, or the root of a run.
+        target: a new directory.
+        to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
+            torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
+        only, skip: shell patterns of the names to write, as for `load`.
+        model_key: the key of the model in the state, for formats that hold only a model; "" if the
+            checkpoint is only a model.
+        dtype: the dtype to convert the model's floats to; an error for quantized tensors.
+        step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
+        max_file: the most bytes of tensors in a file.
+        group, on_event: as for `load`.
+
+    Raises:
+        CheckpointExistsError: the target holds something else, or another process writes there.
+        StateError: an option is invalid, or the format cannot hold a selected tensor.
+        MismatchError: the source stores a tensor several times, and the copies differ.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
+    """
+    from shardwise.convert.export import ExportOptions, write_export  # most programs never export
+
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key, dtype=dtype,
+        verify=verify, max_file=max_file)  # fmt: skip
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
+    recorder = Recorder(on_event)
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        with recorder.stage("open"):
+            with Round(ranks, "beginning an export") as all_ranks:
+                options.check()
+                store = open_place(place)
+                agree_on_place(all_ranks, store, how, options.settings)
+            source, layout = open_any(store, ranks, cleanup, how)
+        return write_export(options, source, layout, ranks, recorder)
 
 
 def open_place(place: Place) -> Store:

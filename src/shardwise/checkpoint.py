@@ -24,11 +24,10 @@ from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.names import FROZEN
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf, copy_overlapping
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import decode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import tensor_leaf
 from shardwise.store import Files
 from shardwise.tiers.store import TieredStore

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,13 +22,12 @@ from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.opening import OpenOptions, agree_on_place, open_any
-from shardwise.plan.name_lookup import Rename, SavedNames, rename_function
 from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
 from shardwise.state.leaves import LocalState, ParameterOrder, copy_overlapping
-from shardwise.state.selection import Selection
+from shardwise.state.name_lookup import Rename, SavedNames, Selection, rename_function
 from shardwise.store import Files, Store
 
 if TYPE_CHECKING:
@@ -251,19 +251,18 @@ def name_parameters(
     Returns:
         The layout with the names of the target.
     """
-    positional = [
-        entry.name.removesuffix(f".{GROUPS}")
-        for entry in layout.objects
-        if entry.name.endswith(f".{GROUPS}") and _positions_of(entry.value) is not None
-    ]
+    positional = {}
+    for entry in layout.objects:
+        if entry.name.endswith(f".{GROUPS}") and (positions := _positions_of(entry.value)):
+            positional[entry.name.removesuffix(f".{GROUPS}")] = positions
     if not positional:
         return layout
 
     with Round(group, "naming parameters") as all_ranks:
         known = all_ranks.all_reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
-    for optimizer in positional:
+    for optimizer, positions in positional.items():
         if optimizer in known:
-            layout = _name_parameters(layout, optimizer, known[optimizer])
+            layout = _name_parameters(layout, optimizer, positions, known[optimizer])
     return layout
 
 
@@ -281,35 +280,36 @@ def _positions_of(groups: Any) -> list[list[int]] | None:
         return None
 
 
-def _name_parameters(layout: Layout, optimizer: str, order: ParameterOrder) -> Layout:
+def _name_parameters(
+    layout: Layout, optimizer: str, positions: list[list[int]], order: ParameterOrder
+) -> Layout:
     """Return the layout with names for one optimizer, or the same layout if they do not fit."""
-    groups = next(each.value for each in layout.objects if each.name == f"{optimizer}.{GROUPS}")
-    positions = _positions_of(groups) or []
-    if [len(each) for each in positions] != [len(each) for each in order]:
+    if [*map(len, positions)] != [*map(len, order)]:
         return layout
-    pairs = zip(
-        (position for each in positions for position in each),
-        (parameter for each in order for parameter in each),
-        strict=True,
-    )
-    parameters = {f"{optimizer}.{STATE}.{position}": parameter for position, parameter in pairs}
+    parameters = {
+        f"{optimizer}.{STATE}.{position}": parameter
+        for position, parameter in zip(chain(*positions), chain(*order), strict=True)
+    }
     tensors = []
     for entry in layout.tensors:
         owner, _, key = entry.name.rpartition(".")
-        parameter_name, shape = parameters.get(owner, ("", ()))
-        if parameter_name and entry.shape not in ((), shape):
+        if owner not in parameters:
+            tensors.append(entry)
+            continue
+        name, shape = parameters[owner]
+        if entry.shape not in ((), shape):
             return layout
-        name = f"{optimizer}.{parameter_name}.{key}" if parameter_name else entry.name
-        tensors.append(msgspec.structs.replace(entry, name=name))
-    named_groups = [
-        {
-            "members": [name for name, _ in members],
-            "value": {key: value for key, value in settings.items() if key != PARAMS},
-        }
-        for members, settings in zip(order, groups, strict=True)
-    ]
-    objects = tuple(
-        ObjectEntry(each.name, named_groups) if each.name == f"{optimizer}.{GROUPS}" else each
-        for each in layout.objects
-    )
-    return replace(layout, tensors=tuple(tensors), objects=objects)
+        tensors.append(msgspec.structs.replace(entry, name=f"{optimizer}.{name}.{key}"))
+    objects = []
+    for each in layout.objects:
+        value = each.value
+        if each.name == f"{optimizer}.{GROUPS}":
+            value = [
+                {
+                    "members": [name for name, _ in members],
+                    "value": {key: value for key, value in settings.items() if key != PARAMS},
+                }
+                for members, settings in zip(order, value, strict=True)
+            ]
+        objects.append(ObjectEntry(each.name, value))
+    return replace(layout, tensors=tuple(tensors), objects=tuple(objects))

@@ -147,11 +147,13 @@ def open_any(
         )
     store = store.at(directory) if directory else store
     with Round(group, "checking a checkpoint"):
-        files, layout = (
-            _check_foreign(store, own or encoded)
-            if manifest is None
-            else (store, _open_manifest(store, manifest, checks_sizes=group.rank == 0))
-        )
+        if manifest is not None:
+            files: Files = store
+            layout = _open_manifest(store, manifest, checks_sizes=group.rank == 0)
+        else:
+            from shardwise.formats.opening import check_layout
+
+            files, layout = check_layout(store, own or encoded)
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
@@ -191,13 +193,6 @@ def _read_foreign(store: Store, options: OpenOptions) -> Layout:
         skip_unknown=options.skip_unknown,
         format=options.format,
     )
-
-
-def _check_foreign(store: Store, layout: Layout | bytes) -> tuple[Files, Layout]:
-    """Check the layout of a foreign checkpoint, and return it with the files that it describes."""
-    from shardwise.formats.opening import check_layout
-
-    return check_layout(store, layout)
 
 
 def _open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:

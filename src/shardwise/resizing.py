@@ -15,10 +15,9 @@ from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError
 from shardwise.manifest.layout import Layout
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding
 from shardwise.state.leaves import ParameterOrder
-from shardwise.state.selection import Selection
+from shardwise.state.name_lookup import SavedNames, Selection
 
 KEEP_COMMON = "keep-common"
 Shape = tuple[int, ...]

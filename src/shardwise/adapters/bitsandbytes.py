@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import StateError
-from shardwise.plan.name_lookup import SavedNames
+from shardwise.state.name_lookup import SavedNames
 
 _LAYERS = ("Linear4bit", "Linear8bitLt")
 _PACKED_STATE = "weight.quant_state.bitsandbytes__"

@@ -21,11 +21,10 @@ from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
 from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
 
 VALUES_KEY = "deepspeed"

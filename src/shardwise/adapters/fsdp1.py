@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, has_fsdp1
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.selection import Selection
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.tensors import FlatRange, Parameter
 
 if TYPE_CHECKING:

@@ -35,11 +35,10 @@ from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parall
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import Parameter
 
 VALUES_KEY = "megatron"

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from shardwise.adapters.optimizer_groups import STEP, Group, read_state, write_state
 from shardwise.boxes import Box
 from shardwise.errors import StateError
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import decode
 from shardwise.state.tensors import FlatRange
 

@@ -22,11 +22,10 @@ from shardwise.adapters.bitsandbytes import (
     restore_quantized,
 )
 from shardwise.errors import StateError, user_code
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import Parameter, is_dtensor, is_instance, tensor_leaf
 
 EXTRA_STATE = "_extra_state"

@@ -25,11 +25,10 @@ from shardwise.adapters.optimizer_groups import (
 from shardwise.adapters.values import missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, ParameterOrder
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import Parameter, tensor_of_array
 
 

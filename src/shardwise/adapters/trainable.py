@@ -14,11 +14,10 @@ from torch import nn
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.errors import StateError
 from shardwise.manifest.names import FROZEN
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.name_lookup import SavedNames, Selection, is_below
 from shardwise.state.plain_values import JsonValue, decode
-from shardwise.state.selection import Selection, is_below
 from shardwise.state.tensors import Parameter
 
 _SAMPLES_PER_TENSOR = 4

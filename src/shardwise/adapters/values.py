@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from shardwise.errors import StateError, user_code
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.ports.binding import Binding
 from shardwise.state.leaves import LocalState, Shards
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import tensor_leaf, tensor_of_array
 
 

@@ -42,10 +42,10 @@ from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
-from shardwise.plan.name_lookup import Rename
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
+from shardwise.state.name_lookup import Rename
 from shardwise.tiers.options import Mirror
 from shardwise.tiers.watch import MirrorWatch
 

@@ -13,14 +13,14 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_model
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
+from shardwise.engine.compare import check_all_together
 from shardwise.engine.group import Group
-from shardwise.engine.stored_replicas import check_all_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.formats.opening import encode_layout
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
-from shardwise.state.selection import Selection
+from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -1,31 +1,35 @@
-"""Compare two checkpoints: names, plain values, and the bytes of tensors, in bounded memory."""
+"""Compare two checkpoints, or the copies of tensors in one, in bounded memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from msgspec import UNSET
 from torch import Tensor
 
 from shardwise.boxes import Box, batch_boxes
+from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
-from shardwise.engine.group import SoloGroup
+from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import read_boxes, read_per_rank
+from shardwise.engine.rounds import Round
+from shardwise.errors import MismatchError
 from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.name_lookup import SavedNames
-from shardwise.state.leaves import view_for_numpy
+from shardwise.state.leaves import same_bytes, view_for_numpy
+from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
 from shardwise.store import Files
 
 MAX_BATCH_BYTES = 16 << 20
-"""The most bytes of each checkpoint to compare at a time."""
+"""The most bytes of each checkpoint, or of further copies, to compare at a time."""
 MAX_CONVERTED_ELEMENTS = 1 << 20
 """The most elements to convert to float64 at a time."""
 
@@ -186,7 +190,10 @@ class _Tally:
                 difference = _max_abs_difference(
                     bits_x[part].view(x.dtype), bits_y[part].view(x.dtype)
                 )
-                self.max_abs_difference = _larger_or_nan(self.max_abs_difference, difference)
+                if difference is None or self.max_abs_difference is None:
+                    self.max_abs_difference = None
+                else:  # NaN if either is
+                    self.max_abs_difference = float(np.maximum(self.max_abs_difference, difference))
 
 
 def _compare_tensors(
@@ -199,7 +206,8 @@ def _compare_tensors(
     """Return the tensors whose bytes differ. Tensors that are tied in a and in b are read once."""
     names_a, names_b = SavedNames(a[1]), SavedNames(b[1])
     # The keys are the indices by which a and b store the bytes.
-    stored = {(names_a.stored_index(x.name), names_b.stored_index(y.name)): x for x, y in pairs}
+    keys = [(names_a.stored_index(x.name), names_b.stored_index(y.name)) for x, y in pairs]
+    stored = {key: x for key, (x, _) in zip(keys, pairs, strict=True)}
     tallies = {key: _Tally() for key in stored}
     boxes = ((k, Box.whole(x.shape), DTYPES[x.dtype].itemsize) for k, x in stored.items())
     for batch in batch_boxes(boxes, MAX_BATCH_BYTES):
@@ -210,8 +218,8 @@ def _compare_tensors(
             for (key, _), data_a, data_b in zip(batch, in_a, in_b, strict=True):
                 tallies[key].add(data_a, data_b)
     differences = []
-    for x, y in pairs:
-        tally = tallies[names_a.stored_index(x.name), names_b.stored_index(y.name)]
+    for key, (x, _) in zip(keys, pairs, strict=True):
+        tally = tallies[key]
         if tally.differing:
             elements = math.prod(x.shape)
             differences.append(
@@ -235,7 +243,153 @@ def _max_abs_difference(x: Tensor, y: Tensor) -> float | None:
         return None  # torch has no arithmetic for this dtype
 
 
-def _larger_or_nan(a: float | None, b: float | None) -> float | None:
-    if a is None or b is None:
-        return None
-    return max(a, b) if a == a and b == b else math.nan
+def compare_copies(
+    store: Files,
+    layout: Layout,
+    arena: Arena,
+    recorder: Recorder,
+    *,
+    tensors: Collection[int] | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> tuple[int, list[str]]:
+    """Compare each further copy of a tensor, byte by byte, with the copy that a load reads.
+
+    A *row* is an index into `layout.replicas`: one box of a further copy.
+
+    Args:
+        store, layout: the checkpoint.
+        arena: the buffers to read through.
+        recorder: gets an event for each batch.
+        tensors: the indices of the tensors to compare. Default: all.
+        share: `(i, n)`: compare only batches i, i + n, i + 2n …
+
+    Returns:
+        The number of compared bytes, and one line for each tensor whose copies differ, with the
+        first place that differs.
+    """
+    replicas = layout.replicas
+    tensor_of = layout.tensor_of[replicas.tensor]
+    rows = np.arange(len(replicas))
+    # Several copies of a tensor have the same boxes, so each copy is read as a tensor of its own.
+    first = len(layout.tensor_of)
+    indices = [*layout.tensor_of.tolist(), *tensor_of.tolist()]
+    all_copies = Layout(
+        format=layout.format,
+        files=layout.files,
+        tensors=tuple(layout.tensors[index] for index in indices),
+        pieces=Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)]),
+    )
+    if tensors is not None:
+        rows = rows[np.isin(tensor_of, [*tensors])]
+    total = 0
+    differences: dict[int, str] = {}
+    boxes = _boxes_of_rows(layout, rows.tolist())
+    for number, batch in enumerate(batch_boxes(boxes, MAX_BATCH_BYTES)):
+        if number % share[1] != share[0]:
+            continue
+        loaded = [(int(replicas.tensor[row]), box) for row, box in batch]
+        copies = [(first + row, box) for row, box in batch]
+        nbytes = sum(box.size * int(layout.itemsizes[index]) for index, box in loaded)
+        with recorder.stage("replicas", nbytes):
+            data = read_boxes([*loaded, *copies], store, all_copies, arena, verify=True)
+            for (row, box), (tensor, _), one, other in zip(
+                batch, loaded, data, data[len(batch) :], strict=False
+            ):
+                if tensor not in differences and not same_bytes(one, other):
+                    differences[tensor] = _describe_difference(layout, row, box, one, other)
+        total += nbytes
+    return total, list(differences.values())
+
+
+def check_all_together(
+    store: Files,
+    layout: Layout,
+    names: Iterable[str],
+    recorder: Recorder,
+    group: Group,
+) -> None:
+    """Compare all copies of some tensors, byte by byte, divided among the ranks.
+
+    Args:
+        names: the names of the tensors, the same on all ranks.
+
+    Raises:
+        MismatchError: copies differ; the same error on all ranks.
+    """
+    if not len(layout.replicas):
+        return  # on all ranks
+
+    with Round(group, "comparing replicas") as all_ranks:
+        saved = SavedNames(layout)
+        _, own = compare_copies(
+            store,
+            layout,
+            Arena(2 * MAX_BATCH_BYTES),
+            recorder,
+            tensors={saved.stored_index(name) for name in names},
+            share=(group.rank, group.size),
+        )
+        differences = all_ranks.all_gather(own, list[str])
+    refuse_differences(str(store), [line for lines in differences for line in lines])
+
+
+def refuse_differences(path: str, differences: list[str]) -> None:
+    """Refuse a checkpoint whose copies of tensors differ.
+
+    Args:
+        path: the path of the checkpoint.
+        differences: a line for each tensor whose copies differ.
+
+    Raises:
+        MismatchError: `differences` is not empty.
+    """
+    if differences:
+        raise MismatchError(
+            f"{path}: the checkpoint stores some tensors several times, and the copies differ. "
+            "Copy its files again from an intact source. If the copies differ there too, a "
+            "specification can choose one (`skip`); verify=False uses the first:",
+            differences,
+        )
+
+
+def _boxes_of_rows(layout: Layout, rows: list[int]) -> Iterator[tuple[int, Box, int]]:
+    """Yield some rows of `Layout.replicas`, with the box and the itemsize of each."""
+    replicas = layout.replicas
+    for row in rows:
+        tensor = int(replicas.tensor[row])
+        ndim = len(layout.tensors[int(layout.tensor_of[tensor])].shape)
+        offset, shape = (tuple(c[row, :ndim].tolist()) for c in (replicas.offset, replicas.shape))
+        yield row, Box(offset, shape), int(layout.itemsizes[tensor])
+
+
+def _describe_difference(
+    layout: Layout, row: int, box: Box, first: torch.Tensor, copy: torch.Tensor
+) -> str:
+    """Return a line with the name of the tensor, and the first element that differs.
+
+    Args:
+        row: the row of the copy in `Layout.replicas`.
+        box: the part of the tensor that was compared.
+        first, copy: the values of this part.
+    """
+    tensor = int(layout.replicas.tensor[row])
+    first_bytes, copy_bytes = (each.reshape(-1).view(torch.uint8) for each in (first, copy))
+    element = int((first_bytes != copy_bytes).nonzero()[0]) // first.element_size()
+    index = np.unravel_index(element, box.shape) if box.shape else ()
+    position = [int(i) + o for i, o in zip(index, box.offset, strict=True)]
+    pieces = layout.pieces
+    padded = np.zeros(pieces.offset.shape[1], np.int64)
+    padded[: len(position)] = position
+    holds = (pieces.offset <= padded) & (padded < pieces.offset + pieces.shape)
+    (piece, *_) = np.flatnonzero((pieces.tensor == tensor) & holds.all(axis=1)).tolist()
+    first_place = _place_of(layout, pieces, piece, padded)
+    copy_place = _place_of(layout, layout.replicas, row, padded)
+    name = layout.tensors[int(layout.tensor_of[tensor])].name
+    return f"{name}: two copies differ, first at {position}: {first_place}, and {copy_place}"
+
+
+def _place_of(layout: Layout, pieces: Pieces, row: int, position: IntArray) -> str:
+    """Return the file and byte of an element of a piece."""
+    elements = int(((position - pieces.offset[row]) * pieces.stride[row]).sum())
+    start = int(pieces.start[row]) + elements * int(layout.itemsizes[pieces.tensor[row]])
+    return f"{layout.files[int(pieces.file[row])].name} at byte {start}"

@@ -12,9 +12,8 @@ from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import LocalState, TensorLeaf
-from shardwise.state.selection import Selection, is_below
+from shardwise.state.name_lookup import SavedNames, Selection, is_below
 
 log = logging.getLogger("shardwise")
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shardwise.manifest.names import FROZEN
-from shardwise.plan.name_lookup import SavedNames, rename_function
-from shardwise.state.selection import is_below
+from shardwise.state.name_lookup import SavedNames, is_below, rename_function
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""

@@ -12,8 +12,8 @@ import numpy as np
 from shardwise.boxes import cover_positions
 from shardwise.boxes.table import IntArray
 from shardwise.engine.buffers import Arena
+from shardwise.engine.compare import compare_copies, refuse_differences
 from shardwise.engine.data_reader import DataReader
-from shardwise.engine.stored_replicas import find_differences, refuse_differences
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
@@ -144,7 +144,7 @@ def find_damage(
         index_of = {file.name: index for index, file in enumerate(layout.files)}
         for sums in checksums:
             check.check_ranges(index_of[sums.file], sums)
-    compared, differences = find_differences(store, layout, arena, recorder)
+    compared, differences = compare_copies(store, layout, arena, recorder)
     damage = check.damage + [Damage(file=None, problem=p, tensors=[]) for p in differences]
     return VerifyReport(
         str(store),

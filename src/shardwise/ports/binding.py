@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 from torch.optim import Optimizer
 
 from shardwise.boxes import Box
-from shardwise.plan.name_lookup import SavedNames
 from shardwise.state.leaves import (
     Fragment,
     LocalState,
@@ -22,8 +21,8 @@ from shardwise.state.leaves import (
     Shards,
     TensorLeaf,
 )
+from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.selection import Selection
 from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
 
 __all__ = [
