@@ -105,7 +105,7 @@ def load_state(
             store, layout = open_any(place, group, cleanup, open_options)
         with recorder.stage("match"):
             saved, matched, unexpected = _match(layout, bindings, state, options, group)
-        arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
+        arena = Arena(options.staging_bytes, store.traits.transfer)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
                 reads = plan_reads(matched.leaves, saved, store, arena, verify=options.verify)

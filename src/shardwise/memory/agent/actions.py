@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.deadline import Deadline
-from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.lead import agents_of, read_pending_manifest, try_stage
 from shardwise.memory.agent.mirrors import set_mirror_task
-from shardwise.memory.agent.persist import OpenedStores, copy_file
+from shardwise.memory.agent.persist import OpenedStores
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import REPLACED, Action, RunAction
 from shardwise.memory.files import read_record, write_record
@@ -38,6 +37,7 @@ from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import apply_retention, committed_steps
 from shardwise.store import Store, open_store
+from shardwise.tiers.copy_file import Throttle, copy_mapped
 
 log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
@@ -171,7 +171,7 @@ class Follower:
             def wait_until_sealed() -> None:
                 place.wait_for(records.file_record(name, "entry"), deadline)
 
-            copy_file(data, entry, store, throttle, wait_until_sealed)
+            copy_mapped(data, entry, store, throttle, wait_until_sealed)
             return entry.size
 
         with (

@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.engine.commit import commit_save
-from shardwise.engine.copy_file import Throttle
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
@@ -43,6 +42,7 @@ from shardwise.memory.records import (
 )
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.store import Store
+from shardwise.tiers.copy_file import Throttle
 
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
 from shardwise.deadline import Deadline
 from shardwise.engine.commit import is_published, lock_save, remove_leftovers
-from shardwise.engine.copy_file import CHUNK, Throttle, copy_verified, create_durably, pad
 from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.options import Tls
@@ -23,9 +20,8 @@ from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, list_own_files
 from shardwise.store import Store, open_store
-from shardwise.store.store import Buffer
+from shardwise.tiers.copy_file import Throttle, copy_verified
 
-WRITE_THREADS = 4
 READ_THREADS = 2
 MOST_STORES = 16
 LOCK_TIMEOUT = 1.0
@@ -56,40 +52,6 @@ class OpenedStores:
             self._stores[url] = store
             while len(self._stores) > MOST_STORES:
                 del self._stores[next(iter(self._stores))]
-
-
-def copy_file(
-    data: Buffer,
-    entry: FileEntry,
-    store: Store,
-    throttle: Throttle,
-    wait_until_sealed: Callable[[], None],
-) -> None:
-    """Copy a staged file to storage durably, and replace an incomplete file of the same name.
-
-    Args:
-        data: the mapped file. Its checksums may still be missing.
-        entry: the file's entry, with or without checksums.
-        wait_until_sealed: returns once the checksums are at the end of the file. It is called
-            before the last chunk is copied.
-
-    Raises:
-        OSError: the storage failed. The incomplete file is removed if possible.
-    """
-    with (
-        create_durably(store, entry) as file,
-        ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
-    ):
-        writes = []
-        checksums_chunk = entry.checksums_at // CHUNK * CHUNK
-        for low in range(0, entry.size, CHUNK):
-            if low == checksums_chunk:
-                wait_until_sealed()
-            chunk = data[low : low + CHUNK]
-            time.sleep(throttle.seconds_for(len(chunk)))
-            writes.append(pool.submit(file.write_at, low, pad(chunk, store.traits.alignment)))
-        for write in writes:
-            write.result()
 
 
 def copy_files_of_lost_nodes(

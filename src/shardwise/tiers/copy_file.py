@@ -1,10 +1,11 @@
-"""Copy data files from one store to another, verified and in bounded memory."""
+"""Copy data files to a store, verified or from mapped memory, in bounded memory."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 from shardwise.engine.buffers import aligned_buffer
@@ -17,6 +18,7 @@ from shardwise.store import Files, Store, WritableFile
 from shardwise.store.store import Buffer
 
 CHUNK = 8 << 20
+WRITE_THREADS = 4
 
 
 class Throttle:
@@ -66,7 +68,7 @@ def copy_verified(
     with (
         closing(DataReader(source, StoredFile.of_entry(entry))) as verifier,
         closing(source.open(entry.name)) as file,
-        create_durably(store, entry) as copy,
+        _create_durably(store, entry) as copy,
     ):
         for low in range(0, entry.size, CHUNK):
             before_chunk()
@@ -79,7 +81,7 @@ def copy_verified(
                 )
             verifier.verify(low, chunk[: max(0, entry.checksums_at - low)])
             table_crc32 = crc32(chunk[max(0, entry.checksums_at - low) :], table_crc32)
-            copy.write_at(low, pad(chunk, store.traits.alignment))
+            copy.write_at(low, _pad(chunk, store.traits.alignment))
         if table_crc32 != entry.checksums_crc32:
             raise CorruptionError(
                 f"{entry.name} in {source}: its checksums changed while it was copied; find out "
@@ -87,8 +89,42 @@ def copy_verified(
             )
 
 
+def copy_mapped(
+    data: Buffer,
+    entry: FileEntry,
+    store: Store,
+    throttle: Throttle,
+    wait_until_sealed: Callable[[], None],
+) -> None:
+    """Copy a mapped file durably, and replace an incomplete file of the same name.
+
+    Args:
+        data: the mapped file. Its checksums may still be missing.
+        entry: the file's entry, with or without checksums.
+        wait_until_sealed: returns once the checksums are at the end of the file. It is called
+            before the last chunk is copied.
+
+    Raises:
+        OSError: the storage failed. The incomplete file is removed if possible.
+    """
+    with (
+        _create_durably(store, entry) as file,
+        ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
+    ):
+        writes = []
+        checksums_chunk = entry.checksums_at // CHUNK * CHUNK
+        for low in range(0, entry.size, CHUNK):
+            if low == checksums_chunk:
+                wait_until_sealed()
+            chunk = data[low : low + CHUNK]
+            time.sleep(throttle.seconds_for(len(chunk)))
+            writes.append(pool.submit(file.write_at, low, _pad(chunk, store.traits.alignment)))
+        for write in writes:
+            write.result()
+
+
 @contextmanager
-def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
+def _create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
     """Create a file, which the `with` block writes. It appears at the end, or replaces an old one.
 
     Raises:
@@ -102,7 +138,7 @@ def create_durably(store: Store, entry: FileEntry) -> Iterator[WritableFile]:
         file.close()
 
 
-def pad(chunk: Buffer, alignment: int) -> Buffer:
+def _pad(chunk: Buffer, alignment: int) -> Buffer:
     """Return a chunk, padded with zeros to a multiple of `alignment` bytes if necessary."""
     padded_length = -(-len(chunk) // alignment) * alignment
     if padded_length == len(chunk):
