@@ -254,8 +254,8 @@ def export(
     """
     from shardwise.convert.export import ExportOptions, write_export  # most programs never export
 
-    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key, dtype=dtype,
-        verify=verify, max_file=max_file)  # fmt: skip
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
+        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:

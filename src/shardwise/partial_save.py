@@ -151,11 +151,9 @@ class PartialSave:
         itemsize = np.array([-each.data.element_size() for each in fragments], np.int64)
         order = np.argsort(itemsize, kind="stable")
         table = piece_table(description, order, description.offset[order], description.shape[order])
-        rows = zip(order.tolist(), table.start.tolist(), strict=False)
-        boxes = [
-            (int(description.tensor[i]), start, fragments[i].box.offset, fragments[i].box.shape)
-            for i, start in rows
-        ]
+        tensor = description.tensor[order].tolist()
+        rows = zip(tensor, table.start.tolist(), table.box, strict=False)
+        boxes = [(i, start, box.offset, box.shape) for i, start, box in rows]
         file = None
         if fragments:
             header = encode_header_entries(table.describe_pieces(description))

@@ -14,7 +14,6 @@ from msgspec import Raw
 
 import shardwise as sw
 from shardwise.engine.buffers import HUGE_PAGE
-from shardwise.engine.copy_file import FileCopier
 from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -38,6 +37,7 @@ from shardwise.memory.reclaim import (
 )
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.tiers.copy_file import FileCopier
 from shardwise.tiers.options import StorageTask
 from tests.memory.reconciling import free_decided
 

@@ -134,35 +134,18 @@ def find_overlaps(
     low = np.searchsorted(tensors, left[0], side="left")
     counts = np.searchsorted(tensors, left[0], side="right") - low
     ends = np.cumsum(counts)
+    left_stop, right_stop = left[1] + left[2], right[1] + right[2]
     found = []
     begin = 0
     while begin < len(counts):
         pairs_before = ends[begin - 1] if begin else 0
         end = max(begin + 1, int(np.searchsorted(ends, pairs_before + pairs_at_once, side="right")))
-        rows = np.arange(begin, end)
-        found.append(_intersect(left, right, order, low, counts, rows))
+        count = counts[begin:end]
+        left_rows = np.repeat(np.arange(begin, end), count)
+        right_rows = order[np.repeat(low[begin:end], count) + count_up(count)]
+        offset = np.maximum(left[1][left_rows], right[1][right_rows])
+        shape = np.minimum(left_stop[left_rows], right_stop[right_rows]) - offset
+        overlaps = Overlaps(left_rows, right_rows, offset, shape)
+        found.append(overlaps.select((shape > 0).all(axis=1)))
         begin = end
     return Overlaps.join(found, left[1].shape[1])
-
-
-def _intersect(
-    left: tuple[IntArray, IntArray, IntArray],
-    right: tuple[IntArray, IntArray, IntArray],
-    order: IntArray,
-    low: IntArray,
-    counts: IntArray,
-    rows: IntArray,
-) -> Overlaps:
-    count = counts[rows]
-    left_rows = np.repeat(rows, count)
-    place_in_tensor = count_up(count)
-    right_rows = order[np.repeat(low[rows], count) + place_in_tensor]
-    offset = np.maximum(left[1][left_rows], right[1][right_rows])
-    shape = (
-        np.minimum(
-            left[1][left_rows] + left[2][left_rows], right[1][right_rows] + right[2][right_rows]
-        )
-        - offset
-    )
-    keep = (shape > 0).all(axis=1)
-    return Overlaps(left_rows, right_rows, offset, shape).select(keep)

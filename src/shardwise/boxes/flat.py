@@ -48,27 +48,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         )
     if start == stop:
         return []
-    if not shape:
-        return [Box((), ())]
-    row = math.prod(shape[1:])
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
-    if first == last:
-        return _within_row(first, shape, head, tail)
-    boxes: list[Box] = []
-    if head:
-        boxes += _within_row(first, shape, head, row)
-        first += 1
-    if first < last:
-        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    if tail:
-        boxes += _within_row(last, shape, 0, tail)
-    return boxes
-
-
-def _within_row(index: int, shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    inner = boxes_of_range(shape[1:], start, stop)
-    return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return boxes_within(shape, strides, 1, start, stop)
 
 
 def boxes_of_ranges(shapes: IntArray, starts: IntArray, stops: IntArray) -> RangeBoxes:

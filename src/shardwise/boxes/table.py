@@ -35,17 +35,21 @@ class Table:
     @classmethod
     def empty(cls: type[Rows], dims: int = 0) -> Rows:
         """Return a table without rows."""
-        names = [each.name for each in fields(cls)]
-        return cls(*(np.zeros((0, dims) if n in FILL else 0, np.int64) for n in names))
+        return cls.join([], dims)
 
     @classmethod
     def join(cls: type[Rows], tables: Sequence[Rows], dims: int = 0) -> Rows:
         """Return the rows of all tables, padded to `dims` dimensions or the widest table."""
-        for name in FILL.keys() & {each.name for each in fields(cls)}:
-            dims = max([dims, *(getattr(each, name).shape[1] for each in tables)])
-        padded = [each.padded(dims) for each in (tables or [cls.empty()])]
-        names = [each.name for each in fields(cls)]
-        return cls(*(np.concatenate([getattr(each, name) for each in padded]) for name in names))
+        columns = []
+        for each in fields(cls):
+            parts = [getattr(table, each.name) for table in tables]
+            if each.name in FILL:
+                dims = max([dims, *(part.shape[1] for part in parts)])
+                parts = [pad_columns(part, dims, FILL[each.name]) for part in parts]
+            if not parts:
+                parts = [np.zeros((0, dims) if each.name in FILL else 0, np.int64)]
+            columns.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        return cls(*columns)
 
     def select(self: Rows, rows: IntArray | BoolArray) -> Rows:
         """Return some of the rows, given by their indices or by a mask."""
@@ -53,13 +57,7 @@ class Table:
 
     def padded(self: Rows, dims: int) -> Rows:
         """Return the table with at least `dims` columns in each array `(n, D)`."""
-        columns = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return type(self)(
-            *(
-                pad_columns(c, max(dims, c.shape[1]), FILL[n]) if n in FILL else c
-                for n, c in columns
-            )
-        )
+        return self.join([self], dims)
 
 
 def check_table_size(rows: int, dims: int) -> None:

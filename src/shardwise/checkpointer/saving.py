@@ -295,11 +295,10 @@ class Saving:
         overwrite: bool = False,
     ) -> SaveRequest:
         settings = self._settings
-        staging_bytes = settings.staging_bytes
         return SaveRequest(
             state=local_state_of(state, allow_pickle=settings.allow_pickle),
             store=store,
-            arena=Arena() if staging_bytes is None else Arena(staging_bytes),
+            arena=Arena(settings.staging_bytes),
             step=step,
             overwrite=overwrite,
             check_replicas=settings.check_replicas,

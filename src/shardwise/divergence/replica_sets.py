@@ -59,15 +59,18 @@ class ReplicaSet:
 def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
     """Return the sets of replicas that a rank holds, from its plan of a save."""
     found = []
-    for number, (holders, rows) in enumerate(plan.replicas):
+    description = plan.description
+    dtypes = description.structure.dtypes
+    itemsizes = np.array([DTYPES[dtype].itemsize for dtype in dtypes], np.int64)
+    for number, (holders, fragment) in enumerate(plan.replicas):
         if plan.rank not in holders:
             continue
         # Wider types come first, so that every offset in the sequence is aligned to its own type.
-        itemsize = plan.itemsizes[plan.boxes.tensor[rows]]
+        itemsize = itemsizes[description.tensor[fragment]]
         order = np.argsort(-itemsize, kind="stable")
-        sizes = plan.boxes.shape[rows].prod(axis=1) * itemsize
+        sizes = description.shape[fragment].prod(axis=1) * itemsize
         start = np.concatenate([[0], np.cumsum(sizes[order])])
-        found.append(ReplicaSet(number, len(holders), plan.boxes.fragment[rows[order]], start))
+        found.append(ReplicaSet(number, len(holders), fragment[order], start))
     return tuple(found)
 
 

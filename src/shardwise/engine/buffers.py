@@ -14,7 +14,8 @@ import numpy as np
 from shardwise.store import TransferOptions
 from shardwise.store.store import Buffer
 
-DEFAULT_STAGING_BYTES = 64 << 20
+FILE_TRANSFER = TransferOptions()
+DEFAULT_STAGING_BYTES = FILE_TRANSFER.staging_bytes
 LARGEST_BUFFER = 8 << 20
 SMALLEST_BUFFER = 1 << 20
 HUGE_PAGE = 2 << 20
@@ -32,7 +33,8 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
-        transfer: how the store is read; None for a file system.
+            None for the store's own.
+        transfer: how the store is read. Default: as a file system.
 
     Attributes:
         transfer: how the store is read.
@@ -46,14 +48,14 @@ class Arena:
 
     def __init__(
         self,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
-        transfer: TransferOptions | None = None,
+        staging_bytes: int | None = None,
+        transfer: TransferOptions = FILE_TRANSFER,
     ) -> None:
+        staging_bytes = transfer.staging_bytes if staging_bytes is None else staging_bytes
         if staging_bytes < SMALLEST_BUFFER:
             raise ValueError(
                 f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
             )
-        transfer = transfer or TransferOptions()
         self.transfer = transfer
         self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
         share = min(LARGEST_BUFFER, staging_bytes // self.threads)
@@ -62,18 +64,6 @@ class Arena:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.buffer_size))
-
-    @classmethod
-    def for_reading(cls, transfer: TransferOptions, staging_bytes: int | None = None) -> Arena:
-        """Return an arena for reads from a store.
-
-        Args:
-            transfer: how the store is read.
-            staging_bytes: bound on the memory; None for the store's own.
-        """
-        if staging_bytes is None:
-            staging_bytes = transfer.staging_bytes
-        return cls(staging_bytes, transfer)
 
     def threads_of(self, ranks_on_node: int) -> int:
         """Return the number of threads of each rank if all ranks of its node read together."""

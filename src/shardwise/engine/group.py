@@ -126,8 +126,10 @@ class TorchGroup:
         heads = list(_empty(self.size, HEAD_SIZE)) if self.rank == 0 else None
         self._run(lambda group: dist.gather(own_head, heads, group=group, group_dst=0))
         if heads is None:
-            self._send(data[FIRST_SIZE:], 0)
-            self.bytes_sent += min(len(data), FIRST_SIZE)
+            if len(data) > FIRST_SIZE:
+                rest = _tensor(data[FIRST_SIZE:])
+                self._run(lambda group: dist.send(rest, group=group, group_dst=0))
+            self.bytes_sent += len(data)
             return []
         return [data, *(self._receive_rest(heads[rank], rank) for rank in range(1, self.size))]
 
@@ -146,18 +148,10 @@ class TorchGroup:
     def _receive_rest(self, head: torch.Tensor, rank: int) -> bytes:
         """Receive the rest of a message, and return the whole message."""
         size, first = _parse_head(head)
-        return first + self._receive(size - len(first), rank)
-
-    def _send(self, data: bytes, rank: int) -> None:
-        if data:
-            self._run(lambda group: dist.send(_tensor(data), group=group, group_dst=rank))
-            self.bytes_sent += len(data)
-
-    def _receive(self, size: int, rank: int) -> bytes:
-        content = _empty(size)
-        if size:
-            self._run(lambda group: dist.recv(content, group=group, group_src=rank))
-        return _bytes(content)
+        rest = _empty(size - len(first))
+        if len(rest):
+            self._run(lambda group: dist.recv(rest, group=group, group_src=rank))
+        return first + _bytes(rest)
 
     def _run(self, operation: Callable[[dist.ProcessGroup], object]) -> None:
         try:

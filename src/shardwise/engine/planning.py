@@ -191,11 +191,8 @@ class PlannedSave:
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 calls this."""
-        per_rank: dict[str, None] = {}
-        for structure in self.plan.world.structures:
-            per_rank |= dict.fromkeys(structure.per_rank)
-        ranks, tensors = len(self.plan.world.coordinates), self.plan.encoded_tensors
-        values = self.objects, tuple(per_rank)
+        plan, values = self.plan, (self.objects, self.plan.per_rank)
+        ranks, tensors = len(plan.limits) - 1, plan.encoded_tensors
         return encode_manifest(self.request.manifest(self.save_id, ranks, files, values, tensors))
 
     def choose_sample(self, watch: ReplicaWatch) -> None:

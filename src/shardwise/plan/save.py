@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -93,35 +94,34 @@ class SavePlan:
     Rank r writes the rows `limits[r]:limits[r + 1]` to its file, in this order.
 
     Attributes:
-        world: the structures of all ranks.
         rank: the rank that computed the plan.
         description: the structure and the fragments of this rank.
+        per_rank: the names of the per-rank values of all ranks.
         tensors: all tensors, without pieces; then the names that share the data of another tensor.
-        itemsizes: the size of an element of each tensor that has data, in bytes.
-        boxes: the distinct boxes that ranks hold.
-        replicas: pairs of ranks and rows: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
-            hold the boxes 3 and 7. Sets of few ranks come first.
+        replicas: for each set of ranks that hold the same boxes, the ranks, and the fragments of
+            this rank that are these boxes: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
+            hold the boxes of the fragments 3 and 7. Sets of few ranks come first.
         bytes_held: the tensor bytes of all ranks together, with replicas.
         bytes_stored: the tensor bytes that are written, without replicas.
         limits: the first row of each rank, and n, `(ranks + 1,)`.
         writers: the ranks that write a file, in the order of the list of files.
-        box: the row in `boxes` that contains each piece, `(n,)`.
+        tensor: the index of the tensor of each piece, `(n,)`.
+        fragment: the index of this rank's fragment that contains each piece; -1 if there is none.
         offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
         end: the bytes of all pieces up to the end of each piece, `(n,)`.
     """
 
-    world: World
     rank: int
     description: Description
+    per_rank: tuple[str, ...]
     tensors: tuple[TensorEntry, ...]
-    itemsizes: IntArray
-    boxes: HeldBoxes
     replicas: tuple[tuple[tuple[int, ...], IntArray], ...]
     bytes_held: int
     bytes_stored: int
     limits: IntArray
     writers: IntArray
-    box: IntArray
+    tensor: IntArray
+    fragment: IntArray
     offset: IntArray
     shape: IntArray
     end: IntArray
@@ -138,8 +138,8 @@ class SavePlan:
             rank: this rank, or another one that holds equal boxes.
         """
         rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
-        fragments = self.boxes.fragment[self.box[rows]]
-        return piece_table(self.description, fragments, self.offset[rows], self.shape[rows])
+        columns = self.fragment[rows], self.offset[rows], self.shape[rows]
+        return piece_table(self.description, *columns)
 
     @cached_property
     def header_entries(self) -> tuple[bytes, int]:
@@ -149,14 +149,19 @@ class SavePlan:
     @cached_property
     def encoded_tensors(self) -> msgspec.Raw:
         """The list of tensors in the manifest, with their pieces, encoded."""
-        tensor = self.boxes.tensor[self.box]
         ranks = np.repeat(np.arange(len(self.limits) - 1), np.diff(self.limits))
         file = np.searchsorted(self.writers, ranks)
         ends = np.append(0, self.end)
         start = ends[:-1] - ends[self.limits[ranks]]
-        order = np.lexsort([*reversed(self.offset.T), tensor])
-        columns = tensor, file, start, self.offset, self.shape
-        return encode_tensors(self.tensors, *(column[order] for column in columns))
+        order = np.lexsort([*reversed(self.offset.T), self.tensor])
+        return encode_tensors(
+            self.tensors,
+            self.tensor[order],
+            file[order],
+            start[order],
+            self.offset[order],
+            self.shape[order],
+        )
 
 
 @dataclass(slots=True)
@@ -221,9 +226,9 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
     holders = np.fromiter(map(len, boxes.sets), np.int64)[boxes.holders]
     held = boxes.shape.prod(axis=1) * itemsizes[boxes.tensor] * holders
-    ranks = len(world.coordinates)
+    count = len(world.coordinates)
     replicas = _replicas(boxes)
-    writer, box, offset, shape = _assign_writers(boxes, holders == 1, replicas, itemsizes, ranks)
+    writer, box, offset, shape = _assign_writers(boxes, holders == 1, replicas, itemsizes, count)
     try:
         check_table_size(*offset.shape)  # a load refuses more pieces
     except FormatError as error:
@@ -231,22 +236,21 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     # Wider types come first in a file, so that every piece is aligned to its own type.
     tensor = boxes.tensor[box]
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
-    limits = np.searchsorted(writer[order], np.arange(ranks + 1))
+    limits = np.searchsorted(writer[order], np.arange(count + 1))
     has_values = np.array([bool(each.per_rank) for each in world.structures])
     nbytes = shape[order].prod(axis=1) * itemsizes[tensor[order]]
     return SavePlan(
-        world=world,
         rank=rank,
         description=description,
+        per_rank=tuple(dict.fromkeys(chain(*(each.per_rank for each in world.structures)))),
         tensors=(*tensors, *ties),
-        itemsizes=itemsizes,
-        boxes=boxes,
-        replicas=replicas,
+        replicas=tuple((ranks, boxes.fragment[rows]) for ranks, rows in replicas),
         bytes_held=int(held.sum()),
         bytes_stored=int(nbytes.sum()),
         limits=limits,
         writers=np.flatnonzero((np.diff(limits) > 0) | has_values[world.structure_of]),
-        box=box[order],
+        tensor=tensor[order],
+        fragment=boxes.fragment[box[order]],
         offset=offset[order],
         shape=shape[order],
         end=np.cumsum(nbytes),
@@ -283,7 +287,7 @@ def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
     )
 
 
-def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], IntArray], ...]:
+def _replicas(boxes: HeldBoxes) -> list[tuple[tuple[int, ...], IntArray]]:
     """Return the sets of several ranks, small sets first, and the rows of the boxes they hold."""
     order = np.argsort(boxes.holders, kind="stable")
     limits = np.searchsorted(boxes.holders[order], np.arange(1, len(boxes.sets)))
@@ -293,7 +297,7 @@ def _replicas(boxes: HeldBoxes) -> tuple[tuple[tuple[int, ...], IntArray], ...]:
         for ranks, rows in zip(boxes.sets, rows_of, strict=False)
         if len(ranks) > 1 and len(rows)
     ]
-    return tuple(sorted(found, key=lambda each: (len(each[0]), each[0])))
+    return sorted(found, key=lambda each: (len(each[0]), each[0]))
 
 
 def _assign_writers(

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from shardwise.engine.commit import lock_save, publish_manifest, remove_leftovers, saved_manifest
-from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, lock_file
 from shardwise.store import Store, lock_for_reading
+from shardwise.tiers.copy_file import FileCopier
 
 FILES_AT_ONCE = 4
 

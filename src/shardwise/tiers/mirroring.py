@@ -14,7 +14,6 @@ from contextlib import suppress
 import msgspec
 
 from shardwise.engine.commit import remove_leftovers, saved_manifest
-from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.manifest.names import is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import (
@@ -25,6 +24,7 @@ from shardwise.retention import (
     remove_checkpoints,
 )
 from shardwise.store import Store, open_store
+from shardwise.tiers.copy_file import FileCopier
 from shardwise.tiers.copying import copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 from shardwise.tiers.options import Mirror, StorageTask

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.deadline import Deadline
-from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import ShardwiseError, StoreError
 from shardwise.manifest.names import step_directory
 from shardwise.memory import records
@@ -40,6 +39,7 @@ from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
+from shardwise.tiers.copy_file import FileCopier
 from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise.agent")

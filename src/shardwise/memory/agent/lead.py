@@ -18,7 +18,6 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.engine.commit import commit_save, lock_for_publishing
-from shardwise.engine.copy_file import FileCopier
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
 from shardwise.manifest.names import MANIFEST, step_directory
@@ -39,6 +38,7 @@ from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.memory.remote.search import Search, list_own_files
 from shardwise.store import Store, open_store
+from shardwise.tiers.copy_file import FileCopier
 
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
