@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -185,3 +186,22 @@ def test_the_newest_is_always_kept(
         assert min(metrics[step]["loss"] for step in steps) in {
             metrics[step]["loss"] for step in kept
         }
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_checkpoint_that_is_removed_while_it_is_listed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_read: bool
+) -> None:
+    for step in (1, 2):
+        sw.save(tmp_path / step_directory(step), {"x": torch.ones(3)}, step=step)
+    read = LocalStore.read
+
+    def remove_first(self: LocalStore, key: str, *, limit: int) -> bytes:
+        data = read(self, key, limit=limit) if is_read else b""
+        if self.path.name == step_directory(1):
+            shutil.rmtree(self.path)
+        return data or read(self, key, limit=limit)
+
+    monkeypatch.setattr(LocalStore, "read", remove_first)
+    found = sw.list_checkpoints(tmp_path).checkpoints
+    assert [(each.step, each.state) for each in found] == [(1, "removed"), (2, "committed")]

@@ -33,8 +33,9 @@ class ListedCheckpoint:
         step: the training step, if the checkpoint has one.
         state: `"committed"`: the save finished, and all files have the right sizes. `"damaged"`:
             the manifest cannot be read, or a file is missing or has another size. `"unfinished"`:
-            the save is running, or was interrupted. `"removed"`: the checkpoint was removed from a
-            store without locks, and its files stay for processes that read them.
+            the save is running, or was interrupted. `"removed"`: the checkpoint is being removed,
+            or was removed from a store without locks, and its files stay for processes that read
+            them.
         problem: a description of the damage; None unless the checkpoint is damaged.
         saved_at: the time of the save: ISO 8601, in UTC.
         tensors: the number of tensors.
@@ -164,9 +165,13 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
         tensors = count_tensors(manifest.tensors)
+    except FileNotFoundError:  # retention has just removed the checkpoint
+        return describe(state="removed")
     except FormatError as error:
         return describe(state="damaged", problem=f"{store}: {error}")
     problems = list(_find_problems(store, manifest.files))
+    if problems and store.stat(MANIFEST) is None:  # retention is removing the files
+        return describe(state="removed")
     return ListedCheckpoint(
         path=str(store),
         directory=name,
