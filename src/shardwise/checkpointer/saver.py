@@ -168,10 +168,10 @@ class SnapshotSaver(Snapshots):
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
             step=request.options.step,
-            bytes_total=0,
+            bytes_total=plan.bytes_stored,
             bytes_written=pending.nbytes,
-            bytes_deduplicated=0,
-            files=0,
+            bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
+            files=len(plan.writers),
             plan_cached=planned.cached,
             bytes_communicated=group.bytes_sent - sent_before,
             seconds=recorder.seconds(),
