@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +22,9 @@ MEGABYTE = 1 << 20
 
 
 @pytest.fixture
-def mapped_files() -> Iterator[MappedFiles]:
+def mapped_files() -> MappedFiles:
     """Of nothing yet."""
-    mapped_files = MappedFiles()
-    yield mapped_files
-    mapped_files.close()
+    return MappedFiles()
 
 
 def maps_of(path: Path) -> int:
@@ -83,7 +80,8 @@ def test_the_memory_of_a_file_that_was_removed_is_given_back(
     path.unlink()
     mapped_files.unmap_removed()
     assert (maps_of(path), maps_of(stays)) == (0, 1)
-    mapped_files.close()
+    stays.unlink()
+    mapped_files.unmap_removed()
     assert (maps_of(stays), descriptors()) == (0, fds)
 
 

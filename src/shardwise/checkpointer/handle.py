@@ -107,16 +107,8 @@ class SaveHandle:
         """
         if (pending := self._hurry_copy()) is None:
             return self.report
-        outcomes = {stage: pending.wait_for(stage, timeout) for stage in pending.stages}
-        commit = outcomes["commit"]
-        seconds = {stage: done.seconds for stage, done in outcomes.items()}
-        return replace(
-            self.report,
-            bytes_total=commit.bytes_total,
-            bytes_deduplicated=commit.bytes_held - commit.bytes_total,
-            files=commit.files,
-            seconds=self.report.seconds | seconds,
-        )
+        seconds = {stage: pending.wait_for(stage, timeout).seconds for stage in pending.stages}
+        return replace(self.report, seconds=self.report.seconds | seconds)
 
     def mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror of the root has the checkpoint, too.

@@ -150,11 +150,11 @@ class SnapshotSaver(Snapshots):
         planned = plan_together(prepare, group, plan_cache, recorder, self._comparison)
         if not self.accept(planned.notes):
             return None
-        request = planned.request
+        request, plan = planned.request, planned.plan
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
-                    request.check_place(planned.plan.bytes_stored, self._steps_to_look_for)
+                    request.check_place(plan.bytes_stored, self._steps_to_look_for)
         if request.check_replicas:
             check_replicas(planned, group)
         planned.choose_sample(self._comparison)
@@ -163,10 +163,10 @@ class SnapshotSaver(Snapshots):
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
             step=request.step,
-            bytes_total=0,
+            bytes_total=plan.bytes_stored,
             bytes_written=pending.nbytes,
-            bytes_deduplicated=0,
-            files=0,
+            bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
+            files=len(plan.writers),
             plan_cached=planned.cached,
             bytes_communicated=group.bytes_sent - sent_before,
             seconds=recorder.seconds(),

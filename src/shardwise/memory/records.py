@@ -133,8 +133,6 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
             hold the same data; see `trainer/rings.py`.
         wait: seconds to wait for a node that does not answer.
         budget: bytes per second that each node may copy to storage; None for no limit.
-        bytes_held: tensor bytes on all ranks, replicas included.
-        bytes_total: tensor bytes in the snapshot.
     """
 
     save_id: SaveId
@@ -154,8 +152,6 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     rings: list[list[str]] = []
     wait: Seconds = 60.0
     budget: Count | None = None
-    bytes_held: Count = 0
-    bytes_total: Count = 0
 
 
 @prepare_decoding
@@ -208,8 +204,6 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
         bytes: the bytes that were processed.
         failure: the reason why the stage failed; "" if it succeeded.
         node: the name of the node that wrote the record.
-        bytes_held, bytes_total: as in `PendingManifest`.
-        files: the number of files of the snapshot.
     """
 
     save_id: SaveId
@@ -218,9 +212,6 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Count = 0
     failure: str = ""
     node: str = ""
-    bytes_held: Count = 0
-    bytes_total: Count = 0
-    files: Count = 0
 
 
 @cache

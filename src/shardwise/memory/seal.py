@@ -84,13 +84,6 @@ class MappedFiles:
                     del self._known[key]
                     os.close(fd)
 
-    def close(self) -> None:
-        """Unmap all files."""
-        with self._lock:
-            for fd, _ in self._known.values():
-                os.close(fd)
-            self._known.clear()
-
 
 def _check_size(fd: int, path: Path, size: int) -> None:
     actual = os.fstat(fd).st_size

@@ -15,8 +15,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import msgspec
-
 from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
@@ -107,12 +105,7 @@ class Leader:
         with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
             save = _LeaderSave(place, pending, nodes, self)
             work: Callable[[], int] = getattr(save, stage)
-            done = msgspec.structs.replace(
-                try_stage(place, stage, pending.save_id, self.node, work),
-                bytes_held=pending.bytes_held,
-                bytes_total=pending.bytes_total,
-                files=len(pending.files),
-            )
+            done = try_stage(place, stage, pending.save_id, self.node, work)
             nodes.write_to_all(records.save_record(stage, pending.save_id, "all"), done)
 
     def _record_damage(self, action: Action, stage: str, error: StoreError) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import FormatError, StoreError
+from shardwise.errors import StoreError
 from shardwise.manifest.manifest import decode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.mirrors import mirror_tasks
@@ -308,7 +308,7 @@ def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
     """Return the nodes that protect the files of a node in a snapshot, or will protect them."""
     found: set[str] = set()
     for pending in place.pending_manifests():
-        with suppress(FileNotFoundError, FormatError, StoreError):
+        with suppress(FileNotFoundError, StoreError, ValueError):
             files = decode_manifest(place.read_manifest(pending.save_id)).files
             for group, index in groups_of_node(plan_protection(pending, files), node):
                 following = group.members[index + 1 :] + group.members[:index]

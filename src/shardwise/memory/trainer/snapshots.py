@@ -46,6 +46,8 @@ _Note = tuple[bool, AgentInfo]
 class Snapshots:
     """The snapshots of a run in the memory of its nodes. All ranks create it together.
 
+    A save calls `offer` and `accept` when the ranks agree on it, and `stage` once it is planned.
+
     Args:
         root: the store of the persisted checkpoints, which identifies the run.
         options: the user's options.
@@ -93,7 +95,7 @@ class Snapshots:
         options = self._options
         protection = {"copies": options.copies, "parity": options.parity, "group": options.group}
         for gap in find_protection_gaps(self.membership.nodes, **protection):
-            warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"snapshots in memory: {gap}", RuntimeWarning, stacklevel=6)
 
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
@@ -350,7 +352,7 @@ class Snapshots:
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> PendingManifest:
         """Return what the agents need to complete a save."""
-        plan, request, memory = planned.plan, planned.request, self._options
+        request, memory = planned.request, self._options
         node_of = self.membership.node_of
         return PendingManifest(
             save_id=planned.save_id,
@@ -370,6 +372,4 @@ class Snapshots:
             group=memory.group,
             wait=memory.wait,
             budget=memory.max_bytes_per_second,
-            bytes_held=plan.bytes_held,
-            bytes_total=plan.bytes_stored,
         )
