@@ -56,7 +56,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"contains itself, under one of the keys {[*state]}: remove the reference of the dict "
             "to itself, or flatten it"
         ) from error
-    return sorted(bindings, key=attrgetter("kind"))  # in the order of the alphabet
+    return sorted(bindings, key=attrgetter("kind"))  # this is also the order of the alphabet
 
 
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
