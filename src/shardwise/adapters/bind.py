@@ -56,7 +56,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             f"contains itself, under one of the keys {[*state]}: remove the reference of the dict "
             "to itself, or flatten it"
         ) from error
-    return sorted(bindings, key=attrgetter("kind"))  # in the order of the alphabet
+    return sorted(bindings, key=attrgetter("kind"))  # this is also the order of the alphabet
 
 
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
@@ -66,7 +66,7 @@ def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
     bindings = bind_state(state, allow_pickle=allow_pickle)
-    local_state = LocalState.unite([binding.local_state() for binding in bindings])
+    local_state = LocalState.unite(binding.local_state() for binding in bindings)
     for name in local_state.names():
         check_name(name)
     return local_state
