@@ -72,7 +72,7 @@ class Checkpoint(Mapping[str, Any]):
         if lock is not None:
             weakref.finalize(self, lock.close)
         self._saved = SavedNames(layout)
-        self._arena = Arena.for_reading(store.traits.transfer)
+        self._arena = Arena(transfer=store.traits.transfer)
         self.layout = layout
         self.metrics = layout.metrics
         self.verified = verify

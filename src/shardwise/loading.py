@@ -100,7 +100,7 @@ def load_state(
                 targets, report = _match(bindings, saved, selection, state, cast=options.cast)
                 combine = partial(combine_reports, saved=saved, keys=state, strict=options.strict)
                 unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
-        arena = Arena.for_reading(store.traits.transfer, options.staging_bytes)
+        arena = Arena(options.staging_bytes, store.traits.transfer)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
                 reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)

@@ -289,8 +289,7 @@ class Saving:
                 self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
     def _make_save(self, state: State, store: Store, options: SaveOptions) -> SaveRequest:
-        staging_bytes = self._settings.staging_bytes
-        arena = Arena() if staging_bytes is None else Arena(staging_bytes)
+        arena = Arena(self._settings.staging_bytes)
         local_state = api.local_state_of(state, allow_pickle=self._settings.allow_pickle)
         return SaveRequest(
             state=local_state, store=store, arena=arena, options=options, space_of=store

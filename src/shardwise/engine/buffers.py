@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.store import TransferOptions
 from shardwise.store.store import Buffer
 
-DEFAULT_STAGING_BYTES = 64 << 20
+DEFAULT_STAGING_BYTES = TransferOptions().staging_bytes
 LARGEST_BUFFER = 8 << 20
 SMALLEST_BUFFER = 1 << 20
 HUGE_PAGE = 2 << 20
@@ -32,6 +32,7 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
+            None for the bound of `transfer`.
         transfer: how the store is read; None for a file system.
 
     Attributes:
@@ -46,14 +47,16 @@ class Arena:
 
     def __init__(
         self,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        staging_bytes: int | None = None,
         transfer: TransferOptions | None = None,
     ) -> None:
+        transfer = transfer or TransferOptions()
+        if staging_bytes is None:
+            staging_bytes = transfer.staging_bytes
         if staging_bytes < SMALLEST_BUFFER:
             raise ValueError(
                 f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
             )
-        transfer = transfer or TransferOptions()
         self.transfer = transfer
         self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
         share = min(LARGEST_BUFFER, staging_bytes // self.threads)
@@ -62,18 +65,6 @@ class Arena:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.buffer_size))
-
-    @classmethod
-    def for_reading(cls, transfer: TransferOptions, staging_bytes: int | None = None) -> Arena:
-        """Return an arena for reads from a store.
-
-        Args:
-            transfer: how the store is read.
-            staging_bytes: bound on the memory; None for the store's own.
-        """
-        if staging_bytes is None:
-            staging_bytes = transfer.staging_bytes
-        return cls(staging_bytes, transfer)
 
     def threads_of(self, ranks_on_node: int) -> int:
         """Return the number of threads of each rank if all ranks of its node read together."""
