@@ -33,7 +33,7 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
-            None for the store's own.
+            None for the bound of `transfer`.
         transfer: how the store is read. Default: as a file system.
 
     Attributes:

@@ -29,7 +29,19 @@ def rename_function(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return str  # which returns the name itself
     if callable(rename):
-        return _with_names_in_errors(rename)
+        user_function = rename
+
+        def rename_with_checks(name: str) -> str:
+            try:
+                saved_name = user_function(name)
+            except Exception as error:
+                add_note(error, f"{name}: rename= raised this error for this name")
+                raise
+            if not isinstance(saved_name, str):
+                raise StateError(f"{name}: rename= returned {saved_name!r}; expected a name (str)")
+            return saved_name
+
+        return rename_with_checks
     if not isinstance(rename, Mapping) or not all(
         isinstance(each, str) for pair in rename.items() for each in pair
     ):
@@ -46,22 +58,6 @@ def rename_function(rename: Rename | None) -> Callable[[str], str]:
         return name
 
     return rename_by_prefix
-
-
-def _with_names_in_errors(rename: Callable[[str], str]) -> Callable[[str], str]:
-    """Wrap the user's function, so that errors and invalid results are reported with the name."""
-
-    def rename_with_checks(name: str) -> str:
-        try:
-            saved_name = rename(name)
-        except Exception as error:
-            add_note(error, f"{name}: rename= raised this error for this name")
-            raise
-        if not isinstance(saved_name, str):
-            raise StateError(f"{name}: rename= returned {saved_name!r}; expected a name (str)")
-        return saved_name
-
-    return rename_with_checks
 
 
 class SavedNames:
