@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -164,7 +164,6 @@ class SavePlan:
         )
 
 
-@dataclass(slots=True)
 class PlanCache:
     """Plans of earlier saves, for later saves of a state with the same structure.
 
@@ -175,16 +174,18 @@ class PlanCache:
     uses the cache only if every rank has the plan. The key includes the rank, because one process
     can have different ranks in different groups.
 
-    Attributes:
+    Args:
         capacity: the largest number of plans in the cache.
+
+    Attributes:
         hits: the number of saves that used the cache.
         misses: the number of saves that were planned again.
     """
 
-    capacity: int = 4
-    hits: int = 0
-    misses: int = 0
-    _plans: OrderedDict[tuple[bytes, int], SavePlan] = field(default_factory=OrderedDict)
+    def __init__(self, capacity: int = 4) -> None:
+        self.hits = self.misses = 0
+        self._capacity = capacity
+        self._plans: OrderedDict[tuple[bytes, int], SavePlan] = OrderedDict()
 
     def fingerprints(self, rank: int) -> list[bytes]:
         """Return the fingerprints of all plans of a rank in the cache."""
@@ -202,7 +203,7 @@ class PlanCache:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
         self.misses += 1
         self._plans[fingerprint, rank] = plan
-        while len(self._plans) > self.capacity:
+        while len(self._plans) > self._capacity:
             self._plans.popitem(last=False)
 
 
