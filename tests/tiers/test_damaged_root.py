@@ -46,7 +46,8 @@ def test_a_damaged_file_is_read_from_the_mirror(
     before = files_of(root, 2)
     with sw.Checkpointer(root, mirror=mirror, memory=None, save_at_end=False) as checkpointer:
         origins = restore(checkpointer, 2)
-        assert (origins["mirror"] > 0) == (of == "data")
+        # A file that is too long has all the bytes that were saved.
+        assert (origins["mirror"] > 0) == (of == "data" and how != "longer")
         assert sum(origins.values()) == origins["mirror"] + origins["root"]
     assert files_of(root, 2) == before
     with sw.Checkpointer(root, mirror=mirror, memory=None, save_at_end=False) as checkpointer:
