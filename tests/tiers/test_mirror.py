@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,32 @@ def test_an_outage_of_minutes(root: Path, mirror: Path, caplog: pytest.LogCaptur
         target = state(0)
         sw.load(mirror / step_directory(step), target)
         assert torch.equal(target["t"], state(step)["t"])
+
+
+def test_the_end_waits_for_an_attempt_that_knows_the_last_save(root: Path, mirror: Path) -> None:
+    """An attempt that began before copies the last save, but removes nothing."""
+    save(root, 1)
+    worker = MirrorWorker(LocalStore(root), LAST, sw.Mirror(mirror))
+    begun, may_continue = threading.Event(), threading.Event()
+    catch_up = worker.mirroring.catch_up
+
+    def catch_up_late(saved: Callable[[], tuple[int | None, Collection[int]]]) -> bool:
+        known = saved()
+        begun.set()
+        may_continue.wait(60)
+        is_current = catch_up(lambda: known)
+        worker.mirroring.catch_up = catch_up  # type: ignore[method-assign]
+        return is_current
+
+    worker.mirroring.catch_up = catch_up_late  # type: ignore[method-assign]
+    worker.start()
+    assert begun.wait(60)
+    save(root, 2)
+    worker.set_saved(2)
+    may_continue.set()
+    worker.wait_until_seen(60)
+    assert worker.stop(60)
+    assert committed_steps(LocalStore(root)) == [2]
 
 
 def test_a_restart_during_an_outage_continues(root: Path, mirror: Path) -> None:

@@ -92,6 +92,8 @@ class RunMirror(RunHook):
         ):
             log.error("%s; the next training with this root and mirror copies them", problem)
         if self._worker is not None:
+            if completed:
+                self._worker.wait_until_seen(STOP_TIMEOUT)
             self._worker.stop(STOP_TIMEOUT)
 
 

@@ -320,6 +320,7 @@ class MirrorWorker:
         self._due_at = clock()
         self._failures = 0
         self._has_unseen_steps = True
+        self._is_attempting = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="shardwise-mirror", daemon=True)
 
@@ -339,7 +340,7 @@ class MirrorWorker:
     def attempt(self) -> bool:
         """Bring the mirror up to date; return whether that succeeded. The thread calls this."""
         with self._changed:
-            self._has_unseen_steps = False
+            self._has_unseen_steps, self._is_attempting = False, True
         try:
             is_current = self.mirroring.catch_up(lambda: self._saved)
         except Exception:
@@ -350,7 +351,22 @@ class MirrorWorker:
             delay = min(FIRST_DELAY * 2.0 ** (self._failures - 1), LONGEST_DELAY)
             wait = delay if self._failures else 0.0 if self._has_unseen_steps else CHECK_PERIOD
             self._due_at = self._clock() + wait
+            self._is_attempting = False
+            self._changed.notify_all()
         return is_current
+
+    def wait_until_seen(self, timeout: float) -> None:
+        """Wait until an attempt that began after the last `set_saved` has ended, or one failed.
+
+        Only such an attempt removes the checkpoints that the last save made superfluous.
+        """
+
+        def is_over() -> bool:
+            is_busy = self._has_unseen_steps or self._is_attempting
+            return bool(self._failures) or not is_busy
+
+        with self._changed:
+            self._changed.wait_for(is_over, timeout)
 
     def stop(self, timeout: float) -> bool:
         """Stop the thread between two chunks; return whether it ended within the timeout."""
