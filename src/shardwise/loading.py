@@ -76,8 +76,7 @@ def load_state(
 
     Args:
         get_store: returns the store of the place. A failure on a rank is raised on all ranks.
-        state, options: what to fill, and how.
-        group: the ranks.
+        state, options, group: what to fill, how, and the ranks that load.
         recorder: gets an event for each stage.
 
     Raises:
@@ -97,11 +96,7 @@ def load_state(
             with Round(group, "matching names") as all_ranks:
                 targets, report = _match(bindings, saved, selection, state, cast=options.cast)
                 combine = partial(
-                    combine_reports,
-                    path=str(store),
-                    saved=saved,
-                    keys=state,
-                    strict=options.strict,
+                    combine_reports, path=str(store), saved=saved, keys=state, strict=options.strict
                 )
                 unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
         arena = Arena(options.staging_bytes, store.traits.transfer)

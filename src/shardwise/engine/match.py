@@ -173,17 +173,16 @@ def combine_reports(
     """
     problems: dict[str, None] = {}
     missing: dict[str, None] = {}
-    unfilled, unused = set(), set(reports[0].unused_patterns)
+    wanted, filled, unused = set(), set(), set(reports[0].unused_patterns)
     for report in reports:
         problems |= dict.fromkeys(report.problems)
         missing |= dict.fromkeys(report.missing)
-        unfilled.update(report.wanted)
+        wanted.update(report.wanted)
+        filled.update(report.filled)
         unused.intersection_update(report.unused_patterns)
-    for report in reports:
-        unfilled.difference_update(report.filled)
     unclaimed, unexpected = _find_unclaimed(reports, [*saved.all_names()])
     if not strict:
-        problems |= dict.fromkeys(_describe_unfilled(unfilled))
+        problems |= dict.fromkeys(_describe_unfilled(wanted - filled))
     elif missing or unexpected:
         problems |= dict.fromkeys(_describe_missing(saved, missing))
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
