@@ -1,6 +1,7 @@
 """Open the checkpoint at a place: a shardwise checkpoint, or a foreign checkpoint.
 
-The readers of foreign checkpoints are imported when there is one: they are half of the library.
+The readers of foreign checkpoints are half of the library, so they are imported only if a place has
+a foreign checkpoint.
 """
 
 from __future__ import annotations

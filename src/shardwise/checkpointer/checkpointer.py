@@ -291,7 +291,7 @@ class Checkpointer:
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """The differences between replicas that the last `save` found; the same on all ranks."""
-        return self._comparison.found
+        return self._comparison.divergences
 
     @property
     def plan_cache(self) -> PlanCache:

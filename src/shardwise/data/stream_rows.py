@@ -159,7 +159,7 @@ def _capacity(dataset: ElasticStreamDataset) -> int:
 
 
 def _rows(array: np.ndarray, first: int, streams: int) -> Shards:
-    """Return the rows from `first` on of a tensor with a row for each stream."""
+    """Return this rank's rows, from row `first`, as part of a tensor with a row per stream."""
     data = torch.from_numpy(array)
     box = Box((first, *(0 for _ in array.shape[1:])), array.shape)
     return Shards((streams, *array.shape[1:]), data.dtype, [(box, data)])
@@ -168,7 +168,7 @@ def _rows(array: np.ndarray, first: int, streams: int) -> Shards:
 def _array(
     state: Mapping[str, object], name: str, streams: range, dataset: ElasticStreamDataset
 ) -> np.ndarray:
-    """Return the rows of some streams: of a whole tensor, or of `Shards` with just these rows."""
+    """Return the rows of some streams, from a whole tensor or from `Shards` of only these rows."""
     value = state.get(name)
     if isinstance(value, Shards) and not value.fragments and 0 in value.shape:
         value = torch.zeros(value.shape, dtype=value.dtype)

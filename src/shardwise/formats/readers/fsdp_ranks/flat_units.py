@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 MOST_STATES = 2000
-"""The most partial assignments to follow. Real models need a few."""
+"""The search gives up if it has to follow more states than this. Real models need a few."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
@@ -65,8 +65,8 @@ class _State:
 
 
 _Assignments: TypeAlias = set[tuple[int, ...]]
-"""The flat parameter of each parameter so far. At most two assignments are kept, which show that
-there is more than one possibility."""
+"""Assignments, each of which has the flat parameter of each parameter so far. If there are more
+than two, only two are kept. Two are enough to show that the result is not certain."""
 
 
 def find_flat_units(
