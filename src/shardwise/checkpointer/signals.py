@@ -101,12 +101,13 @@ class Signals:
             self._deliver(self._pending)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child does not save. After `stop`, another library may have reinstalled this.
+        # A forked child does not save. After `stop`, another library may install this handler
+        # again. In both cases, the signal goes to the previous handler.
         if os.getpid() == self._process and not self._stopped:
             self._pending = number
         elif signal.getsignal(number) is self._handler:
             self._deliver(number)
-        # Otherwise, the handler of another library, which is installed now, has called this one.
+        # Otherwise, another library has installed its own handler, which calls this handler.
         elif callable(previous := self._previous_handlers[number]):
             previous(number, frame)
 
@@ -122,7 +123,7 @@ class Signals:
 
 
 def _requeue(job: str) -> None:
-    """Ask Slurm to run this job again. Slurm ends the current processes then."""
+    """Ask Slurm to run this job again. Slurm then ends the current processes."""
     command = ["scontrol", "requeue", job]
     failure = ""
     try:

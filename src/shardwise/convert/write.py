@@ -39,7 +39,7 @@ from shardwise.store import Store, store_below, why_no_directory
 from shardwise.store.store import Buffer
 
 CHUNK = 32 << 20
-"""The bytes that are read or written at a time. An export needs about six times as many."""
+"""The bytes that are read or written at a time. An export needs about six times as much memory."""
 ALIGNMENT = 4096
 UNFINISHED, LOCK = ".shardwise-convert", "lock"
 """A directory in the target while an export runs, and a lock in it."""
@@ -232,10 +232,13 @@ def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChec
 def _chunks_of(
     file: OutputFile, source: Checkpoint, sums: RunningChecksums
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield the offset of each chunk of a file; its bytes that are not summed yet; and all bytes.
+    """Yield three values for each chunk of a file.
+
+    The values are the offset of the chunk; the bytes of the chunk that `sums` has not got yet; and
+    all bytes of the chunk, padded.
 
     Args:
-        sums: gets the bytes before those that are computed from checksums.
+        sums: gets the bytes before a `BytesFromChecksums` here. The caller adds the other bytes.
     """
     late = [
         (start, segment)

@@ -81,13 +81,17 @@ def decode_states(
         samples, used, buffered, source, *places = map(int, cursors[row])
         if buffered > buffers.shape[1] or source > len(saved_names):
             raise StateError(
-                f"stream {stream}: the saved state counts more tokens or sources than it has: "
-                f"{_DAMAGED}"
+                f"stream {stream}: the saved state counts {buffered} tokens and names source "
+                f"number {source}, but it contains {buffers.shape[1]} tokens and "
+                f"{len(saved_names)} sources: {_DAMAGED}"
             )
         if bool(used) != bool(source):
+            found_source = (
+                f"names the source {saved_names[source - 1]}" if source else "names no source"
+            )
             raise StateError(
-                f"stream {stream}: the saved state has {used} used tokens of a sample of "
-                f"{saved_names[source - 1] if source else 'no source'}: {_DAMAGED}"
+                f"stream {stream}: the saved state says that {used} tokens of a sample are used, "
+                f"but {found_source}: {_DAMAGED}"
             )
         buffer = buffers[row, :buffered].astype(np.int32)
         _check_buffer(dataset, stream, buffer)

@@ -193,7 +193,8 @@ class DataReader:
         if self.checksum(data) != checksum:
             raise CorruptionError(
                 f"{self._label}: bytes {low}:{high} were changed after they were read, in shared "
-                "memory or between nodes; load again, and test the memory of these nodes"
+                "memory or between nodes; load again, and test the memory of this node and of the "
+                "node that read them"
             )
         return self.verify(low, data)
 

@@ -24,8 +24,8 @@ class Environment:
     Attributes:
         values: captured numbers, coordinates of the rank, and numbers that `let` declares, by name.
         sizes: sizes of axes, and numbers that `let` declares, by name.
-        ragged_starts: for the axes of each ragged index, where the shares of the last axis start,
-            by the position along the other axes; -1 where no file has a share.
+        ragged_starts: for the axes of each ragged index, a list. The item at a position along all
+            axes but the last is the index at which the last axis starts there.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)

@@ -25,8 +25,8 @@ from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.options import StorageTask
 
 # All in seconds.
-CHECK_PERIOD = 60.0  # others may have changed the root or the mirror since
-REOPEN_PERIOD = 600.0  # opened anew, the stores may find other credentials
+CHECK_PERIOD = 60.0  # between two comparisons: other programs may change the root or the mirror
+REOPEN_PERIOD = 600.0  # if copies fail, the stores are opened again: they may find new credentials
 LONGEST_AFTER_END = 86400.0
 log = logging.getLogger("shardwise.agent")
 

@@ -67,7 +67,7 @@ def read_described_arrays(
     items: Sequence[FilePart],
     path: str,
 ) -> list[Found] | None:
-    """Return the arrays of items that are raw bytes, as of ByteCheckpoint; None of others.
+    """Return the arrays of items, if these are raw bytes, as in ByteCheckpoint; otherwise None.
 
     ByteCheckpoint describes the bytes by a pickle for each chunk, which its metadata contains.
 
@@ -109,7 +109,8 @@ def read_described_arrays(
 
 
 def place(found: Found, item: FilePart) -> Found:
-    """Return an array whose `start` counts from the start of an item, as an array of the file."""
+    """Return an array of an item as an array of the file: `start` then counts from the file's
+    start."""
     if isinstance(found, UnknownObject):
         return found
     start = item.offset + found.start
