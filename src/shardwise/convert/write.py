@@ -143,7 +143,7 @@ def _lock(target: Store) -> Iterator[None]:
             )
         _refuse_unless_empty(target)  # again, because another process may have changed the target
         yield
-        unfinished.delete(LOCK)  # after an error it stays, as a mark
+        unfinished.delete(LOCK)  # after an error, the lock stays, and marks the unfinished export
     # NFS keeps the directory while the lock is held. Another process may be using it by now.
     with suppress(OSError):
         unfinished.delete("")

@@ -86,7 +86,7 @@ class DataReader:
             raise
 
     def _refuse_removed(self, error: OSError) -> None:
-        """Raise if the checkpoint has no manifest any more, or that of another save."""
+        """Raise if the checkpoint's manifest is gone, or belongs to another save."""
         if self._entry is None:
             return
         try:

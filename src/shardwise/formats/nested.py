@@ -93,7 +93,7 @@ def name_leaves(state: NestedState, values_with_tensors: Collection[Path] = ()) 
 def _find_module(
     tensors: Sequence[Path], optimizers: Sequence[Optimizer], has_no_values: bool
 ) -> set[Path]:
-    """Return the paths of the tensors of a module that is the top level of the state, or nothing.
+    """Return the paths of a module's tensors, if the module is the top level of the state.
 
     Args:
         tensors: the paths of the tensors outside of optimizers.

@@ -99,7 +99,7 @@ class _TrainingState:
         return [name for group in self.groups for name in group[PARAM_NAMES]]
 
     def is_writable(self, name: str, key: str) -> bool:
-        """Return whether a value is a step, or a tensor with the shape of its weight."""
+        """Return whether the format can hold a value: a step, or a tensor of its weight's shape."""
         value = self.optimizer.state[name][key]
         return key == STEP or (
             isinstance(value, TensorPart) and value.box.shape == self.model[name].box.shape
@@ -162,7 +162,7 @@ def _describe_unwritten_state(training: _TrainingState) -> Iterator[str]:
 
 
 def _hyperparameters(training: _TrainingState) -> dict[str, Any]:
-    """Return the hyperparameters for ZeRO 1 and 2, and again, with step counts, for ZeRO 3."""
+    """Return the hyperparameters twice: for ZeRO 1 and 2; and, with step counts, for ZeRO 3."""
     settings = []
     states = {}
     for group_index, group in enumerate(training.groups):

@@ -24,7 +24,7 @@ _DESCRIPTOR_SIZES = (0, 16, 24)
 
 
 def read_directory(archive: FileRange) -> dict[str, tuple[int, int]]:
-    """Return the offset in the archive and the size of each entry's content, in bytes, by name.
+    """Return, for each entry by name, the offset of its content in the archive, and its size.
 
     The header of each entry is compared with the directory.
 

@@ -60,11 +60,14 @@ class Expression:
     """A number, a name, an index, or an operation.
 
     Attributes:
-        kind: `number`; `name`: a captured number or text, a coordinate of the rank or a declared
-            number; `text`: a captured text that may contain dots, `rest*`; `size`: the size of an
-            axis, `|tp|`; `index`: one index along several axes, the last of which varies fastest,
-            `pp i`; `ragged`: an index whose last axis has another size at each position along the
-            others, `pp ~i`; or an operator.
+        kind: an operator, or one of these:
+            `number`: an integer, as in `4`.
+            `name`: a captured number or text, a coordinate of the rank, or a declared number.
+            `text`: a captured text that may contain dots, as in `rest*`.
+            `size`: the size of an axis, as in `|tp|`.
+            `index`: one index along several axes, the last of which varies fastest, as in `pp i`.
+            `ragged`: an index whose last axis has another size at each position along the other
+            axes, as in `pp ~i`.
         number: the value of a number.
         names: the names of a name, a size or an index.
         operands: the two operands of an operator.

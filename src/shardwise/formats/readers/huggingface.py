@@ -193,7 +193,7 @@ _OFFSETS_KEY = "DCP_SHARDING_INFO"
 
 
 def recognise_sharded(tree: FileTree) -> bool:
-    """Return whether a tree has shards of `HuggingFaceStorageWriter`, or is one."""
+    """Return whether a tree has shards of `HuggingFaceStorageWriter`, or is such a shard."""
     return any(map(_SHARDED_FILE.fullmatch, tree.sizes))
 
 

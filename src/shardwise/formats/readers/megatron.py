@@ -1,7 +1,8 @@
 """Megatron-Core's `torch_dist`: DCP, and a file or item with the state that all ranks share.
 
 Megatron-Core stacks layers in one tensor; the reader gives each layer its own name again. The
-optimizer's state is named after the parameter. Older versions flattened it; the reader undoes that.
+optimizer's state is named after the parameter. Older versions flattened the state; the reader
+undoes the flattening.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _add_untrained_weights(
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
 ) -> None:
-    """Add weights that only files of parameters have: for example, a pipeline's frozen ones."""
+    """Add weights that only files of parameters have: for example, a pipeline's frozen weights."""
     copies = 0
     for (name, key), file in files.items():
         if name in trained or key != WEIGHTS_KEY:

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module that begins at a parameter: it contains this one, but not the one before.
+    """A module that begins at a parameter: it contains this parameter, but not the previous one.
 
     Attributes:
         prefix: the prefix of the module's parameters.
