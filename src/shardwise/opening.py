@@ -179,7 +179,7 @@ def _find_manifest(store: Store) -> bytes | None:
         if _may_be_foreign(_names_at(store)):
             return None
         raise CheckpointNotFoundError(_describe_missing(store)) from None
-    except StoreUnavailableError:  # which says nothing about the manifest
+    except StoreUnavailableError:  # this error says nothing about the manifest
         raise
     except StoreError as error:
         raise FormatError(str(error)) from error

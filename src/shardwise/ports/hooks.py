@@ -87,9 +87,9 @@ class RunHook:
     """
 
     def staged(self, report: SaveReport, *, durable: bool) -> None:
-        """A save has copied the state, and the training may continue.
+        """A save is about to return, and the training may continue.
 
-        With `Memory(overlap=True)`, the copy may still be in progress.
+        The state is copied. But with `Memory(overlap=True)`, the copy may still be in progress.
 
         Args:
             report: what is known of the save so far.

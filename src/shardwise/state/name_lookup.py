@@ -127,7 +127,7 @@ class SavedNames:
 
     @cached_property
     def quantized(self) -> Mapping[str, str]:
-        """Names in the checkpoint of quantized tensors and their scales; see `find_quantized`."""
+        """The checkpoint's names of quantized tensors and of their scales; see `find_quantized`."""
         return find_quantized(self.layout.tensors)
 
     @cached_property
