@@ -240,7 +240,7 @@ def _chunks_of(
     Args:
         sums: gets the bytes before a `BytesFromChecksums` here. The caller adds the other bytes.
     """
-    late = [
+    computed = [
         (start, segment)
         for start, segment in zip(file.starts, file.segments, strict=True)
         if isinstance(segment, BytesFromChecksums)
@@ -248,8 +248,8 @@ def _chunks_of(
     content = b""
     for low, data, padded in _read_ahead(file.size, partial(_fill, file, source)):
         high, summed = low + len(data), 0
-        while late and late[0][0] < high:
-            start, segment = late[0]
+        while computed and computed[0][0] < high:
+            start, segment = computed[0]
             at = max(start - low, 0)
             if start >= low:
                 sums.add(data[summed:at])
@@ -258,7 +258,7 @@ def _chunks_of(
             data[at : at + len(part)] = np.frombuffer(part, np.uint8)
             if start + segment.size > high:
                 break  # the rest is in the next chunk
-            late.pop(0)
+            computed.pop(0)
         padded[len(data) :] = 0
         yield low, data[summed:], padded
 

@@ -156,7 +156,7 @@ def _restore_lists(value: Any) -> Any:
 
 
 def _iterate_leaves(
-    state: NestedState, path: Path, *, divide: bool = False
+    state: NestedState, path: Path, *, divide_all: bool = False
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the tensors and values in a state with their paths.
 
@@ -164,14 +164,16 @@ def _iterate_leaves(
     state of an optimizer.
 
     Args:
-        divide: divide each dict in the state, even if it has no tensors.
+        divide_all: divide each dict in the state, even if it has no tensors.
     """
     for key, value in state.items():
         leaf_path = (*path, key if isinstance(key, int) else str(key))
         is_optimizer_state = key == STATE and is_optimizer(state)
-        is_divided = divide or is_optimizer_state or is_optimizer(value) or contains_arrays(value)
+        is_divided = (
+            divide_all or is_optimizer_state or is_optimizer(value) or contains_arrays(value)
+        )
         if is_divided and _has_simple_keys(value):
-            yield from _iterate_leaves(value, leaf_path, divide=is_optimizer_state)
+            yield from _iterate_leaves(value, leaf_path, divide_all=is_optimizer_state)
         else:
             yield leaf_path, value
 

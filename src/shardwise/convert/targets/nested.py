@@ -75,7 +75,7 @@ class NestedOptimizer:
             flat[f"{GROUPS}.{group_index}.{PARAMS}"] = list(group.names)
         return flat
 
-    def ungrouped(self) -> list[str]:
+    def parameters_without_group(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
         parameter_names = {name for group in self.groups for name in group.names}
         return [name for name in self.state if name not in parameter_names]
