@@ -233,7 +233,8 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             parts: the name of each tensor, the box to read, and a tensor with the shape of the box,
                 on any device.
-            cast: convert to other dtypes than the saved ones. Otherwise, they are an error.
+            cast: convert values whose dtype differs from the saved dtype. Otherwise, such a dtype
+                is an error.
 
         Raises:
             KeyError, StateError, CorruptionError: as for `read_into`.

@@ -1,4 +1,4 @@
-"""What msgspec needs to decode types in threads, and raises for bytes that are damaged."""
+"""Helpers for msgspec: types that several threads decode, and its errors for damaged bytes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,12 @@ def checkpoint_html(path: str, layout: Layout) -> str:
 
 
 def tensor_html(entry: TensorEntry, boxes: Sequence[tuple[Box, int]]) -> str:
-    """Return a summary of a tensor as HTML."""
+    """Return a summary of a tensor as HTML.
+
+    Args:
+        entry: the tensor.
+        boxes: its boxes, each with the number of the rank or file that holds it.
+    """
     properties = {
         "dtype": entry.dtype,
         "shape": str(list(entry.shape)),

@@ -1,6 +1,7 @@
 """Open the checkpoint at a place: a shardwise checkpoint, or a foreign checkpoint.
 
-The readers of foreign checkpoints are imported when there is one: they are half of the library.
+The readers of foreign checkpoints are half of the library, so they are imported only if a place has
+a foreign checkpoint.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def _find_manifest(store: Store) -> bytes | None:
         if _may_be_foreign(_names_at(store)):
             return None
         raise CheckpointNotFoundError(_describe_missing(store)) from None
-    except StoreUnavailableError:  # which says nothing about the manifest
+    except StoreUnavailableError:  # this error says nothing about the manifest
         raise
     except StoreError as error:
         raise FormatError(str(error)) from error

@@ -245,8 +245,9 @@ class PartialSave:
             layout_of_manifest(manifest)
         except FormatError as error:
             raise LayoutError(
-                f"{error}: every element of a tensor must be saved by exactly one process: save on "
-                "all processes that hold shards"
+                f"commit of {path}: {error}. If elements are missing, or were saved "
+                "twice: save every element by exactly one process, on all processes that hold "
+                "shards"
             ) from error
         return manifest
 

@@ -111,8 +111,8 @@ class Resizing:
 
         Raises:
             StateError: new elements of a tensor would have no value; the state of an optimizer has
-                another shape than its parameter, for example factored moments; or a tensor is
-                the mean of several terms.
+                another shape than its parameter, for example factored moments; or a tensor to
+                resize is the mean of several saved tensors (the terms of the mean).
         """
         shapes: dict[str, Shape] = {}
         for name, target in self.targets.items():

@@ -255,10 +255,10 @@ def duration_in_seconds(duration: Duration, label: str = "") -> float:
     elif isinstance(duration, str):
         match = _DURATION.fullmatch(duration)
         if match is None:
-            raise ValueError(f"{label}: expected a duration, such as '90s' or '2h'")
+            raise ValueError(f"{label}: expected a duration, such as '90s', '2h' or a timedelta")
         seconds = float(match.group(1)) * _UNITS[match.group(2)]
     else:
-        raise TypeError(f"{label}: expected a duration, such as '90s' or '2h'")
+        raise TypeError(f"{label}: expected a duration, such as '90s', '2h' or a timedelta")
     if not 0 < seconds < math.inf:
         raise ValueError(f"{label}: expected a duration longer than 0")
     return seconds

@@ -340,8 +340,8 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
             if sample is not None:
                 sample.checksum_state()
             comparison.compare_last(group, Recorder())
-            if comparison.found:
-                return comparison.found, step
+            if comparison.divergences:
+                return comparison.divergences, step
         return (), -1
 
     with mock.patch.object(replica_sets, "SHARE", 2):

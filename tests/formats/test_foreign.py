@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ import shardwise as sw
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import FormatError
 from shardwise.formats import opening
+from shardwise.formats.foreign import StoredArray
+from shardwise.formats.merge_ranks import merge_ranks
 from shardwise.formats.opening import check_layout, decode_layout, encode_layout
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
 from shardwise.manifest.manifest import TensorEntry
@@ -200,3 +203,28 @@ def test_files_that_are_no_checkpoints_are_not_called_damaged(tmp_path: Path) ->
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(FormatError, match=r"such as model\.state_dict\(\)"):
         sw.open(tmp_path / "module.pt")
+
+
+def plain_array(file: str) -> StoredArray:
+    return StoredArray.contiguous(file, 0, "float32", (2,))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            [3, plain_array("rank1.pt")],
+            r"w is a tensor of dtype float32 and shape \[2\] and a value of type int: "
+            r"rank1\.pt and rank0\.pt\.",
+        ),
+        (
+            [plain_array("rank0.pt"), [1]],
+            r"w is a tensor of dtype float32 and shape \[2\] and a value of type list: "
+            r"rank0\.pt and rank1\.pt\.",
+        ),
+    ],
+)
+def test_both_files_of_different_values_are_named(values: list[Any], expected: str) -> None:
+    states = [(f"rank{rank}.pt", {"w": value}) for rank, value in enumerate(values)]
+    with pytest.raises(sw.FormatError, match=expected):
+        merge_ranks(states, "place", lambda one, other: True)

@@ -176,7 +176,8 @@ def test_two_nodes_survive_the_loss_of_one() -> None:
     placed = form_groups(nodes("", ""), SAVE, parity=2)
     assert placed.groups[0].parity == 1
     assert placed.gaps == (
-        "2 nodes (n00, n01) survive the loss of 1 nodes, not of 2, which takes 3 nodes",
+        "2 nodes (n00, n01) survive the loss of 1 of them, not of 2: for this, at least 3 nodes "
+        "are needed",
     )
 
 

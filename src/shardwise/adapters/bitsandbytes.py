@@ -89,7 +89,7 @@ def hidden_quantization(
 def problems_of_unquantized(
     layers: Sequence[Layer], module_name: str, saved: SavedNames
 ) -> Iterator[str]:
-    """Yield a problem for each 4-bit layer that is not quantized yet, but was when it was saved."""
+    """Yield a problem for each 4-bit layer that was saved quantized, but is not quantized now."""
     for prefix, layer, is_4_bit in layers:
         name = f"{module_name}.{prefix}"
         packed = [f"{name}{_PACKED_STATE}{kind}" for kind in ("nf4", "fp4")]

@@ -81,7 +81,10 @@ class DeepSpeedOptimizerBinding(OptimizerBinding):
         """Return None: checkpoints of DeepSpeed do not identify parameters by position."""
 
     def find_groups(self) -> list[Group]:
-        """Return the param groups. ZeRO 3 empties them, so they are filled meanwhile."""
+        """Return the param groups.
+
+        ZeRO 3 keeps the groups empty, so this method fills, reads, and empties them again.
+        """
         fill_groups = getattr(self._optimizer, "_set_fp32_optimizer_param_groups", None)
         if fill_groups is None:
             return super().find_groups()
@@ -150,7 +153,10 @@ class EngineBinding(ModuleBinding):
         return local_state
 
     def all_targets(self, saved: SavedNames, selection: Selection) -> LocalState:
-        """Return the targets. Only checkpoints of engines have counters."""
+        """Return the targets, without the counters that the checkpoint lacks.
+
+        Only checkpoints of engines have counters.
+        """
         local_state = super().all_targets(saved, selection)
         for name in self._counters():
             if not saved.has_object(name):
@@ -188,7 +194,7 @@ class EngineBinding(ModuleBinding):
         return {id(each.tensor): each.name for each in reversed(parameters)}
 
     def _refuse_emptied_optimizer(self) -> None:
-        """Refuse the torch optimizer without the one around it: ZeRO 3 empties its groups."""
+        """Refuse a state with the inner torch optimizer, because ZeRO 3 empties its groups."""
         for other in self._bindings:
             for optimizer in self.optimizers:
                 is_inner = type(other) is OptimizerBinding and optimizer in other.optimizers
@@ -290,8 +296,8 @@ def _set_loss_scaler(name: str, scaler: object, value: object) -> None:
 def _masters_in_flat_tensors(optimizer: Any, names: NamesById) -> Iterator[Parameter]:
     """Yield this rank's master weights of each group as a parameter.
 
-    The parameters of a group lie in one flat tensor. Each rank holds an equal partition of it; of a
-    FP16_Optimizer, it holds the whole tensor.
+    The parameters of a group lie in one flat tensor. Each rank holds an equal partition of this
+    tensor. With FP16_Optimizer, each rank holds the whole tensor.
     """
     kind = type(optimizer).__name__
     flats, groups = (getattr(optimizer, attribute) for attribute in _FLAT_TENSORS[kind])

@@ -203,7 +203,11 @@ class MegatronModelBinding(Binding):
         ]
 
     def _weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """Yield each tensor as a parameter: itself, or this rank's part of its master."""
+        """Yield a parameter for each tensor of the model, with the tensor.
+
+        The parameter is this rank's part of the tensor's master weight. If the tensor has no
+        master weight, the parameter is the tensor itself.
+        """
         masters = {
             id(each.parameter): each
             for optimizer in self._optimizers()

@@ -182,8 +182,9 @@ def match_buckets(
     """Match the buckets of a checkpoint with optimizers of Megatron-Core.
 
     Returns:
-        The parameters in buckets, keyed by the `id` of the updated tensor, without any if the
-        checkpoint has no buckets; and the problems: how its buckets differ from the optimizers'.
+        The parameters in buckets, by the `id` of the tensor that is updated (none, if the
+        checkpoint has no buckets); and the problems, which say how the buckets of the checkpoint
+        differ from those of the optimizers.
     """
     groups: dict[str, set[int]] = {}
     for match in map(_BUCKET_NAME.fullmatch, saved.all_names()):

@@ -34,7 +34,9 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 
 
 def modules_in(value: object) -> list[nn.Module]:
-    """Return a module, or the modules of a list that is a model in parts; otherwise nothing.
+    """Return the modules of a value: of a module, or of a list of the parts of a model.
+
+    For any other value, return an empty list.
 
     Pipeline stages become their modules.
     """
@@ -100,9 +102,11 @@ class Part:
         return prefix[:-1] if is_wrapped else prefix + last_part
 
     def fit_to_checkpoint(self, local_state: LocalState, saved: SavedNames) -> None:
-        """If `state_dict()` made a tensor of another shape than the checkpoint's, allocate that.
+        """Replace tensors that `state_dict()` made in another shape than the checkpoint's.
 
-        Add a problem for each layer that is not quantized yet, but was when it was saved.
+        The new tensors are empty, and have the shapes in the checkpoint.
+
+        Add a problem for each layer that was saved quantized, but is not quantized now.
         """
         for index, leaf in enumerate(local_state.tensors if self.generated else ()):
             path = self.generated.get(leaf.name, "")
@@ -293,7 +297,10 @@ class ModuleBinding(Binding):
 
 
 def buffers_of(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the paths of the persistent, or of the other, buffers of a module, with the buffers."""
+    """Yield the path and the tensor of each persistent buffer of a module.
+
+    With `persistent=False`, do so for each other buffer.
+    """
     for path, part in module.named_modules(remove_duplicate=False):
         for key, buffer in part._buffers.items():
             if buffer is not None and persistent == (key not in part._non_persistent_buffers_set):
@@ -301,7 +308,10 @@ def buffers_of(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, to
 
 
 def has_class(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class with this name, in a module or below, by names alone."""
+    """Return whether a value's class or a base class has this name, and is defined in a module.
+
+    A class in a submodule counts, too. The function compares names, and imports nothing.
+    """
     return any(
         cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
         for cls in type(value).__mro__

@@ -172,7 +172,8 @@ class TrainableBinding(Binding):
         The first of these rules that applies to a tensor decides:
 
         1. A pattern of `also` matches its name: it is saved.
-        2. It is a parameter, or tied to one: it is frozen if that does not require gradients.
+        2. It is a parameter, or tied to a parameter: it is frozen if this parameter does not
+           require gradients.
         3. `state_dict` generated it, such as the scale of a quantized parameter: it is frozen if
            its name is below that of a frozen parameter, as `up.weight.absmax` is below
            `up.weight`; or if its module has only frozen parameters, as for `up.scale`.

@@ -130,7 +130,7 @@ def split_into_batches(positions: range | Ints, gap: int, longest_cover: int) ->
 
 
 def boxes_of_covers(covers: Sequence[Cover]) -> Iterator[tuple[Box, Box]]:
-    """Yield each box that the spans of all dimensions form.
+    """Yield the boxes that combine one span of each dimension, in all possible ways.
 
     Args:
         covers: the cover of each dimension.

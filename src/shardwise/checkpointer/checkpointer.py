@@ -291,7 +291,7 @@ class Checkpointer:
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """The differences between replicas that the last `save` found; the same on all ranks."""
-        return self._comparison.found
+        return self._comparison.divergences
 
     @property
     def plan_cache(self) -> PlanCache:
@@ -441,7 +441,7 @@ class Checkpointer:
         """Load a checkpoint, and record that the run is resumed from its step.
 
         Returns:
-            The report, and the step to continue from; None for each if there is none.
+            The report, or None; and the step to continue from, or None.
         """
         restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
         has_agents = self._settings.memory is not None

@@ -24,7 +24,7 @@ class RunHooks:
         """Add a hook, which is called after the others."""
         self._hooks.append(hook)
 
-    def call(self, verb: str, *arguments: object, **options: object) -> None:
+    def call(self, method: str, *arguments: object, **options: object) -> None:
         """Call a method of all hooks, also if one raises.
 
         Raises:
@@ -33,11 +33,11 @@ class RunHooks:
         failures: list[ShardwiseError] = []
         for hook in self._hooks:
             try:
-                getattr(hook, verb)(*arguments, **options)
+                getattr(hook, method)(*arguments, **options)
             except ShardwiseError as error:  # noqa: PERF203 - few hooks
                 failures.append(error)
             except Exception:
-                log.exception("%s of the hook %r failed; the training continues", verb, hook)
+                log.exception("%s of the hook %r failed; the training continues", method, hook)
         if failures:
             raise failures[0]
 
@@ -53,7 +53,10 @@ def make_plugin_hooks(run: Run) -> list[RunHook]:
 
 
 class DivergenceWatch(RunHook):
-    """Ends the comparison of replicas: after a restore without a result, at the end with one."""
+    """Ends the comparison of replicas.
+
+    After a restore, the last sample is forgotten. At the end of the run, it is compared.
+    """
 
     def __init__(self, comparison: ReplicaComparison, group: Group, on_event: Sink | None) -> None:
         self._comparison, self._group, self._on_event = comparison, group, on_event

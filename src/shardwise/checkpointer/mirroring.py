@@ -57,7 +57,7 @@ class RunMirror(RunHook):
         self._update()
 
     def _update(self) -> None:
-        """Say what was saved to the thread or agent that copies."""
+        """Tell the thread or agent that copies what was saved."""
         if self._worker is not None:
             self._worker.set_saved(self._newest, self._damaged)
         elif self._is_mirroring and self._request is not None:

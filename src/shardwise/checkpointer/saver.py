@@ -94,7 +94,7 @@ class DirectSaver:
         """Wait until durable saves have ended. One rank may call this."""
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
-        """Yield the newest snapshot in memory; then an older one, as the last was damaged."""
+        """Yield the newest snapshot in memory; if it was damaged, an older snapshot, and so on."""
         yield from ()
 
     def resume_from(self, step: int | None) -> None:

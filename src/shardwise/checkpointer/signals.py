@@ -71,7 +71,7 @@ class Signals:
     def find_received_signal(self, group: Group) -> int:
         """Return a signal that any rank has received, or 0. All ranks call this together."""
         with Round(group, "asking for signals") as all_ranks:
-            return all_ranks.all_reduce(self._pending, int, max, int)
+            return all_ranks.all_reduce(self._pending, kind=int, combine=max, result_kind=int)
 
     def act_on_signal(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""
@@ -101,12 +101,13 @@ class Signals:
             self._deliver(self._pending)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child does not save. After `stop`, another library may have reinstalled this.
+        # A forked child does not save. After `stop`, another library may install this handler
+        # again. In both cases, the signal goes to the previous handler.
         if os.getpid() == self._process and not self._stopped:
             self._pending = number
         elif signal.getsignal(number) is self._handler:
             self._deliver(number)
-        # Otherwise, the handler of another library, which is installed now, has called this one.
+        # Otherwise, another library has installed its own handler, which calls this handler.
         elif callable(previous := self._previous_handlers[number]):
             previous(number, frame)
 
@@ -122,7 +123,7 @@ class Signals:
 
 
 def _requeue(job: str) -> None:
-    """Ask Slurm to run this job again. Slurm ends the current processes then."""
+    """Ask Slurm to run this job again. Slurm then ends the current processes."""
     command = ["scontrol", "requeue", job]
     failure = ""
     try:

@@ -51,12 +51,12 @@ def start(
                 "with `return sw.load(path, state)`"
             )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
-        any_keeps_step = any(
+        any_continues = any(
             all_ranks.all_gather(bool(loaded.optimizers) or not has_optimizers, bool)
         )
     origins = with_all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
-    return report, loaded.step if any_keeps_step else None
+    return report, loaded.step if any_continues else None
 
 
 def _call_with_note(function: Callable[[State], LoadReport], state: State) -> LoadReport:

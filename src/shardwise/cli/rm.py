@@ -42,7 +42,8 @@ def rm(
 ) -> None:
     """Remove checkpoints by their steps or ages.
 
-    A checkpoint is removed if all of --step, --before and --older-than that are given select it.
+    If you give several of --step, --before and --older-than, a checkpoint is removed only if each
+    of them selects it.
 
     Asks for confirmation unless --yes is given. Refuses to remove the only intact checkpoint in
     ROOT unless --force is given, and never removes a checkpoint that is being read or saved.
@@ -125,10 +126,10 @@ def _select(
     if before is not None:
         selected = [each for each in selected if (each.step or 0) < before]
     if older_than is not None:
-        oldest = datetime.now(timezone.utc) - _parse_age(older_than)
+        cutoff = datetime.now(timezone.utc) - _parse_age(older_than)
         times = [fmt.parse_time(each.saved_at or "") for each in selected]
         pairs = zip(selected, times, strict=True)
-        selected = [each for each, saved in pairs if saved is not None and saved < oldest]
+        selected = [each for each, saved in pairs if saved is not None and saved < cutoff]
     return selected
 
 

@@ -30,9 +30,10 @@ import shardwise as sw
 from shardwise.cli import formatting as fmt
 
 WIDTH_WITHOUT_TERMINAL = 100_000
-"""The width, in columns, of output that is not a terminal. No line is longer and so cut off."""
+"""The width, in columns, of output that is not a terminal. No line is longer, so none is cut
+off."""
 TASK_NAME_WIDTH = 24
-"""The most columns of a task's name. With it, the progress bar fits into 80 columns."""
+"""The most columns of a task's name, so that the progress bar fits into 80 columns."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 
@@ -113,7 +114,7 @@ def progress(total: int | None = None) -> Iterator[Callable[[sw.Event], None]]:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise again, because rich would exit with 1, which means a finding."""
+        """Raise the error again, because rich would exit with status 1, which means damage."""
         raise  # noqa: PLE0704 - rich calls this in `except BrokenPipeError`
 
 

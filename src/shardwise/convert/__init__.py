@@ -1,1 +1,1 @@
-"""A checkpoint written anew, in our format or a foreign one, in bounded memory."""
+"""Writes a checkpoint in another format, or again in shardwise's own, with bounded memory."""

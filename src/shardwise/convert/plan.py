@@ -178,7 +178,7 @@ class TargetTensor:
 
     @property
     def part(self) -> TensorPart:
-        """The whole tensor in the source, or the tensor that this tensor is tied to."""
+        """The whole tensor in the source; if it is tied, the tensor that it is tied to."""
         return TensorPart(
             self.entry.same_as or self.entry.name, Box.whole(self.entry.shape), self.dtype
         )

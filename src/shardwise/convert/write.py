@@ -39,7 +39,7 @@ from shardwise.store import Store, store_below, why_no_directory
 from shardwise.store.store import Buffer
 
 CHUNK = 32 << 20
-"""The bytes that are read or written at a time. An export needs about six times as many."""
+"""The bytes that are read or written at a time. An export needs about six times as much memory."""
 ALIGNMENT = 4096
 UNFINISHED, LOCK = ".shardwise-convert", "lock"
 """A directory in the target while an export runs, and a lock in it."""
@@ -143,7 +143,7 @@ def _lock(target: Store) -> Iterator[None]:
             )
         _refuse_unless_empty(target)  # again, because another process may have changed the target
         yield
-        unfinished.delete(LOCK)  # after an error it stays, as a mark
+        unfinished.delete(LOCK)  # after an error, the lock stays, and marks the unfinished export
     # NFS keeps the directory while the lock is held. Another process may be using it by now.
     with suppress(OSError):
         unfinished.delete("")
@@ -232,12 +232,15 @@ def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChec
 def _chunks_of(
     file: OutputFile, source: Checkpoint, sums: RunningChecksums
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield the offset of each chunk of a file; its bytes that are not summed yet; and all bytes.
+    """Yield three values for each chunk of a file.
+
+    The values are the offset of the chunk; the bytes of the chunk that `sums` has not got yet; and
+    all bytes of the chunk, padded.
 
     Args:
-        sums: gets the bytes before those that are computed from checksums.
+        sums: gets the bytes before a `BytesFromChecksums` here. The caller adds the other bytes.
     """
-    late = [
+    computed = [
         (start, segment)
         for start, segment in zip(file.starts, file.segments, strict=True)
         if isinstance(segment, BytesFromChecksums)
@@ -245,8 +248,8 @@ def _chunks_of(
     content = b""
     for low, data, padded in _read_ahead(file.size, partial(_fill, file, source)):
         high, summed = low + len(data), 0
-        while late and late[0][0] < high:
-            start, segment = late[0]
+        while computed and computed[0][0] < high:
+            start, segment = computed[0]
             at = max(start - low, 0)
             if start >= low:
                 sums.add(data[summed:at])
@@ -255,7 +258,7 @@ def _chunks_of(
             data[at : at + len(part)] = np.frombuffer(part, np.uint8)
             if start + segment.size > high:
                 break  # the rest is in the next chunk
-            late.pop(0)
+            computed.pop(0)
         padded[len(data) :] = 0
         yield low, data[summed:], padded
 

@@ -37,7 +37,7 @@ class PerRankLoader:
     - resume with another number of workers, because each worker has a part of the state. A load
       raises StateError.
     - know which batches were trained on. Take a batch from the loader only when the step before it
-      is done; libraries that fetch one batch ahead lose it.
+      is done. If a library fetches one batch ahead, a resume skips this batch.
 
     Example:
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from shardwise.engine.options import check_integer
 
 MOST_BATCHES_AHEAD = 4096
-"""If more batches are taken without a call of `advance()`, the training loop lacks the call."""
+"""If a training loop takes more batches than this without `advance()`, the call is missing."""
 
 
 def data_rank(caller: str, rank: int | None, world_size: int | None) -> tuple[int, int]:

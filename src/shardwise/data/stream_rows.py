@@ -81,13 +81,17 @@ def decode_states(
         samples, used, buffered, source, *places = map(int, cursors[row])
         if buffered > buffers.shape[1] or source > len(saved_names):
             raise StateError(
-                f"stream {stream}: the saved state counts more tokens or sources than it has: "
-                f"{_DAMAGED}"
+                f"stream {stream}: the saved state counts {buffered} tokens and names source "
+                f"number {source}, but it contains {buffers.shape[1]} tokens and "
+                f"{len(saved_names)} sources: {_DAMAGED}"
             )
         if bool(used) != bool(source):
+            found_source = (
+                f"names the source {saved_names[source - 1]}" if source else "names no source"
+            )
             raise StateError(
-                f"stream {stream}: the saved state has {used} used tokens of a sample of "
-                f"{saved_names[source - 1] if source else 'no source'}: {_DAMAGED}"
+                f"stream {stream}: the saved state says that {used} tokens of a sample are used, "
+                f"but {found_source}: {_DAMAGED}"
             )
         buffer = buffers[row, :buffered].astype(np.int32)
         _check_buffer(dataset, stream, buffer)
@@ -159,7 +163,7 @@ def _capacity(dataset: ElasticStreamDataset) -> int:
 
 
 def _rows(array: np.ndarray, first: int, streams: int) -> Shards:
-    """Return the rows from `first` on of a tensor with a row for each stream."""
+    """Return this rank's rows, from row `first`, as part of a tensor with a row per stream."""
     data = torch.from_numpy(array)
     box = Box((first, *(0 for _ in array.shape[1:])), array.shape)
     return Shards((streams, *array.shape[1:]), data.dtype, [(box, data)])
@@ -168,7 +172,7 @@ def _rows(array: np.ndarray, first: int, streams: int) -> Shards:
 def _array(
     state: Mapping[str, object], name: str, streams: range, dataset: ElasticStreamDataset
 ) -> np.ndarray:
-    """Return the rows of some streams: of a whole tensor, or of `Shards` with just these rows."""
+    """Return the rows of some streams, from a whole tensor or from `Shards` of only these rows."""
     value = state.get(name)
     if isinstance(value, Shards) and not value.fragments and 0 in value.shape:
         value = torch.zeros(value.shape, dtype=value.dtype)

@@ -32,8 +32,8 @@ class StreamState:
     Attributes:
         samples: how many samples the stream has finished, of all sources.
         used_tokens: how many tokens of the next sample are used already.
-        source: the source of the next sample, if some of its tokens are used; otherwise empty. Its
-            other tokens come next, even if the weights have changed.
+        source: if some tokens of the next sample are used, the source of this sample; otherwise
+            empty. The other tokens of this sample come next, even if the weights have changed.
         places: the place in each source, by name.
         buffer: the tokens in the packer.
     """
@@ -110,7 +110,8 @@ def _thresholds(names: tuple[str, ...], weights: Mapping[str, float] | None) -> 
     given = dict.fromkeys(names, 1.0) if weights is None else weights
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"ElasticStreamDataset(weights={weights!r}): expected a weight for each name"
+            f"ElasticStreamDataset(weights={weights!r}): expected a dict from the names "
+            "of sources to numbers, such as {'web': 2, 'code': 1}"
         )
     if given.keys() != set(names):
         raise ValueError(
@@ -200,7 +201,10 @@ class Stream:
                     "finished no sequence: Packer.add may leave tokens only if it finishes one"
                 )
             if empty > _MOST_EMPTY_DOCUMENTS:
-                raise StateError(f"{empty} documents in a row have no tokens: check `transform`")
+                raise StateError(
+                    f"before {self._where()}, {empty} documents in a row have no tokens: check "
+                    "`transform` and the source"
+                )
         return sequence
 
     def _read_document(self) -> Tokens:

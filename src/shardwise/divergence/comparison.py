@@ -68,7 +68,8 @@ class ReplicaSample:
         comparison_number: chooses the part of each set that is compared; see `choose_ranges`.
         source: the bytes of the boxes, one after the other.
         sets: the sets of replicas that the boxes belong to.
-        set_starts: the index of the first box of each set, and the number of boxes.
+        set_starts: the index of the first box of each set; the last item is the number of all
+            boxes.
         description: the fragments of this rank.
 
     Attributes:
@@ -167,18 +168,19 @@ class ReplicaComparison:
         policy: what to do if replicas differ.
 
     Attributes:
-        found: the differences that the last comparison found.
+        divergences: the differences that the last comparison found.
     """
 
     def __init__(self, policy: DivergencePolicy) -> None:
-        self.found: tuple[Divergence, ...] = ()
+        self.divergences: tuple[Divergence, ...] = ()
         self._policy = policy
         self._plan: SavePlan | None = None
         self._sets: tuple[ReplicaSet, ...] = ()
         self._comparison_number: int | None = None
         self._comparisons = 0
         self._sample: ReplicaSample | None = None
-        # For the number of a set and of a part of it: the step at which the part was last equal.
+        # By the number of a set and the number of a part of it: the step at which all replicas of
+        # this part were last equal.
         self._equal_at: dict[tuple[int, int], int] = {}
         self._logged_at: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
 
@@ -258,11 +260,11 @@ class ReplicaComparison:
             MismatchError: on all ranks: replicas differ, and the policy is to raise.
         """
         sample, self._sample = self._sample, None
-        self.found = ()
+        self.divergences = ()
         differing = find_differing_sets(messages)
         if differing:
             with recorder.stage("divergence"):
-                self.found = self._locate(sample, differing, group)
+                self.divergences = self._locate(sample, differing, group)
         # Remember when each part was last equal, for `Divergence.equal_at`.
         if sample is not None and sample.has_checksums:
             for each in sample.sets:
@@ -319,15 +321,17 @@ class ReplicaComparison:
         )
 
     def _react(self, group: Group) -> None:
-        raised = [each for each in self.found if self._policy.reaction_to(each.tensor) == "raise"]
+        raised = [
+            each for each in self.divergences if self._policy.reaction_to(each.tensor) == "raise"
+        ]
         if raised:
             raise MismatchError(_summarize(raised), [str(each) for each in raised])
-        new = [each for each in self.found if self._is_new(each)]
+        new = [each for each in self.divergences if self._is_new(each)]
         if new and group.rank == 0:
             log.warning("%s", MismatchError(_summarize(new), [str(each) for each in new]))
 
     def _is_new(self, divergence: Divergence) -> bool:
-        """Return whether to log a difference: for the first time in this round."""
+        """Return whether to log a difference: the last `saves_per_round` saves did not log it."""
         key = divergence.tensor, divergence.groups
         saves = saves_per_round(sum(map(len, divergence.groups)))
         logged_at = self._logged_at.get(key)

@@ -4,8 +4,9 @@ Example: ranks 0 and 1 hold the same 80 MB. At each save, both take checksums of
 After 40 saves, they have compared all 80 MB.
 
 Together, the holders of a set write each of its bytes once, and a save computes a checksum of each
-byte that it writes. To compare one byte, every holder computes another checksum. So if the holders
-compare 1 byte of `SHARE * holders`, they compute `1 / SHARE` more checksums than the save.
+byte that it writes. To compare one byte, every holder computes another checksum. At each save, the
+holders compare one byte in `SHARE * holders`. So the comparison takes checksums of one byte for
+every `SHARE` bytes that the save takes checksums of.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.plan.save import PieceTable, SavePlan
 from shardwise.plan.structure import Description
 
 SHARE = 20
-"""The checksums of a comparison are at most one in this many of the checksums of a save."""
+"""A comparison takes checksums of about `1 / SHARE` as many bytes as a save."""
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 16, 1 << 20
 """Bounds on the bytes that are compared in one piece, if there are enough bytes to compare."""
 FEWEST_RANGES = 8
@@ -41,7 +42,7 @@ class ReplicaSet:
     Attributes:
         number: the number of the set, which is the same on all holders.
         holders: the number of ranks that hold the boxes.
-        fragment: the indices of this rank's fragments that are the boxes, `(n,)`.
+        fragment: for each box, the index of this rank's fragment that the box is, `(n,)`.
         start: the offset of each box in the sequence, and the end of the sequence, `(n + 1,)`.
     """
 

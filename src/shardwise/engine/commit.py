@@ -220,7 +220,8 @@ def publish_manifest(
 
 
 class _FilesRemovedError(StoreError):
-    """Files of a save were removed. Unlike other failures of a store, trying again is no use."""
+    """Files of a save were removed. Unlike after other failures of a store, another attempt is of
+    no use."""
 
 
 def _refuse_missing(store: Store, files: Collection[str], names: Collection[str]) -> None:

@@ -192,7 +192,7 @@ class _Tally:
                 )
                 if difference is None or self.max_abs_difference is None:
                     self.max_abs_difference = None
-                else:  # NaN if either is
+                else:  # the maximum is NaN if one of the two is NaN
                     self.max_abs_difference = float(np.maximum(self.max_abs_difference, difference))
 
 

@@ -86,7 +86,7 @@ class DataReader:
             raise
 
     def _refuse_removed(self, error: OSError) -> None:
-        """Raise if the checkpoint has no manifest any more, or that of another save."""
+        """Raise if the checkpoint's manifest is gone, or belongs to another save."""
         if self._entry is None:
             return
         try:
@@ -193,7 +193,8 @@ class DataReader:
         if self.checksum(data) != checksum:
             raise CorruptionError(
                 f"{self._label}: bytes {low}:{high} were changed after they were read, in shared "
-                "memory or between nodes; load again, and test the memory of these nodes"
+                "memory or between nodes; load again, and test the memory of this node and of the "
+                "node that read them"
             )
         return self.verify(low, data)
 

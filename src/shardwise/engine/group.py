@@ -18,7 +18,9 @@ from shardwise.errors import LostRankError
 TIMEOUT = timedelta(minutes=10)
 CONNECT_TIMEOUT = timedelta(minutes=1)
 HEAD_SIZE = 1024
-"""The size of the head of a message, which one collective sends. Most messages fit into it."""
+"""The size of the head of a message. One collective sends the heads of all ranks.
+
+Most messages fit into their heads."""
 LENGTH_SIZE = 8
 """The size of the length field at the start of the head."""
 FIRST_SIZE = HEAD_SIZE - LENGTH_SIZE
@@ -72,7 +74,7 @@ class Group(Protocol):
 
 
 class SoloGroup:
-    """This process alone, as `group=` of `save` and `load`, although others have joined it.
+    """A group of only this process, as `group=` of `save` and `load` in a job of several processes.
 
     Example:
 

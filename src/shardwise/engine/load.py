@@ -203,7 +203,8 @@ def plan_reads(
     """Plan the reads that fill some tensors.
 
     If one memory has several names, the first name fills the memory. If the checkpoint stores
-    another tensor under a second name, a further leaf reads that into a copy, and compares.
+    another tensor under a second name, a further leaf reads this tensor into a copy, and compares
+    the copy with the memory.
 
     Args:
         leaves: the tensors.
@@ -411,7 +412,8 @@ def read_per_rank(
 def run_in_threads(
     work: Callable[[], None], threads: int, further: Callable[[], None] | None = None
 ) -> None:
-    """Run `work` in `threads` threads, one of which is the calling thread; `further` in another."""
+    """Run `work` in `threads` threads, one of them the calling thread; and `further` in another
+    thread."""
     jobs = [work] * (threads - 1) + ([further] if further is not None else [])
     with ThreadPoolExecutor(max(1, len(jobs)), "shardwise-read") as pool:
         others = list(map(pool.submit, jobs))

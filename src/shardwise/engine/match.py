@@ -28,9 +28,10 @@ class MatchReport(msgspec.Struct, array_like=True):
         unused_patterns: the patterns of `only` and `skip` that match no name.
         wanted: the modules and optimizers that have targets, and "" if there is any target.
         filled: those of `wanted` of which the checkpoint has a name.
-        bits: two bits for each name of the checkpoint. First for all names, whether the name is
-            accounted for, because it fills a target, or because `only` or `skip` excludes it. Then
-            whether the name starts with a key of the state, as `model.a` does with `model`.
+        bits: two bits for each name of the checkpoint. First, one bit for each name: whether the
+            name is accounted for, because it fills a target, or because `only` or `skip` excludes
+            it. Then, one bit for each name: whether it starts with a key of the state, as `model.a`
+            does with `model`.
     """
 
     missing: list[str]
@@ -212,7 +213,8 @@ def combine_reports(
 def _find_unclaimed(
     reports: Sequence[MatchReport], names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the checkpoint that no rank claims, and the unexpected ones of them."""
+    """Return the names of the checkpoint that no rank claims; and those of them that are
+    unexpected."""
     bits = np.bitwise_or.reduce([np.frombuffer(report.bits, np.uint8) for report in reports])
     claimed, under_keys = np.unpackbits(bits, count=2 * len(names)).reshape(2, -1)
     unclaimed = np.flatnonzero(claimed == 0)

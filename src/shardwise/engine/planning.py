@@ -227,8 +227,9 @@ class Offer(msgspec.Struct, array_like=True):
 
 
 SharedValues = tuple[dict[str, JsonValue], dict[str, list[tuple[tuple[str, ...], JsonValue]]]]
-"""The plain values of one rank by name; and for each name of grouped values, pairs of the names of
-parameters and their common value."""
+"""Two dicts of one rank: the plain values, by name; and the grouped values, by name. A grouped
+value is a list of pairs: the names of some parameters, and the value that these parameters have in
+common."""
 
 
 def plan_together(
@@ -245,7 +246,8 @@ def plan_together(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: has compared replicas at the last save; None: no comparison.
+        watch: the comparison of replicas; this call ends the comparison of the last save. None if
+            replicas are not compared.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank.
@@ -327,8 +329,8 @@ def _share(
         digests: the digests of the plain values of all ranks.
 
     Returns:
-        The structures and the plain values of all ranks, each of them once: empty for a rank with
-        the same as an earlier one.
+        The structures and the plain values of all ranks. They are empty for a rank that has the
+        same structure (or the same values) as an earlier rank.
     """
     rank, values_differ = group.rank, len(set(digests)) > 1
     if structure is None and not values_differ:
@@ -354,7 +356,7 @@ def _unite(
 
     Args:
         structures, fingerprints, coordinates: of each rank; see `_share`.
-        known: the structure of this rank by its encoding, which need not be decoded.
+        known: the structure of this rank, by its encoded bytes, so that it is not decoded again.
     """
     decoded: list[Structure] = []
     index_of: dict[bytes, int] = {}
@@ -376,7 +378,8 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
     Raises:
         MismatchError: ranks have different values with the same name. The error lists all names.
     """
-    # A value, and the first rank that has it: by name, and by name and member of a group.
+    # A value and the first rank that has the value: in `objects` by name, and in `grouped` by name
+    # and member of a group.
     objects: dict[str, tuple[JsonValue, int]] = {}
     grouped: dict[str, dict[str, tuple[JsonValue, int]]] = {}
     problems: list[str] = []

@@ -21,7 +21,10 @@ def suggest(
     saved: SavedNames,
     keys: Collection[str],
 ) -> str:
-    """Return a sentence about missing files, and the first hint that fits and "; "; or "".
+    """Return a text to put before other advice; it may be "".
+
+    The text is a sentence about missing files, if there are any, and the first hint that fits,
+    followed by "; ".
 
     Args:
         missing, unexpected, unclaimed, keys: as for `suggest_renames`.

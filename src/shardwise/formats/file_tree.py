@@ -290,7 +290,7 @@ class FileTree:
     def load(self, name: str, *, classes: Iterable[str] = (), kind: type = object) -> Any:
         """Return the value in a file of torch.save. No tensor is read, and no code runs.
 
-        Tensors become `StoredArray`s, and parts of DTensors and ShardedTensors `StoredPart`s.
+        Tensors become `StoredArray`s. Parts of DTensors and ShardedTensors become `StoredPart`s.
 
         Args:
             name: the name of the file.
@@ -360,7 +360,7 @@ class FileTree:
         """Return the tensor in a pickle that does not contain the tensor's storage.
 
         The `start` of the array counts from the start of the storage. For a tensor of a class that
-        is not known, return an `UnknownObject`, and for any other value None.
+        is not known, return an `UnknownObject`. For any other value, return None.
 
         Args:
             data: the pickle.
@@ -380,7 +380,7 @@ class FileTree:
         return any(text in pickle for text in texts)
 
     def container_of(self, name: str) -> str:
-        """Return "torch.save" or "safetensors" for a file that begins so, and "" for others."""
+        """Return "torch.save", "safetensors", or "", by the first bytes of a file."""
         with self.open_range(name) as file:
             head = file.read(0, min(64, file.size))
         if is_torch_file(head):

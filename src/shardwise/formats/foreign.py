@@ -70,7 +70,7 @@ class StoredArray:
         return StoredArray(self.file, start, self.dtype, shape, self.stride)
 
     def boxes_in(self, shape: tuple[int, ...], first: int) -> list[Placed]:
-        """Return boxes of a tensor of which this contiguous array is a range, flattened.
+        """Return the boxes that this contiguous array has, if it is a range of a flattened tensor.
 
         Args:
             shape: the shape of the tensor.
@@ -286,7 +286,7 @@ def _split_off_shared_dims(
 ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """Return the dimensions whose elements share bytes, and the shape and strides of the parts."""
     shared_dims = []
-    extent = 0  # elements from the first to the last, along the dimensions so far
+    extent = 0  # the distance of the first and last element, along the dimensions so far
     for step, dim in sorted((step, dim) for dim, step in enumerate(stride) if shape[dim] > 1):
         if step <= extent:
             shared_dims.append(dim)

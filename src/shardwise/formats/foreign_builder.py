@@ -230,7 +230,7 @@ class Builder:
         self._terms[name] = tuple(terms)
 
     def terms_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of the terms of a mean; none of another tensor."""
+        """Return the names of the terms of a mean; nothing for any other tensor."""
         return self._terms.get(name, ())
 
     def add_number(self, name: str, value: float) -> None:
@@ -249,7 +249,7 @@ class Builder:
         self.add_array(name, self.add_inline(number))
 
     def add_values(self, ranks: Sequence[Mapping[str, object]]) -> None:
-        """Add the first rank's values. Name other ranks' values that differ in `left_out`.
+        """Add the first rank's values. `left_out` names the values that differ on other ranks.
 
         Args:
             ranks: the values of each rank, by name.
@@ -294,7 +294,7 @@ class Builder:
         If a hyperparameter has no plain form, add a line to `left_out`.
 
         Args:
-            merge: make one group of those that have equal hyperparameters.
+            merge: merge the groups that have equal hyperparameters into one group.
         """
         groups = merge_param_groups(groups) if merge else groups
         try:
@@ -344,7 +344,7 @@ class Builder:
                 )
 
     def add_ranks(self, states: Sequence[tuple[str, Any]]) -> None:
-        """Add the states that ranks saved separately as one; see `merge_ranks` and `add_state`.
+        """Merge the states that ranks saved separately, and add the result; see `merge_ranks`.
 
         Args:
             states: the state of each rank, with the name of its file. A state that is not a dict is

@@ -118,17 +118,18 @@ class _Merger:
         return merged
 
     def _merge_parts(self, values: tuple[RankValue, ...], path: Path) -> StoredTensor:
-        parts = [value for _, value in values if isinstance(value, StoredPart)]
-        first = parts[0]
+        files_and_parts = [(file, v) for file, v in values if isinstance(v, StoredPart)]
+        first_file, first = files_and_parts[0]
         for file, value in values:
             if not isinstance(value, StoredPart) or value.kind != first.kind:
                 raise self._conflict_error(
-                    path, values[0][0], file, "is sharded in only one of two files"
+                    path, first_file, file, "is sharded in only one of two files"
                 )
             if _division_of(value) != _division_of(first):
                 raise self._conflict_error(
-                    path, values[0][0], file, "has different shapes or placements"
+                    path, first_file, file, "has different shapes or placements"
                 )
+        parts = [part for _, part in files_and_parts]
         boxes: dict[tuple[int, ...], StoredArray] = {}
         replicas: list[Placed] = []
         for offset, array in (box for part in parts for box in part.boxes):
@@ -156,14 +157,14 @@ class _Merger:
         )
 
     def _merge_plain_tensors(self, values: tuple[RankValue, ...], path: Path) -> Any:
-        arrays = [value for _, value in values if isinstance(value, StoredArray)]
-        first = arrays[0]
+        files_and_arrays = [(file, v) for file, v in values if isinstance(v, StoredArray)]
+        first_file, first = files_and_arrays[0]
         dtype_and_shape = first.dtype, first.shape
         for file, value in values:
             if not isinstance(value, StoredArray) or (value.dtype, value.shape) != dtype_and_shape:
-                raise self._conflict_error(
-                    path, values[0][0], file, "is a plain tensor with different shapes or dtypes"
-                )
+                difference = f"is {_describe(first)} and {_describe(value)}"
+                raise self._conflict_error(path, first_file, file, difference)
+        arrays = [array for _, array in files_and_arrays]
         if len(arrays) > 1 and _may_be_random_state(first):
             if not all(self.same_bytes(first, other) for other in arrays[1:]):
                 self.differing_paths.append(path)
@@ -197,6 +198,12 @@ class _Merger:
 
 def _name_of_path(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, StoredArray):
+        return f"a tensor of dtype {value.dtype} and shape {list(value.shape)}"
+    return f"a value of type {type(value).__name__}"
 
 
 def select_sample(array: StoredArray) -> StoredArray:

@@ -56,7 +56,8 @@ def name_leaves(state: NestedState, values_with_tensors: Collection[Path] = ()) 
 
     Args:
         state: the state. Tensors in it are `StoredArray`s and `StoredTensor`s.
-        values_with_tensors: the paths of arrays that stand for values with tensors inside.
+        values_with_tensors: the paths of arrays that are placeholders for plain values with tensors
+            inside.
     """
     leaves = dict(_iterate_leaves(state, ()))
     arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, STORED)}
@@ -92,7 +93,7 @@ def name_leaves(state: NestedState, values_with_tensors: Collection[Path] = ()) 
 def _find_module(
     tensors: Sequence[Path], optimizers: Sequence[Optimizer], has_no_values: bool
 ) -> set[Path]:
-    """Return the paths of the tensors of a module that is the top level of the state, or nothing.
+    """Return the paths of a module's tensors, if the module is the top level of the state.
 
     Args:
         tensors: the paths of the tensors outside of optimizers.
@@ -114,7 +115,7 @@ def _is_extra_state(path: Path) -> bool:
 
 
 class _Container(dict[Any, Any]):
-    """A dict or list that `nest` restored, and not a value of the state."""
+    """A dict that `nest` makes for a part of a path. A leaf that is a dict has another class."""
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
@@ -146,7 +147,7 @@ def _clash_error(path: Path) -> FormatError:
 
 
 def _restore_lists(value: Any) -> Any:
-    """Replace restored dicts with integer keys with lists, unless they have tensors."""
+    """Turn each restored dict with only integer keys into a list, unless it contains tensors."""
     if not isinstance(value, _Container):
         return value
     restored = {key: _restore_lists(item) for key, item in value.items()}
@@ -155,7 +156,7 @@ def _restore_lists(value: Any) -> Any:
 
 
 def _iterate_leaves(
-    state: NestedState, path: Path, *, divide: bool = False
+    state: NestedState, path: Path, *, divide_all: bool = False
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the tensors and values in a state with their paths.
 
@@ -163,14 +164,16 @@ def _iterate_leaves(
     state of an optimizer.
 
     Args:
-        divide: divide each dict in the state, with tensors or not.
+        divide_all: divide each dict in the state, even if it has no tensors.
     """
     for key, value in state.items():
         leaf_path = (*path, key if isinstance(key, int) else str(key))
         is_optimizer_state = key == STATE and is_optimizer(state)
-        is_divided = divide or is_optimizer_state or is_optimizer(value) or contains_arrays(value)
+        is_divided = (
+            divide_all or is_optimizer_state or is_optimizer(value) or contains_arrays(value)
+        )
         if is_divided and _has_simple_keys(value):
-            yield from _iterate_leaves(value, leaf_path, divide=is_optimizer_state)
+            yield from _iterate_leaves(value, leaf_path, divide_all=is_optimizer_state)
         else:
             yield leaf_path, value
 
@@ -246,7 +249,10 @@ def _with_parameter_names(optimizer: NestedState, module: NestedState) -> Nested
 
 
 def _state_fits(state: object, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of this shape can have this state: None before its first step."""
+    """Return whether a parameter of this shape can have this state.
+
+    Before the first step, the state is None.
+    """
     if not isinstance(state, dict):
         return state is None
     shapes = {item.shape for item in state.values() if isinstance(item, _ARRAYS)}

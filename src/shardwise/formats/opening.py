@@ -1,7 +1,7 @@
 """Open a foreign checkpoint: detect its format, and read and check the layout of its files.
 
-Each reader is asked in turn whether it recognises the files. Readers are found by entry points,
-those of shardwise like those of other packages.
+Each reader is asked in turn whether it recognises the files. Entry points name the readers of
+shardwise, and the readers of other packages.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ _PARTS_OF_NAMES = {
     "hf-shards": ("shard-",),
     "fsdp-ranks": ("_world_size_",),
 }
-"""Texts in the names of files, by the reader. If no file has one of them, the reader is not asked,
-and not even imported."""
+"""For each reader, texts in the names of its files. If no file name contains one of these texts,
+the reader is not asked, and not even imported."""
 
 
 def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
-    """Return all readers by their keys: `dcp` in `format="dcp"`. Import them.
+    """Import all readers, and return them by their keys, such as `dcp` in `format="dcp"`.
 
     Args:
-        tree: leave out readers of shardwise that cannot recognise these files, by their names.
+        tree: leave out readers of shardwise that cannot recognise files with these names.
 
     Raises:
         CheckpointNotFoundError: the place of the files does not exist.

@@ -43,7 +43,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
     index = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     stored = np.array([index[each.same_as or each.name] for each in layout.tensors], np.int64)
     inside_values = _find_tensors_inside_values(layout)
-    # As if each global tensor were a whole array in a file of its own.
+    # Treat each global tensor as a whole array in a separate file.
     rows = [
         (each.name, StoredArray.contiguous(each.name, 0, each.dtype, each.shape), ())
         for each, inside in zip(layout.tensors, inside_values, strict=True)

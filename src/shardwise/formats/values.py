@@ -65,7 +65,7 @@ def encode_plain(
 def _make_plain(
     value: Any, name: str, replace_array: Callable[[StoredArray | StoredTensor], torch.Tensor]
 ) -> Any:
-    """Return a value with dicts in place of objects, and other tensors in place of stored ones."""
+    """Return a value in which dicts replace objects, and other tensors replace stored tensors."""
     make = partial(_make_plain, name=name, replace_array=replace_array)
     if isinstance(value, STORED):
         return replace_array(value)

@@ -80,8 +80,9 @@ class RunAction:
     Attributes:
         kind: the kind of action.
         run: the run.
-        reads_steps: whether to find the newest step in the root, too.
-        task: the time when the task to mirror was written. A new task is due at once.
+        reads_steps: whether to find the newest step in the root as well.
+        task: the time when the task to mirror was written. If this time has changed, the task is
+            new, and the agent mirrors at once.
     """
 
     kind: str
@@ -182,9 +183,10 @@ def kept_steps(run: RunView) -> set[int]:
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot must stay in memory because a stage has not ended.
 
-    An open stage pins a snapshot, unless the stage has ended for a newer snapshot. As the leader of
-    a save, this node keeps the snapshot until the save is persisted, even if newer saves are
-    persisted, or if the save has no data files. Abandoned snapshots are not pinned.
+    An open stage pins a snapshot, unless the stage has ended for a newer snapshot. If this node
+    leads a save, it keeps the snapshot until the save is persisted. It does so even if newer saves
+    are persisted before, and even if the save has no data files. Abandoned snapshots are not
+    pinned.
     """
     if snapshot.is_abandoned:
         return False
@@ -283,9 +285,9 @@ def find_superseded(
 ) -> list[SnapshotDirectory]:
     """Return the snapshots that a node can free when the run is resumed from a step.
 
-    The node can free three kinds of snapshots: of newer steps; of epochs that the run superseded
-    while this node was away; and older unfinished snapshots, which would occupy slots while they
-    wait for a lost node.
+    The node can free three kinds of snapshots: snapshots of newer steps; snapshots that a
+    resumption superseded while this node was away (see `lineage.py`); and older unfinished
+    snapshots, which would occupy slots while they wait for a lost node.
 
     Args:
         step: the step; None for the beginning.

@@ -66,12 +66,16 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
         first = BEFORE_ALL_STEPS if step is None else step
         kept = [each for each in self.resumptions if each.step < first]
         if len(kept) >= MOST_RESUMPTIONS:
-            # Merge the oldest two. This supersedes more steps, but they were freed long ago.
+            # Merge the oldest two. The merged resumption supersedes more snapshots than both did,
+            # but these snapshots were freed long ago.
             kept[:2] = [Resumption(kept[1].epoch, kept[0].step)]
         return Lineage(self.run, (*kept, Resumption(self.epoch + 1, first)))
 
     def last_resumption_before(self, step: int) -> Resumption | None:
-        """Return the last resumption that superseded this step of earlier epochs, or None."""
+        """Return the last resumption from a step before `step`, or None.
+
+        It supersedes saves of this step in earlier epochs.
+        """
         return next((each for each in reversed(self.resumptions) if each.step < step), None)
 
     def supersedes(self, step: int, epoch: int) -> bool:

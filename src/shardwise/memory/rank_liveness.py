@@ -141,7 +141,7 @@ def lost_ranks(run: Run) -> list[int]:
 def forget_lost_ranks(run: Run) -> None:
     """Remove the lock files of lost ranks, once all current ranks of this node hold their locks.
 
-    Without this, a rank that has moved to another node would count as lost here forever.
+    Otherwise, a rank that has moved to another node would count as lost here forever.
     """
     for rank in lost_ranks(run):
         _lock_file(run, rank).unlink(missing_ok=True)

@@ -60,7 +60,8 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
 def running_agent(home: Home) -> AgentInfo | None:
     """Return the agent that runs on this node, or None.
 
-    None also if its record is damaged: within a second, the agent writes the record again.
+    If the agent's record is damaged, return None as well: within a second, the agent writes the
+    record again.
     """
     with suppress(StoreError):
         return read_record(home.info_path, AgentInfo) if home.has_agent() else None

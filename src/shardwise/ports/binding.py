@@ -90,7 +90,8 @@ class Binding:
         """
 
     def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
-        """Set the value of `LocalState.per_rank` that has the name of this binding.
+        """Set the per-rank value of this binding: `LocalState.per_rank` has it under the binding's
+        name.
 
         Args:
             encoded: the values of all ranks that saved, encoded.
@@ -105,7 +106,7 @@ class Binding:
         """
 
     def parameters(self) -> Iterable[Parameter]:
-        """Return the parameters of a module that an optimizer may hold, with their names in it.
+        """Return the parameters of a module that an optimizer may hold, named as in the module.
 
         From them, an optimizer in the same state learns the names and the sharding of its state.
         """

@@ -46,9 +46,9 @@ class RestoreReport:
         skipped: newer steps, each with the reason why it was not loaded.
         origins: bytes that this rank read from "local memory", from the memory of "other nodes",
             "decoded" from the parity of a lost node, from the "root", from its "mirror", and from
-            the "start" (`start_from`). The numbers include checksums, per-rank values and bytes
-            that turned out to be damaged; but if all bytes come from the root or the start, they
-            count bytes of tensors only.
+            the "start" (`start_from`). If all bytes come from the root or the start, the numbers
+            count bytes of tensors only. Otherwise, they also count checksums, per-rank values and
+            bytes that turned out to be damaged.
         seconds: seconds of each phase on this rank, and `total`. The phases are "asking" the nodes
             and the root which steps they hold; "choosing" the newest complete step; "reading" the
             step, and decoding data of lost nodes; and "rebuilding": discarding newer steps and
@@ -87,9 +87,9 @@ class RunHook:
     """
 
     def staged(self, report: SaveReport, *, durable: bool) -> None:
-        """A save has copied the state, and the training may continue.
+        """A save is about to return, and the training may continue.
 
-        With `Memory(overlap=True)`, the copy may still be in progress.
+        The state is copied. But with `Memory(overlap=True)`, the copy may still be in progress.
 
         Args:
             report: what is known of the save so far.
@@ -99,8 +99,8 @@ class RunHook:
     def saved(self, step: int) -> None:
         """The checkpoint of a step is durable in the root.
 
-        Agents complete a save in the background. Its `saved` comes with the next `save`, with the
-        end of a wait for the save, or with the end of the run.
+        If agents complete a save in the background, this method is called during the next `save`,
+        when a wait for the save ends, or when the run ends.
         """
 
     def failed(self, error: Exception) -> None:

@@ -1,1 +1,1 @@
-"""Reads that ranks share: what several ranks need is read from storage by one of them."""
+"""Reads that ranks share: one rank reads from storage what several ranks need."""

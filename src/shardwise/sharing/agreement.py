@@ -32,7 +32,7 @@ from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, 
 WORTH_SHARING = 0.05
 """Nodes, and ranks of a node, share their reads if this avoids at least this fraction of bytes."""
 WORTH_CONNECTING = 64 << 20
-"""By default, at least so many bytes must be spared, too."""
+"""By default, sharing must also spare at least so many bytes."""
 LARGEST_LISTS = 1 << 30
 """The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
 CONNECT_SECONDS = 30.0
@@ -100,8 +100,8 @@ def agree_on_reading_once(
         node: the ranks of this node.
         cleanup: closes the connections.
         may_share: whether this node shares its reads.
-        read_once: whether to share reads, if this spares at least 5 % of them; None: if it spares
-            enough bytes, too.
+        read_once: True to share reads if this spares at least 5 % of the bytes. None to require
+            also that sharing spares `WORTH_CONNECTING` bytes.
 
     Returns:
         The reads of this node, and the connections of this rank; None if every node reads alone.

@@ -96,10 +96,10 @@ class NodeRanks:
         rank: this rank.
         local_rank: the index of this rank among the ranks of the node.
         timeout: the longest time without progress, in seconds.
-        ranks: the rank in the group of each of them.
-        wanted: the byte ranges that each of them wants.
-        largest_read: the longest read of each file that all of them can make, in bytes.
-        are_mapped: whether all files that they read are mapped into their memory.
+        ranks: the rank in the group of each rank of the node.
+        wanted: the byte ranges that each rank of the node wants.
+        largest_read: the longest read of each file that all ranks of the node can make, in bytes.
+        are_mapped: whether all files that these ranks read are mapped into their memory.
     """
 
     def __init__(self, members: Sequence[_Member], group: Group, cleanup: ExitStack) -> None:

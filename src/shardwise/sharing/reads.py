@@ -76,7 +76,10 @@ class Reads(Ranges):
         return bool((self.source != NOBODY).any() or (self.target != NOBODY).any())
 
     def bytes_of(self, rank: int, *, received: bool) -> int:
-        """Return how many bytes a rank of the node reads from storage, or else receives."""
+        """Return how many bytes a rank of the node reads from storage.
+
+        With `received`, return how many bytes the rank receives from other nodes.
+        """
         return int(self.sizes[(self.reader == rank) & ((self.source != NOBODY) == received)].sum())
 
 

@@ -1,4 +1,4 @@
-"""The read strategy of several ranks: bytes that several need are read from storage by one."""
+"""A read strategy: if several ranks need the same bytes, one rank reads them from storage."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class SavedNames:
 
     @cached_property
     def quantized(self) -> Mapping[str, str]:
-        """Names in the checkpoint of quantized tensors and their scales; see `find_quantized`."""
+        """The checkpoint's names of quantized tensors and of their scales; see `find_quantized`."""
         return find_quantized(self.layout.tensors)
 
     @cached_property
@@ -162,8 +162,8 @@ class Selection:
     def selects(self, *names: str) -> bool:
         """Return whether a name is selected.
 
-        Several names of one value are selected together: if any matches `only`, and none matches
-        `skip`.
+        If a value has several names (for example, tied weights), pass all of them. The value is
+        selected if any name matches `only`, and no name matches `skip`.
         """
         is_skipped = self._skip is not None and any(map(self._skip.match, names))
         return not is_skipped and any(map(self._only.match, names))

@@ -54,10 +54,10 @@ class PerRank:
 
     Example:
 
-        def split(values, rank, world):  # values: the offset of each rank that saved
+        def first_offset(values, rank, world):  # values: the offset of each rank that saved
             return min(values)
 
-        state = {"model": model, "offset": sw.PerRank(offset, resize=split)}
+        state = {"model": model, "offset": sw.PerRank(offset, resize=first_offset)}
 
     Args:
         value: the value of this rank: a plain value, or an object with `state_dict` and

@@ -26,8 +26,7 @@ _VERSION_KEYS = ("ETag", "etag", *_TIME_KEYS)
 _SMALLEST_IN_MILLISECONDS = 1e11  # a larger time is in milliseconds
 _OUTAGE_NUMBERS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 _MISUSE_ERRORS = (AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""Errors of wrong options, or of a client that lacks a method. Other errors may end by themselves.
-"""
+"""Errors of wrong options, or of a client that lacks a method. A later attempt fails as well."""
 
 
 def open_fsspec(url: str) -> FsspecStore:

@@ -42,8 +42,9 @@ _DELETED_IN_NFS = re.compile(r"\.nfs[0-9a-f]{8,}")
 class LocalStore:
     """Files in a directory.
 
-    By default, direct I/O writes files, and reads all pages that the page cache lacks. This is
-    fast, and leaves the page cache as it is. Without support for O_DIRECT, the page cache is used.
+    By default, files are written by direct I/O. A read gets pages from the page cache, and the
+    pages that the cache lacks by direct I/O. This is fast, and leaves the page cache as it is.
+    Without support for O_DIRECT, the page cache is used.
 
     Args:
         path: the directory.
@@ -133,7 +134,7 @@ class LocalStore:
         return repeat_if_stale(full.parent, partial(LocalReader, full, self._cached_reads))
 
     def create(self, key: str, size: int, *, replace: bool = False) -> LocalWriter:
-        """Create a file of `size` bytes; with `replace`, under a temporary name until it ends."""
+        """Create a file of `size` bytes; with `replace`, under a temporary name until `commit`."""
         check_name_to_write(key, self.path)
         path = temporary = self.path / key
         self._create_directory()
@@ -195,7 +196,7 @@ class LocalStore:
         path, flags = self.path / key, os.O_RDONLY
         if not shared:
             flags = os.O_RDWR | os.O_CREAT
-            with suppress(FileExistsError):  # it existed, but another process removed it
+            with suppress(FileExistsError):  # another process may remove it at the same time
                 self._create_directory()
         fd = -1
         try:

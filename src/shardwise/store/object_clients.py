@@ -51,7 +51,9 @@ log = logging.getLogger("shardwise")
 
 
 class Client:
-    """The client of one bucket, for the process that opens it: its threads survive no fork.
+    """The client of one bucket.
+
+    Only the process that opens the client can use it, because a fork does not copy its threads.
 
     Args:
         url: the URL of the bucket; its path is ignored.
@@ -102,7 +104,8 @@ class Client:
         Raises:
             OSError: as for `translate_errors`.
         """
-        # A list comes first, so its errors also tell the options, such as the endpoint.
+        # The first request is usually a list. So its errors also show the options of the URL, such
+        # as the endpoint.
         place = str(replace(self.url, path=key)) if action == "list" else self.place(key)
         with translate_errors(action, place):
             return send(self.open(repeats=repeats))
@@ -197,7 +200,7 @@ def _open_s3(url: StoreUrl, retry: RetryConfig) -> ObjectStore:
     config: dict[str, Any] = {"skip_signature": url.is_set("anonymous")}
     session = _boto3_session(url)
     if session is not None:
-        if endpoint:  # without a client, which takes a tenth of a second
+        if endpoint:  # boto3's client is not needed; to make one takes a tenth of a second
             region = region or session.region_name
         else:
             found = _boto3_client(url).meta
@@ -231,7 +234,7 @@ def _credentials(url: StoreUrl, session: Any) -> Any:
             "AWS_SECRET_ACCESS_KEY, name a profile of ~/.aws in the URL (?profile=NAME), run on an "
             "instance with a role, or read a public bucket with ?anonymous=true"
         ) from error
-    found.config = {}  # the region of the session, although the URL may name another
+    found.config = {}  # it has the region of the session, but the URL may name another region
     return found
 
 
@@ -295,7 +298,8 @@ def _client_options(url: StoreUrl, endpoint: str | None) -> ClientConfig:
             "if you trust the network"
         )
     return {
-        "allow_http": is_plain or url.is_set("allow_http"),  # its endpoint may be from elsewhere
+        # Without `endpoint`, obstore may find the endpoint elsewhere, such as in the environment.
+        "allow_http": is_plain or url.is_set("allow_http"),
         "timeout": timedelta(seconds=_request_seconds(url)),
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
     }
@@ -325,6 +329,6 @@ def _retry_config(seconds: float) -> RetryConfig:
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
             "max_backoff": timedelta(seconds=15),
-            "base": 3,  # a pause is random, and on average half as long again as the one before
+            "base": 3,  # a pause is random, and on average 1.5 times as long as the one before
         },
     }

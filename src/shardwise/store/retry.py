@@ -26,7 +26,7 @@ from shardwise.store.store import (
 
 WARNING_SECONDS = 10.0
 LATE_SECONDS = 10.0
-"""How long a server may not find what was just written."""
+"""For so many seconds after a write, a server may say that the file does not exist."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0  # seconds
 
 T = TypeVar("T")
@@ -34,11 +34,12 @@ log = logging.getLogger("shardwise")
 
 
 class Retry:
-    """How long an operation of a server is repeated, and what was written to this server.
+    """Repeats operations of a server, and remembers what was just written to the server.
 
     Args:
         seconds: how long to repeat an operation.
-        warning_seconds: how long to repeat it before a warning; each outage has one.
+        warning_seconds: how long to repeat an operation before a warning is logged. There is one
+            warning for each outage.
         clock: a monotonic clock, in seconds.
         sleep: the function that waits between two attempts.
     """
@@ -240,7 +241,7 @@ class RetryingStore:
         return self._retry.call(act, lambda: self._retry.has_written(place))
 
     def _has_failed(self, key: str, data: bytes, failure: OSError) -> bool:
-        """Read a file that may have been published, and return whether it was not.
+        """Return whether a file was not published: read it, and compare its data.
 
         Raises:
             FileExistsError: the file has other content.

@@ -41,8 +41,10 @@ class SequentialWriter:
         place: name of the file, for messages.
         finish: is called after the stream was closed by `commit`.
         discard: ends the stream, and removes what was written. `close` calls it without `commit`.
-        window: the most bytes that wait, and the largest gap before them, in bytes.
-        keeps_chunks: whether the stream uses a chunk after `write` returns, so each is copied.
+        window: a number of bytes: at most so many bytes wait, and at most so many bytes may be
+            missing before a chunk.
+        keeps_chunks: whether the stream uses a chunk after `write` has returned. If so, each chunk
+            is copied.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class TieredStore(ReadOnlyStore):
         return replace(self._tiers[0].traits, lock_expiry=0.0)
 
     def stat(self, path: str) -> FileStatus | None:
-        """Return what the nearest tier knows that has something at a path."""
+        """Return the status of a path, from the nearest tier that has something there."""
         return next((found for tier in self._tiers if (found := tier.stat(path)) is not None), None)
 
     def walk(self, limit: int) -> dict[str, FileStatus]:

@@ -1,4 +1,4 @@
-"""`MirrorWatch`: how the trainer of a run follows its mirror, by the record in the root."""
+"""`MirrorWatch`: reads the record of the mirror in the root, to report failures and wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MirrorWatch:
         self._reported_at = 0.0
 
     def record(self) -> MirrorRecord | None:
-        """Return the state of the mirror; None if it is unknown."""
+        """Return the state of the mirror; None if the record is missing or cannot be read."""
         with suppress(OSError):
             return MirrorRecord.read(self._root)
         return None
@@ -71,7 +71,7 @@ class MirrorWatch:
             log.error("%s", self.describe_problem())
 
     def wait(self, step: int, timeout: float | None) -> None:
-        """Wait until the mirror has the checkpoint that the root has of a step.
+        """Wait until the root's checkpoint of a step is in the mirror.
 
         Returns at once if the root no longer has the step: a checkpoint is removed from the root
         only after it was copied, or if the rules of the mirror drop it.
@@ -127,6 +127,6 @@ class MirrorWatch:
         return ""
 
     def _is_mirrored(self, record: MirrorRecord | None, step: int | None) -> bool:
-        """Return whether the mirror has the save of a step that the root has, if it has one."""
+        """Return whether the mirror has the root's save of a step, or the root has no such save."""
         manifest = None if step is None else saved_manifest(self._root.at(step_directory(step)))
         return manifest is None or (record is not None and record.has(step or 0, manifest.save_id))

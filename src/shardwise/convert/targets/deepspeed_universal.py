@@ -98,8 +98,8 @@ class _TrainingState:
         """Return the names of all parameters. Tied parameters are listed once."""
         return [name for group in self.groups for name in group[PARAM_NAMES]]
 
-    def has_shape_of_weight(self, name: str, key: str) -> bool:
-        """Return whether a value is a step, or a tensor with the shape of its weight."""
+    def is_writable(self, name: str, key: str) -> bool:
+        """Return whether the format can hold a value: a step, or a tensor of its weight's shape."""
         value = self.optimizer.state[name][key]
         return key == STEP or (
             isinstance(value, TensorPart) and value.box.shape == self.model[name].box.shape
@@ -141,7 +141,7 @@ def _parameter_files(training: _TrainingState, name: str) -> Iterator[tuple[str,
     for key, value in training.optimizer.state.get(name, {}).items():
         if key == STEP:
             yield key, value
-        elif training.has_shape_of_weight(name, key):
+        elif training.is_writable(name, key):
             yield key, {"param": _as_float32(value)}
 
 
@@ -157,12 +157,12 @@ def _describe_unwritten_state(training: _TrainingState) -> Iterator[str]:
             yield f"{name}: it has state, but is not in any param group"
         elif name in names:
             for key in values:
-                if not training.has_shape_of_weight(name, key):
+                if not training.is_writable(name, key):
                     yield f"{name}.{key}: its shape differs from that of its parameter"
 
 
 def _hyperparameters(training: _TrainingState) -> dict[str, Any]:
-    """Return the hyperparameters for ZeRO 1 and 2, and again, with step counts, for ZeRO 3."""
+    """Return the hyperparameters twice: for ZeRO 1 and 2; and, with step counts, for ZeRO 3."""
     settings = []
     states = {}
     for group_index, group in enumerate(training.groups):

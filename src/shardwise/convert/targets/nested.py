@@ -57,9 +57,10 @@ class NestedOptimizer:
     def named_entries(self) -> dict[str, Any]:
         """Return all entries under the names that `get_optimizer_state_dict` uses.
 
-        The result has the names that `flatten_optimizer_state_dict=True` gives, and those that
-        False gives. Both are equal for state. Hyperparameters are listed twice: under names of
-        parameters, and under the group's index.
+        The result has the names for `flatten_optimizer_state_dict=True`, and the names for
+        `flatten_optimizer_state_dict=False`. For state, both are equal. For hyperparameters, they
+        differ, so hyperparameters are listed twice: under the names of parameters, and under the
+        index of the group.
         """
         flat = {
             f"{STATE}.{name}.{key}": value
@@ -74,7 +75,7 @@ class NestedOptimizer:
             flat[f"{GROUPS}.{group_index}.{PARAMS}"] = list(group.names)
         return flat
 
-    def ungrouped(self) -> list[str]:
+    def parameters_without_group(self) -> list[str]:
         """Return the parameters with state that are not in any group."""
         parameter_names = {name for group in self.groups for name in group.names}
         return [name for name in self.state if name not in parameter_names]
@@ -158,7 +159,8 @@ def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> 
     def tensor(name: str) -> torch.Tensor:
         if name not in tensors:
             raise StateError(
-                f"{entry.name}: it contains the tensor {name}, which only= or skip= leaves out"
+                f"{entry.name}: it contains the tensor {name}, which only= or skip= leaves out, so "
+                "the value is left out, too; select both"
             )
         return cast(torch.Tensor, tensors[name])
 

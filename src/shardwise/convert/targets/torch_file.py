@@ -79,7 +79,10 @@ def plan_torch_file(contents: ExportContents) -> ExportFiles:
         container[key] = value
     for name, optimizer in state.optimizers.items():
         state_dict[name] = optimizer.indexed_state_dict()
-        left_out += [f"{name}.{each}: not in any param group" for each in optimizer.ungrouped()]
+        left_out += [
+            f"{name}.{each}: not in any param group"
+            for each in optimizer.parameters_without_group()
+        ]
     file = OutputFile(FILE_NAME)
     add_torch_file(file, state_dict, FILE_NAME)
     return ExportFiles((file,), lambda sums: {}, tuple(left_out))

@@ -1,4 +1,4 @@
-"""The opcodes of pickles, as functions that change a `PickleMachine`, and run no code of them."""
+"""The opcodes of pickles, as functions that change a `PickleMachine`. They run no code."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ class FileRange:
         return FileRange(self.file, self.name, start, size, label, self.is_remote)
 
     def with_data(self, data: bytes) -> FileRange:
-        """Return this range, of which the first bytes, `data`, need not be read again."""
+        """Return this range with its first bytes, `data`, in memory, so that no read repeats
+        them."""
         return replace(self, file=BytesFile(data, self.offset, self.file))
 
     def read(self, offset: int, size: int) -> bytes:

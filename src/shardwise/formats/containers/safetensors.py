@@ -20,7 +20,8 @@ LARGEST_HEADER = 100_000_000
 """The size of the largest header, in bytes, that the library safetensors accepts."""
 METADATA = "__metadata__"
 _FLOAT4_X2 = "float4_e2m1fn_x2"
-"""An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers."""
+"""An element of torch packs two 4-bit numbers. The last dimension in safetensors counts numbers, so
+it is twice as long as in torch."""
 _CODES: Mapping[str, str] = {
     **{n: d.safetensors_code for n, d in DTYPES.items() if d.safetensors_code is not None},
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -30,7 +31,8 @@ _CODES: Mapping[str, str] = {
 }
 """The codes of dtypes in safetensors 0.8, by the name of the dtype in torch.
 
-Data files of shardwise store the last four as bytes, because older safetensors lack their codes."""
+Data files of shardwise store the four dtypes that are listed here one by one as bytes, because
+older safetensors lack their codes."""
 _DTYPES = {code: name for name, code in _CODES.items()}
 
 

@@ -68,8 +68,8 @@ def read_torch_file(
         file_range: the file or range.
         also_allowed: names that are allowed in addition to `TORCH_NAMES`; see `unpickle`.
         skip_unknown: see `unpickle`.
-        cache: files that were parsed before. If one has the same pickle, its value is returned,
-            whose arrays name that file.
+        cache: files that were parsed before. If a file in the cache has the same pickle, the value
+            of that file is returned. The arrays in the value name that file.
 
     Raises:
         FormatError: the file is not a file of torch.save, is malformed or truncated, was written on
@@ -168,7 +168,7 @@ def _make_storage(file: str, start: int, dtype: torch.dtype, count: int) -> Stor
 def _parse_storage_id(persistent_id: object, length: int = 5) -> tuple[Any, ...]:
     """Return the dtype, the key and the number of elements in the persistent id of a storage.
 
-    What follows in the persistent id, if it has more than 5 items, is returned after these.
+    If `length` is more than 5, the further items of the persistent id follow.
 
     Raises:
         ValueError: this is not the persistent id of a storage.

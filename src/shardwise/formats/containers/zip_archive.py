@@ -16,14 +16,15 @@ _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_UINT32 = 0xFFFFFFFF
 _ENCRYPTED_FLAG, _SIZE_FOLLOWS_FLAG, _UTF8_FLAG = 1, 8, 0x800
 _HEADERS_TO_CHECK = 4
-"""The number of headers to read if the offsets in the others follow from the alignment."""
+"""If the alignment gives the offsets of all contents, only so many first headers, and the last one,
+are read to check the offsets."""
 _ALIGNMENT = 64
 _DESCRIPTOR_SIZES = (0, 16, 24)
 """The possible sizes, in bytes, of the data descriptor after an entry; 0 without a descriptor."""
 
 
 def read_directory(archive: FileRange) -> dict[str, tuple[int, int]]:
-    """Return the offset in the archive and the size of each entry's content, in bytes, by name.
+    """Return, for each entry by name, the offset of its content in the archive, and its size.
 
     The header of each entry is compared with the directory.
 

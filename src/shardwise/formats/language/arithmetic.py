@@ -24,8 +24,8 @@ class Environment:
     Attributes:
         values: captured numbers, coordinates of the rank, and numbers that `let` declares, by name.
         sizes: sizes of axes, and numbers that `let` declares, by name.
-        ragged_starts: for the axes of each ragged index, where the shares of the last axis start,
-            by the position along the other axes; -1 where no file has a share.
+        ragged_starts: for the axes of each ragged index, a list. The item at a position along all
+            axes but the last is the index at which the last axis starts there.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -60,11 +60,14 @@ class Expression:
     """A number, a name, an index, or an operation.
 
     Attributes:
-        kind: `number`; `name`: a captured number or text, a coordinate of the rank or a declared
-            number; `text`: a captured text that may contain dots, `rest*`; `size`: the size of an
-            axis, `|tp|`; `index`: one index along several axes, the last of which varies fastest,
-            `pp i`; `ragged`: an index whose last axis has another size at each position along the
-            others, `pp ~i`; or an operator.
+        kind: an operator, or one of these:
+            `number`: an integer, as in `4`.
+            `name`: a captured number or text, a coordinate of the rank, or a declared number.
+            `text`: a captured text that may contain dots, as in `rest*`.
+            `size`: the size of an axis, as in `|tp|`.
+            `index`: one index along several axes, the last of which varies fastest, as in `pp i`.
+            `ragged`: an index whose last axis has another size at each position along the other
+            axes, as in `pp ~i`.
         number: the value of a number.
         names: the names of a name, a size or an index.
         operands: the two operands of an operator.

@@ -94,7 +94,10 @@ def _read_lets(scanner: Scanner, declared: dict[str, Expression | None]) -> None
 
 
 def _read_list(scanner: Scanner, read: Callable[[], Item]) -> Iterator[Item]:
-    """Yield items that are separated by commas. The caller may read more of each item."""
+    """Yield items that are separated by commas.
+
+    After each item, the caller may read more text from the scanner, such as `= 3`.
+    """
     yield read()
     while scanner.accept(","):
         yield read()
@@ -315,7 +318,10 @@ def _expand_like(rules: Sequence[Rule], source: SourceText) -> tuple[Rule, ...]:
 def _copy_rules(
     like: Rule, original: Pattern, results: Pattern, rules: Sequence[Rule], source: SourceText
 ) -> Iterator[Rule]:
-    """Yield a copy of each rule, renamed by a `like` statement, if its tensors have such names."""
+    """Yield renamed copies of rules for a `like` statement.
+
+    A rule is copied if the names of all its tensors begin as `results` does.
+    """
     position, (new_target,) = like.position, like.targets
     star = original.parts[0]
     if len(original.parts) > 1 or not _is_star(star) or star not in like.pattern.parts:
@@ -357,7 +363,10 @@ def _is_star(part: object) -> bool:
 
 
 def _insert(pattern: Pattern, star: object, inner: Pattern) -> Pattern:
-    """Return a pattern in which another replaces a star. Both can have further stars."""
+    """Return `pattern` with the pattern `inner` in place of `star`.
+
+    Other stars of `pattern` are renamed, so that they differ from the stars of `inner`.
+    """
     parts: list[str | Expression] = []
     for part in pattern.parts:
         if part == star:

@@ -234,9 +234,7 @@ def expand_terms(dims: Sequence[AxisExpression], sizes: Sizes) -> list[Term]:
         if len(steps) < len(pairs):
             names = [axis for axis, _ in pairs]
             repeated_axis = next(axis for axis in names if names.count(axis) > 1)
-            raise LayoutError(
-                f"the axis {repeated_axis} occurs twice; give the two different names"
-            )
+            raise LayoutError(f"the axis {repeated_axis} occurs twice: rename one of them")
         terms.append(Term(tuple(start for start, _ in choice), steps))
     return terms
 

@@ -161,7 +161,7 @@ def _read_shard(tree: FileTree, file: FileRange) -> _Shard:
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
             f"{file.label}: expected a state_dict of a module (a dict with texts as keys), "
-            f"found {type(value).__name__}: copy the file again from an intact source"
+            f"found {type(value).__name__}: save model.state_dict() in this file"
         )
     arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
     left_out = {
@@ -193,7 +193,7 @@ _OFFSETS_KEY = "DCP_SHARDING_INFO"
 
 
 def recognise_sharded(tree: FileTree) -> bool:
-    """Return whether a tree has shards of `HuggingFaceStorageWriter`, or is one."""
+    """Return whether a tree has shards of `HuggingFaceStorageWriter`, or is such a shard."""
     return any(map(_SHARDED_FILE.fullmatch, tree.sizes))
 
 

@@ -1,7 +1,8 @@
 """Megatron-Core's `torch_dist`: DCP, and a file or item with the state that all ranks share.
 
 Megatron-Core stacks layers in one tensor; the reader gives each layer its own name again. The
-optimizer's state is named after the parameter. Older versions flattened it; the reader undoes that.
+optimizer's state is named after the parameter. Older versions flattened the state; the reader
+undoes the flattening.
 """
 
 from __future__ import annotations
@@ -245,7 +246,9 @@ def _add_sharded_objects(builder: Builder, values: Mapping[str, Any]) -> None:
             is_extra_state = name.endswith("_extra_state")
             builder.add_value(f"model.{name}" if is_extra_state else name, value)
     if none_names:
-        builder.left_out.append(f"{none_names[0]} and {len(none_names) - 1} more: they are None")
+        more = len(none_names) - 1
+        are_none = f" and {more} more: they are None" if more else ": it is None"
+        builder.left_out.append(none_names[0] + are_none)
 
 
 def _add_param_groups(

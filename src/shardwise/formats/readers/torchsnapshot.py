@@ -23,7 +23,7 @@ from shardwise.formats.reader import (
 
 MANIFEST = ".snapshot_metadata"
 MOST_PATH_PARTS = 64
-"""The limit of keys in the path of a tensor or value."""
+"""The most keys in the path of a tensor or value."""
 STATE = "state"
 Path: TypeAlias = tuple[str | int, ...]
 _CONTAINERS: dict[str, type] = {"list": list, "dict": dict, "OrderedDict": dict}

@@ -1,7 +1,7 @@
 """Save and load through the interface of `torch.distributed.checkpoint` (DCP).
 
-The module has all names of torch's module, so that it can be imported in its place: the names in
-`_OWN`, and torch's own for all others.
+This module can be imported in place of torch's module, because it has all names of torch's module.
+It defines the names in `_OWN` itself, and takes all others from torch's module.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _read_tensors(
         box = sw.Box(tuple(item.storage_offsets), tuple(item.lengths))
         saved = checkpoint.get(name)
         if saved is None or not sw.Box.whole(tuple(saved.shape)).contains(box):
-            has = "no tensor" if saved is None else f"has {[*saved.shape]}"
+            has = "no tensor" if saved is None else f"the saved tensor has shape {[*saved.shape]}"
             raise _lacking(checkpoint, f"{fqn}{box}", has)
         if tuple(target.shape) != box.shape:
             raise sw.MismatchError(
@@ -216,7 +216,10 @@ def _read_values(
 
 
 def _lacking(checkpoint: sw.Checkpoint, requested: str, has: str) -> sw.MismatchError:
-    summary = f"{checkpoint.path}: the planner requests what the checkpoint lacks:"
+    summary = (
+        f"{checkpoint.path}: the planner requests what the checkpoint lacks; leave it out of the "
+        "state_dict, or pass a planner with allow_partial_load=True:"
+    )
     return sw.MismatchError(summary, [f"{requested}: {has}"])
 
 

@@ -70,7 +70,8 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """torchtitan's options, and those of `sw.Checkpointer`."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """disabled: `save` returns when the checkpoint is durable. async: when the state is copied.
+        """disabled: `save` returns when the checkpoint is durable. async: `save` returns when the
+        state is copied.
         async_with_pinned_mem: the copy runs during the next step, until the optimizer's step."""
 
         snapshot_every: int = 0

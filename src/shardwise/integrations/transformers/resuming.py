@@ -31,7 +31,7 @@ class TrainRun:
         load: loads a state from the selected checkpoint; None if there is none.
         rng: the random states to set before the first step; None to set none.
         is_loading: whether the weights are being loaded.
-        is_resuming: whether the first epoch after a resume has not begun yet.
+        is_resuming: True from a resume until the first epoch begins.
         metrics: the newest metrics, with the step of their evaluation.
         handles: the newest saves, by step.
     """
@@ -105,11 +105,12 @@ def repair_best_checkpoint_path(
 ) -> None:
     """Correct the path of the best checkpoint in the state of the Trainer, if it is missing.
 
-    The Trainer ignores a best checkpoint without a directory `checkpoint-…`. It is missing if the
-    training was moved, or if only shardwise's checkpoints, which are in another place, still exist.
+    The Trainer ignores a best checkpoint without a directory `checkpoint-…`. The directory is
+    missing if the output directory was moved, or if only shardwise's checkpoints were kept, which
+    are in another directory.
     """
     recorded = state.get("best_model_checkpoint")
-    if recorded is not None and is_directory(recorded):
+    if recorded is not None and rank_0_sees_directory(recorded):
         return
     step = state.get("best_global_step") if recorded is None else step_of_path(recorded)
     if isinstance(load, RestoreStep):
@@ -122,7 +123,7 @@ def repair_best_checkpoint_path(
     else:
         return
     path = os.path.join(folder, f"checkpoint-{step}")
-    if step in steps and (is_own or is_directory(path)):
+    if step in steps and (is_own or rank_0_sees_directory(path)):
         state["best_model_checkpoint"] = path
         if is_own:
             os.makedirs(path, exist_ok=True)
@@ -136,8 +137,8 @@ def steps_on_rank_0(checkpointer: Checkpointer) -> list[int]:
     return from_rank_0(checkpointer.steps())
 
 
-def is_directory(path: str) -> bool:
-    """Return whether rank 0 sees a directory."""
+def rank_0_sees_directory(path: str) -> bool:
+    """Return whether rank 0 sees a directory. This is a collective."""
     return from_rank_0(os.path.isdir(path))
 
 

@@ -31,8 +31,8 @@ from shardwise.integrations.transformers.resuming import (
     RestoreStep,
     StatefulValue,
     TrainRun,
-    is_directory,
     is_written_by_trainer,
+    rank_0_sees_directory,
     repair_best_checkpoint_path,
     step_of_path,
     steps_on_rank_0,
@@ -115,7 +115,9 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         """Save the model as `Trainer.save_model` does, except in the checkpoints of `train`."""
         if self._run is None or not _internal_call or output_dir is None:
             super().save_model(output_dir, _internal_call=_internal_call)
-        else:  # The Trainer writes its state there. Every rank looks for the directory of the best
+        else:
+            # The Trainer writes its state into this directory. If the checkpoint becomes the best
+            # one, every rank looks for the directory.
             os.makedirs(output_dir, exist_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -176,7 +178,10 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         return self.model_wrapped if self.is_deepspeed_enabled else self.model
 
     def _loaded_model(self) -> Any:
-        """Return what a load fills: if the model has adapters, the base only if it was saved."""
+        """Return the model as a load fills it.
+
+        If the model has adapters, its base is included only if the base was saved.
+        """
         model = self.accelerator.unwrap_model(self.model)
         return without_base(self._trained_model(), model)
 
@@ -294,11 +299,13 @@ class ShardwiseTrainer(Trainer):  # type: ignore[misc]  # mypy does not read tra
         folder = self._folder_of_other_run(str(wanted))
         if folder is not None:
             return LoadPath(os.path.join(folder, SUBDIRECTORY), step)
-        return RestoreStep(run.checkpointer, step, accept_earlier=is_directory(str(wanted)))
+        return RestoreStep(
+            run.checkpointer, step, accept_earlier=rank_0_sees_directory(str(wanted))
+        )
 
 
 class _ShardwiseCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
-    """Saves when the Trainer saves, and restores random states when it has skipped its data."""
+    """Saves when the Trainer saves. Restores random states after the Trainer has skipped data."""
 
     def __init__(self, trainer: ShardwiseTrainer) -> None:
         self.trainer = trainer

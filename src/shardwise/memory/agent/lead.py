@@ -59,7 +59,7 @@ class OpenedStores:
     def open(self, url: str) -> Iterator[Store]:
         """Open a store, and keep it open for later calls, unless the block raises.
 
-        After a failure, the store is opened anew: it may have to read other credentials.
+        After a failure, the store is opened again, because it may have to read other credentials.
 
         Raises:
             StoreError: as for `open_store`.

@@ -25,8 +25,8 @@ from shardwise.tiers.mirroring import Mirroring
 from shardwise.tiers.options import StorageTask
 
 # All in seconds.
-CHECK_PERIOD = 60.0  # others may have changed the root or the mirror since
-REOPEN_PERIOD = 600.0  # opened anew, the stores may find other credentials
+CHECK_PERIOD = 60.0  # between two comparisons: other programs may change the root or the mirror
+REOPEN_PERIOD = 600.0  # if copies fail, the stores are opened again: they may find new credentials
 LONGEST_AFTER_END = 86400.0
 log = logging.getLogger("shardwise.agent")
 
@@ -45,7 +45,7 @@ def set_mirror_task(run: Run, task: StorageTask) -> None:
 
 
 def read_mirror_task(run: Run) -> StorageTask | None:
-    """Return the task of a run, or None if there is none. A damaged one is set aside."""
+    """Return the task of a run, or None if there is none. A damaged task is set aside."""
     path = run.mirror_task_path
     try:
         return read_record(path, StorageTask)
@@ -95,7 +95,9 @@ class Mirrors:
             each.mirroring.stop()
 
     def catch_up(self, run: Run) -> None:
-        """Bring the mirror of a run up to date. Remove the task if it is done, or has failed long.
+        """Bring the mirror of a run up to date.
+
+        Remove the task if the run has ended, and the mirror is complete or has failed for long.
 
         Failures are logged, and recorded in the root. The agent calls this again and again.
         """

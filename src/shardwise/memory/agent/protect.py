@@ -85,9 +85,10 @@ def protect_others(
 class _ProtectionFiles:
     """Makes the copies and parity of one snapshot that this node stores for others.
 
-    The data comes from two sources. In a ring, a rank of this node has put most of it into the file
-    already, from its replica. The agent reads the rest from the other nodes. It reads everything
-    from there if the group is not a ring, or if the replica differs from what was sealed.
+    The data comes from two sources. In a ring, a rank of this node has put most of the data into
+    the file already, from its replica. The agent reads the rest from the other nodes. If the group
+    is not a ring, or if the replica differs from what was sealed, the agent reads everything from
+    the other nodes.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ _STRANGERS = web.AppKey("strangers", dict[asyncio.Transport, None])
 
 
 def _is_defect(record: logging.LogRecord) -> bool:
-    """Return whether an error is one of the agent, and not a request that is not valid HTTP."""
+    """Return False for errors that requests of invalid HTTP cause; all others are the agent's."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
@@ -109,7 +109,8 @@ async def serve_connections(
     Args:
         listener: the listening socket. It is closed at the end.
         tls: certificate and key for https; None for http.
-        idle_timeout: seconds until a connection is closed on which no complete request arrived.
+        idle_timeout: a connection is closed if no complete request arrives on it for so many
+            seconds.
         most: the largest number of connections.
     """
     runner = web.AppRunner(
@@ -217,8 +218,8 @@ class _Handlers:
         """Receive the body of a request, and yield it.
 
         The body must have the length that the header states, and at most `LARGEST_RECORD` bytes.
-        All bodies that are being received together have the same limit. If a body does not fit, the
-        client gets status 503 and can try again later.
+        The sum of all bodies that are being received is limited to `MOST_BODY_BYTES`. If a body
+        does not fit, the client gets status 503 and can try again later.
         """
         size = request.content_length
         if size is None:

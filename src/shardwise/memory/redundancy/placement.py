@@ -165,8 +165,9 @@ def form_groups(
     """Form groups of nodes that protect each other.
 
     Group sizes differ by at most one node. The nodes of a failure domain are spread evenly over the
-    groups. With parity, the groups are smaller if every group can then survive the loss of a whole
-    domain. Each group still has more than `parity` nodes. The order of `members` does not matter.
+    groups. With parity, there are more and smaller groups, if this makes every group survive the
+    loss of a whole domain. Each group still has more than `parity` nodes. The order of `members`
+    does not matter.
 
     Args:
         members: all nodes of the snapshot.
@@ -302,7 +303,8 @@ def _count_groups(
     if parity:
         largest_domain = max(Counter(_domain_key(each) for each in members).values())
         to_survive_domain = -(-largest_domain // parity)
-        if to_survive_domain <= most:  # otherwise smaller groups cost memory without surviving more
+        # Otherwise, even the smallest groups do not survive the loss of a domain.
+        if to_survive_domain <= most:
             count = max(count, to_survive_domain)
     return max(1, count)
 
@@ -322,8 +324,8 @@ def _find_gaps(groups: Sequence[ProtectionGroup], copies: int, parity: int) -> I
             yield f"node {names} is alone: no other node can store copies or parity of its data"
         elif requested > max(group.copies, group.parity):
             yield (
-                f"{n} nodes ({names}) survive the loss of {n - 1} nodes, not of {requested}, which "
-                f"takes {requested + 1} nodes"
+                f"{n} nodes ({names}) survive the loss of {n - 1} of them, not of {requested}: "
+                f"for this, at least {requested + 1} nodes are needed"
             )
         if n > 1:
             yield from _find_domain_gaps(group)

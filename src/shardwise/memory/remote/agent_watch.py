@@ -22,7 +22,8 @@ GONE_TIMEOUT = 10.0
 REQUEST_PERIOD = 5.0
 REQUEST_TIMEOUT = 5.0
 SHORTEST_TIMEOUT = 0.1
-SHORTEST_SILENCE = 5.0  # of an agent that counts as lost: on a busy machine, answers take seconds
+# An agent that is silent for a shorter time is not lost: on a busy machine, answers take seconds.
+SHORTEST_SILENCE = 5.0
 LONGEST_COPY = 600.0
 
 
@@ -34,8 +35,8 @@ class SaveAgents:
         home: the directories of this node. The node's agent may be replaced by another.
         leader: the agent of the node that leads the save; None if this node leads.
         tls: certificates for connections to other nodes.
-        patience: seconds until an agent that does not answer, or fails to work on the save, ends
-            the wait. An agent may be silent for at least `SHORTEST_SILENCE`.
+        patience: the wait ends if an agent does not answer, or fails to work on the save, for this
+            many seconds. A silence shorter than `SHORTEST_SILENCE` never ends the wait.
     """
 
     home: Home

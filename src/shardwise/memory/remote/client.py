@@ -39,6 +39,7 @@ SLOWEST_RATE = 1 << 20
 """Bytes per second. Each byte that is sent or received extends the time limit accordingly."""
 _PART = 1 << 14  # the size of a TLS record: a timeout applies to each record of a longer send
 T = TypeVar("T")
+_ABORTED = "aborted, because the snapshot was discarded, or the search for snapshots has ended"
 
 
 class AgentClient:
@@ -200,7 +201,9 @@ class AgentClient:
             raise
         except TimeoutError as error:
             what = "no answer" if response is None else "no complete answer"
-            raise StoreError(f"{request}: {what} in {limit:.3g} s: lost or overloaded") from error
+            raise StoreError(
+                f"{request}: {what} in {limit:.3g} s: lost or overloaded; see the log of its agent"
+            ) from error
         except (OSError, HTTPException) as error:
             raise StoreError(f"{request}: {error or type(error).__name__}") from error
         finally:
@@ -238,7 +241,7 @@ class AgentClient:
             connection.sock = sock
             with self._lock:
                 if self._aborted.is_set():
-                    raise ConnectionAbortedError("the request was aborted")
+                    raise ConnectionAbortedError(_ABORTED)
                 self._busy.add(connection)
             if isinstance(sock, ssl.SSLSocket):
                 sock.do_handshake()
@@ -295,7 +298,7 @@ def _dial(host: str, port: int, deadline: Deadline, aborted: threading.Event) ->
             if left <= timeout:
                 raise
         timeout = min(2 * timeout, LONGEST_ATTEMPT)
-    raise ConnectionAbortedError("the request was aborted")
+    raise ConnectionAbortedError(_ABORTED)
 
 
 def _make_error(request: str, response: HTTPResponse) -> OSError:

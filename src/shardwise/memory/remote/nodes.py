@@ -63,7 +63,7 @@ class Nodes:
     Args:
         place: the snapshot on this node.
         infos: the agents of all nodes.
-        here: the name of this node.
+        this_node: the name of this node.
         wait: seconds until a node that does not answer counts as lost.
         tls: certificates for the connections; None if they are unencrypted.
 
@@ -285,7 +285,8 @@ class Nodes:
         data = record if isinstance(record, bytes) else encode_record(record)
         if node == self._this_node:
             write_record(self._place.path / name, data)
-            self._place.run.wake_agent()  # the request may be for another worker of this agent
+            # The record may be a request to another thread of this agent.
+            self._place.run.wake_agent()
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
@@ -299,7 +300,7 @@ class Nodes:
         return ""
 
     def _poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
-        """Return the bytes of a record; None if it does not appear within `seconds`, or sooner."""
+        """Wait at most `seconds` for a record. Return its bytes; None if it is missing."""
         place = self._place
         if node != self._this_node:
             wait = min(LONGEST_RECORD_WAIT, seconds)

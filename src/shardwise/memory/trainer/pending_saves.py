@@ -150,8 +150,9 @@ class PendingSave:
         """Return whether the snapshot was committed and is no longer in memory."""
         if (self._outcomes.get("commit") or self._read_outcome("commit")) is None:
             return False
-        # The first leaves the directory with the snapshot, and the second once it is done. Any
-        # other record with the id may be a request that came too late.
+        # The outcome of the commit leaves the directory with the snapshot. The request to remove
+        # old checkpoints leaves it once the request is done. Any other record with the id of the
+        # save may be a request that came too late.
         commit = records.save_record("commit", self.save_id, "all")
         request = records.save_record(records.REMOVE_OLD, self.save_id)
         return not {commit, request}.intersection(self.place.list_names(".json"))

@@ -31,9 +31,10 @@ FoundSnapshots = Generator[tuple[Assembly, AssembledStore | None], None, None]
 def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> FoundSnapshots:
     """Yield the newest snapshot that can be read completely, and its files. All ranks call this.
 
-    To ask for the next means that files of the last were damaged. Newer snapshots are not
-    considered any more. The damaged snapshot is considered again if another node, which had not
-    answered before, holds some of its files. The last result has no step and no store.
+    If the caller asks for another snapshot, files of the last snapshot were damaged. Newer
+    snapshots are then not considered any more. The damaged snapshot is considered again if another
+    node, which had not answered before, holds some of its files. The last result has no step and no
+    store.
 
     Args:
         snapshots: the snapshots of the run.

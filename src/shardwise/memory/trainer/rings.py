@@ -51,7 +51,7 @@ class Ring:
     Attributes:
         files: the file of each rank.
         group: the ring as a group of nodes, with one of these files each.
-        index: the index of this rank in both.
+        index: the index of this rank in `files` and in `group`.
     """
 
     files: tuple[FileEntry, ...]
@@ -117,8 +117,8 @@ def join_ring(
     Rings are formed anew for each snapshot, because the data of ranks may change.
 
     Returns:
-        The source of this rank's file, and the ring of this rank; None for each that there is not.
-        And the names of the files of each ring.
+        Three values: the source of this rank's file, or None; the ring of this rank, or None; and
+        the names of the files of each ring.
     """
     is_protected = options.copies or options.parity
     if not is_protected or len(set(membership.node_of)) == 1:

@@ -222,7 +222,8 @@ class Slots:
 
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
-        used = self._used_count()  # first, so that a slot freed meanwhile is not overlooked
+        # Count these slots first, so that a slot that is freed meanwhile is not overlooked.
+        used = self._used_count()
         return self._count - used - len(self._free_slots())
 
     def _new_name(self) -> str:

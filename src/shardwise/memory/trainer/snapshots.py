@@ -107,9 +107,9 @@ class Snapshots:
 
     @staticmethod
     def newest_step_here(directory: str, root: str) -> int | None:
-        """Return the newest committed step in this node's memory of the run that saves to a root.
+        """Return the newest committed step that this node holds of the run that saves to a root.
 
-        The options of the root's URL need not be equal.
+        Only steps in memory count. The options of a URL are ignored when roots are compared.
 
         Args:
             directory: the option `Memory(dir=…)`.
@@ -169,7 +169,7 @@ class Snapshots:
             return self._staging.prepare(source, ring, bytes_compared)
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
-        """Yield the newest snapshot in memory, as `recovery.find_snapshots` does."""
+        """Find snapshots in memory, newest first; see `recovery.find_snapshots`."""
         return find_snapshots(self, self._group, step)
 
     def request_mirroring(self, task: StorageTask) -> None:
@@ -230,7 +230,8 @@ class Snapshots:
         """Wait until all saves have ended. All ranks call this together."""
         with Round(self._group, "ending snapshots"):
             self.fence()
-            self._raise_failures()  # now: others would wait for a snapshot that lacks a part
+            # Raise here: after the next round, others would wait for a snapshot that lacks a part.
+            self._raise_failures()
         with Round(self._group, "waiting for saves") as all_ranks:
             self._pending.wait_until_ended()
             self._pending.wait_for_retention()

@@ -129,7 +129,7 @@ class Staging:
         ring_slots = slots * max(options.copies, options.parity)
         self._ring_slots = Slots(run, f"k{rank:05d}-", "kept", ring_slots, self._streams)
         self._sample_buffer = SampleBuffer(self._streams)
-        self._sample_copy: Buffer | None = None  # whose checksums were not taken yet
+        self._sample_copy: Buffer | None = None  # a copy whose checksums were not taken yet
         self.is_prepared = False  # whether slots were allocated
 
     def prepare(self, source: FileSource | None, ring: Ring | None, sample_bytes: int = 0) -> int:

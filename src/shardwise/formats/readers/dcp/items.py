@@ -32,11 +32,11 @@ _LARGEST_HEAD = 2**20
 _LARGEST_VALUE_KEPT = 2**22
 
 
-Found: TypeAlias = StoredArray | UnknownObject
+ItemArray: TypeAlias = StoredArray | UnknownObject
 """The array of an item, or its class if it is a tensor of an unknown class."""
 
 
-def find_arrays(tree: FileTree, items: Sequence[FilePart]) -> list[Found]:
+def find_arrays(tree: FileTree, items: Sequence[FilePart]) -> list[ItemArray]:
     """Read the head (the first bytes) of each item, and find where the item's array starts.
 
     Raises:
@@ -45,7 +45,7 @@ def find_arrays(tree: FileTree, items: Sequence[FilePart]) -> list[Found]:
     """
     heads = _ParsedHeads(tree)
 
-    def find_array(index: int, item: FileRange) -> Found:
+    def find_array(index: int, item: FileRange) -> ItemArray:
         size, found = 0, None
         while found is None and size < min(item.size, _LARGEST_HEAD):
             size = min(4 * size or _HEAD_SIZE, item.size)
@@ -66,8 +66,8 @@ def read_described_arrays(
     chunks: Sequence[tuple[str, Box]],
     items: Sequence[FilePart],
     path: str,
-) -> list[Found] | None:
-    """Return the arrays of items that are raw bytes, as of ByteCheckpoint; None of others.
+) -> list[ItemArray] | None:
+    """Return the arrays of items, if these are raw bytes, as in ByteCheckpoint; otherwise None.
 
     ByteCheckpoint describes the bytes by a pickle for each chunk, which its metadata contains.
 
@@ -85,7 +85,7 @@ def read_described_arrays(
         data_by_key = {item_key(*parse_index(index)): data for index, data in pickles.items()}
     except FormatError as error:
         raise FormatError(f"{path}: all_tensor_metadata: {error}") from error
-    parsed: dict[bytes, Found] = {}
+    parsed: dict[bytes, ItemArray] = {}
     arrays = []
     for (name, chunk), item in zip(chunks, items, strict=True):
         data = data_by_key.get(item_key(name, chunk.offset))
@@ -108,8 +108,9 @@ def read_described_arrays(
     return arrays
 
 
-def place(found: Found, item: FilePart) -> Found:
-    """Return an array whose `start` counts from the start of an item, as an array of the file."""
+def place(found: ItemArray, item: FilePart) -> ItemArray:
+    """Return an array of an item as an array of the file: `start` then counts from the file's
+    start."""
     if isinstance(found, UnknownObject):
         return found
     start = item.offset + found.start
@@ -145,7 +146,7 @@ class _ParsedHeads:
         self._array_by_head: dict[bytes, StoredArray] = {}
         self._head_lengths: tuple[int, ...] = ()
 
-    def find_array(self, head: bytes, label: str) -> Found | None:
+    def find_array(self, head: bytes, label: str) -> ItemArray | None:
         """Return the array, as if the item began at offset 0 of a file.
 
         Return None if the head is incomplete, and an `UnknownObject` for an unknown class.
@@ -188,7 +189,7 @@ def _parse_head(
     return None
 
 
-def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | None]]:
+def _read_records(head: bytes, label: str) -> Iterator[tuple[str, int, bytes | None]]:
     """Yield the name, start and bytes of each record of an archive. Incomplete bytes are None."""
     position = 0
     while position + _LOCAL_HEADER.size <= len(head):
@@ -198,7 +199,7 @@ def _read_records(head: bytes, name: str) -> Iterator[tuple[str, int, bytes | No
         )
         if signature != b"PK\x03\x04" or method or flags & 1:
             raise FormatError(
-                f"{name}: the bytes that .metadata lists are not a file of torch.save: copy "
+                f"{label}: the bytes that .metadata lists are not a file of torch.save: copy "
                 ".metadata and all other files from one save"
             )
         record_name = head[

@@ -58,7 +58,7 @@ class Metadata:
 def item_key(name: str, offset: Ints | None) -> str:
     """Return the key of a chunk, or of a value, which has no offset.
 
-    It is text, because a file could choose numbers that all have the same hash.
+    The key is text, because a file could choose numbers that all have the same hash.
     """
     return f"{name}\0{offset}"
 

@@ -31,7 +31,7 @@ _KINDS = {
     "layers": _LAYER,
 }
 """The files of each field of `TagFiles`. The numbers in their names are the keys."""
-_NEEDED_BY = "ranks of DeepSpeed wrote"
+_WHO_WROTE_FILES = "ranks of DeepSpeed wrote"
 
 RankKey: TypeAlias = tuple[int, int]
 """A data-parallel rank and a model-parallel rank.
@@ -79,8 +79,8 @@ class TagFiles:
 def has_native_files(tree: FileTree) -> bool:
     """Return whether a directory has files of ranks as DeepSpeed's engine writes them.
 
-    If the tag that `latest` names is missing, return True if the directory has another tag, or
-    only the files in `FILES_WITHOUT_STATE`. An error that names the missing tag then follows.
+    If the tag that `latest` names is missing, a later error should name this tag. So return True in
+    this case, if the directory has another tag, or only the files in `FILES_WITHOUT_STATE`.
     """
     folder = _folder_of_latest_tag(tree)
     if folder is None:
@@ -221,7 +221,7 @@ def require_rank_files(
 
     if tree.single_file is not None and [*islice(expected(), 2)] != [tree.single_file]:
         raise _single_file_error(tree)
-    tree.require((f"{files.folder}{name}" for name in expected()), _NEEDED_BY)
+    tree.require((f"{files.folder}{name}" for name in expected()), _WHO_WROTE_FILES)
 
 
 def require_layers_and_experts(
@@ -252,4 +252,5 @@ def require_layers_and_experts(
         for expert in range(count)
         for rank in range(files.model_parallel)
     )
-    tree.require((f"{files.folder}{n}" for n in chain(names, names_of_experts)), _NEEDED_BY)
+    required = (f"{files.folder}{name}" for name in chain(names, names_of_experts))
+    tree.require(required, _WHO_WROTE_FILES)

@@ -135,7 +135,7 @@ def _add_flat_arrays(
 def add_scalars(
     builder: Builder, names: Sequence[str], key: str, values: Sequence[StoredArray | Number]
 ) -> None:
-    """Add the first of the ranks' values as state of each parameter that does not have it yet.
+    """Add the first rank's value as state of each parameter that lacks this state.
 
     Other ranks' counts of steps are replicas. Other numbers can differ between ranks: for example,
     norms of their parts.

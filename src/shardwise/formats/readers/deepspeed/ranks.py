@@ -94,7 +94,10 @@ class AllRanks:
         return range(start, start + self.tensor_parallel)
 
     def models_by_tensor_rank(self) -> list[list[ModelState]]:
-        """Return, for each tensor-parallel rank, the model states of all data-parallel ranks."""
+        """Return, for each tensor-parallel rank, the model states of all data-parallel ranks.
+
+        They are those of the first pipeline stage.
+        """
         return [
             [state for (_, model_rank), state in sorted(self.models.items()) if model_rank == rank]
             for rank in range(self.tensor_parallel)
@@ -215,7 +218,7 @@ def _require_files_of_recorded_ranks(
     model: ModelState,
     optimizers: Mapping[RankKey, OptimizerState],
 ) -> None:
-    """Require the files of as many ranks as the files record."""
+    """Require the files of all ranks. Their number is recorded in the files."""
     dimensions = model.values.get("checkpoint_parallel_dimensions")
     sizes = (
         [*dimensions.values()]
@@ -317,8 +320,8 @@ def _describe_optimizer(
 ) -> dict[tuple[str, str], str]:
     """Return what should be the same on all ranks, as text.
 
-    The keys are the subject, and the problem if ranks differ, or "" if this is no reason to refuse
-    the files.
+    Each key is a pair: a subject, and the problem if ranks differ in it. The problem is "" if such
+    a difference is no reason to refuse the files.
     """
     facts = {("the optimizer", "from different optimizers"): repr(rank.optimizer_type)}
     for group in groups:
@@ -331,7 +334,7 @@ def _describe_optimizer(
             elif not isinstance(value, StoredArray) or not value.shape:
                 facts[f"{key} {suffix}", ""] = _to_text(value, scalars)
         if rank.hyperparameters is not None:
-            for key, value in rank.hyperparameters[rank.param_groups[group]].items():
+            for key, value in rank.hyperparameters[rank.param_group_of[group]].items():
                 problem = "from different saves or optimizers"
                 facts[f"{key} {suffix}", problem] = _to_text(value, scalars)
     return facts

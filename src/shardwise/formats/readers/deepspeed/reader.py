@@ -112,11 +112,12 @@ def _add_optimizer_without_zero(
 def add_modules(
     builder: Builder, modules: Sequence[ModelState], placement_rule: PlacementRule, *, zero_3: bool
 ) -> None:
-    """Add the modules of all tensor-parallel ranks, after the weights that were trained.
+    """Add the modules of all tensor-parallel ranks. The trained weights must be added before.
 
     If a weight was trained in another dtype than the module's, `model.<name>` is the trained
-    weight, and `module.<name>` the module's copy. All other tensors are below `model`. If there is
-    such a copy, each of them also has a name below `module`.
+    weight, and `module.<name>` the module's copy. All other tensors are below `model`. If any
+    weight has a copy below `module`, all other tensors also get a name below `module`, so that
+    `module` is complete.
 
     Args:
         zero_3: whether ZeRO 3 divided the parameters, so that the modules have only buffers.
@@ -179,7 +180,7 @@ def _may_be_tied(builder: Builder, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def add_values(builder: Builder, ranks: AllRanks) -> None:
-    """Add the first rank's plain values. Name other ranks' values that differ in `left_out`."""
+    """Add the first rank's plain values. `left_out` names the values that differ elsewhere."""
     scheduler = ranks.first_model.values.get("lr_scheduler")
     if scheduler is not None:
         builder.add_value("scheduler", scheduler)

@@ -58,7 +58,8 @@ class ModelState:
         buffers: the names of buffers.
         shapes: shapes of trained parameters, by group, in the order in which they were flattened.
         frozen_shapes: the shapes of frozen parameters.
-        frozen: under ZeRO 3, this rank's slices of frozen parameters; else second copies of them.
+        frozen: under ZeRO 3, this rank's slices of frozen parameters; otherwise whole frozen
+            parameters, which `module` has as well.
         ties: names of tied parameters, and the names that they are tied to.
         optimizer: the state of an optimizer without ZeRO.
         values: the plain values of all other keys.
@@ -105,14 +106,15 @@ class ModelState:
 class OptimizerState:
     """The state of an optimizer in one rank's file.
 
-    ZeRO and some optimizers without it flatten parameters together. Such a flat group is a param
-    group, or under ZeRO 3 a sub-group of one. ZeRO divides each among ranks.
+    ZeRO flattens the parameters of a group into one tensor, a *flat group*. Some optimizers that
+    work without ZeRO do the same. The group is a param group, or, under ZeRO 3, a part of a param
+    group. ZeRO divides each flat group among ranks.
 
     Attributes:
         path: the path of the file, for messages.
         states: arrays and plain numbers of each parameter or flat group, by key.
         hyperparameters: the hyperparameters of each param group; None if the file lacks them.
-        param_groups: for each parameter or flat group, the index of its param group.
+        param_group_of: for each parameter or flat group, the index of its param group.
         masters: the master weights of each parameter or flat group; empty if there are none.
         zero_3: whether parameters are cut into slices (ZeRO 3); else groups are cut into
             partitions.
@@ -128,7 +130,7 @@ class OptimizerState:
     path: str
     states: tuple[ParameterState, ...]
     hyperparameters: tuple[Mapping[str, Any], ...] | None
-    param_groups: tuple[int, ...]
+    param_group_of: tuple[int, ...]
     masters: tuple[StoredArray, ...] = ()
     zero_3: bool = False
     partition_counts: Sequence[int] = ()

@@ -184,7 +184,7 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
                 f"{path}: it has state of {len(optimizer.states)} groups, but the model has "
                 f"{len(shapes)}: the file is of another model: copy all files of one save"
             )
-        rows = zip(shapes, optimizer.states, optimizer.param_groups, strict=True)
+        rows = zip(shapes, optimizer.states, optimizer.param_group_of, strict=True)
         for group, group_state, index in rows:
             step = group_state.get(STEP)
             if step is not None and not (isinstance(step, StoredArray) and step.shape):
@@ -207,7 +207,7 @@ def _add_untrained_weights(
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
 ) -> None:
-    """Add weights that only files of parameters have: for example, a pipeline's frozen ones."""
+    """Add weights that only files of parameters have: for example, a pipeline's frozen weights."""
     copies = 0
     for (name, key), file in files.items():
         if name in trained or key != WEIGHTS_KEY:

@@ -82,7 +82,7 @@ def _infer_group_names(
         has_all = [master.shape for master in optimizer.masters] == [(size,)]
         return [list(parameters)] if has_all and len(groups) == 1 else None
     for index, (group, state) in enumerate(
-        zip(optimizer.param_groups, optimizer.states, strict=True)
+        zip(optimizer.param_group_of, optimizer.states, strict=True)
     ):
         shapes = [array.shape for array in state.values() if isinstance(array, StoredArray)]
         if optimizer.masters:

@@ -284,7 +284,7 @@ def _build_flat_group(index: int, shapes: Shapes, states: Sequence[OptimizerStat
         tuple(shapes.values()),
         flat,
         scalars,
-        first.param_groups[index],
+        first.param_group_of[index],
         tuple(left_out),
     )
 

@@ -28,8 +28,8 @@ class UnknownLayoutError(Exception):
 
 
 _Shards: TypeAlias = Mapping[int, tuple[int, int, int]]
-"""For each shard, the start and the end of the elements that it has of a flattened parameter, and
-the number of elements before them in the rank's array."""
+"""For each shard, three numbers: the start and the end of its range of a flattened parameter, and
+the offset of this range in the rank's array."""
 _Entries: TypeAlias = Mapping[int, tuple[int, _Shards]]
 """For each parameter, the index of its entry in the optimizer, and its shards."""
 

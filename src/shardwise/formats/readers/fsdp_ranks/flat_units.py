@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 MOST_STATES = 2000
-"""The most partial assignments to follow. Real models need a few."""
+"""The search gives up if it has to follow more states than this. Real models need a few."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module that begins at a parameter: it contains this one, but not the one before.
+    """A module that begins at a parameter: it contains this parameter, but not the previous one.
 
     Attributes:
         prefix: the prefix of the module's parameters.
@@ -65,8 +65,8 @@ class _State:
 
 
 _Assignments: TypeAlias = set[tuple[int, ...]]
-"""The flat parameter of each parameter so far. At most two assignments are kept, which show that
-there is more than one possibility."""
+"""Assignments, each of which has the flat parameter of each parameter so far. If there are more
+than two, only two are kept. Two are enough to show that the result is not certain."""
 
 
 def find_flat_units(

@@ -27,7 +27,7 @@ _PUBLISHED = "huggingface/"
 
 
 def recognise(tree: FileTree) -> bool:
-    """Return whether a directory has files that are named as verl names the model's."""
+    """Return whether a directory has files of a model, with names as verl gives them."""
     return tree.single_file is None and any(map(_FILE.fullmatch, tree.sizes))
 
 
@@ -144,7 +144,7 @@ def _state_of_file(kind: str, value: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _list_left_out(tree: FileTree, known: Collection[str]) -> list[str]:
-    """Return a line for each file that is not read; one for the published files together."""
+    """Return a line for each file that is not read. The published files share one line."""
     others = [name for name in tree.sizes if name not in known and name != "fsdp_config.json"]
     published = [name for name in others if name.startswith(_PUBLISHED)]
     lines = [

@@ -30,8 +30,8 @@ MOST_KEYS = 64
 _HALF_DTYPES = ("float16", "bfloat16")
 
 Bucketing: TypeAlias = tuple[int | None, frozenset[str]]
-"""How buffers were divided into buckets: the number of elements after which one is full, or None
-if there is one bucket; and the names of the parameters that have a separate bucket."""
+"""How buffers were divided into buckets: the number of elements after which a bucket is full, or
+None if there is one bucket; and the names of the parameters that have a separate bucket."""
 
 
 @dataclass(slots=True)

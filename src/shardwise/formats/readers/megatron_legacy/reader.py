@@ -167,7 +167,7 @@ def _find_optimizers(
             bucketings = list_bucketings(rank.args, rank.position[1], stages)
             take_optimizer_state(optimizer, rank, parameters_of(rank), bucketings)
     except UnassignedStateError as error:
-        left_out.append(f"optimizer.*: {error}")
+        left_out.append(f"optimizer.*: {rank.path}: {error}")
         return [RankOptimizer(values=each.values) for each in optimizers]
     return optimizers
 
