@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=297,
-    statements=29780,
+    statements=29790,
     modules_of_api=73,
     statements_of_api=6780,
     record_types=239,

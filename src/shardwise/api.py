@@ -141,13 +141,11 @@ def load(
             keys of the state. If False, report both. A module without saved tensors still raises.
         only, skip: shell patterns of the names of the state to load, and to leave unchanged.
         rename: maps names of the state to saved names: a function, or a mapping of prefixes.
-        cast: convert tensors whose dtypes differ, except quantized tensors. Otherwise, such tensors
-            are an error.
+        cast: convert tensors whose dtypes differ, unless quantized. If False, they are an error.
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format: as for `open`.
-        read_once: one node reads what several nodes need, and sends it on. Default: do so if this
-            saves much.
+        read_once: one node reads what several need, and sends it on. None: only if it saves much.
         staging_bytes, group, on_event: as for `save`; 256 MiB by default for object stores.
 
     Raises:
