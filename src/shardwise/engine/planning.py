@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardwise.boxes.table import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.commit import exists_error
@@ -39,7 +40,7 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.manifest.names import MANIFEST, check_name, data_file, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Coordinates, Structure, World
+from shardwise.plan.structure import Coordinates, Structure
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
@@ -280,8 +281,8 @@ def plan_together(
         if plan is None:
             with Round(group, "planning a save"):
                 known = {structure: description.structure}
-                world = _unite(structures, fingerprints, coordinates, known)
-                plan = plan_save(world, group.rank, description)
+                distinct = _decode_structures(structures, fingerprints, known)
+                plan = plan_save(distinct, coordinates, group.rank, description)
             plan_cache.put(key, group.rank, plan)
     held = msgspec.msgpack.encode((own.fingerprint, own.coordinates))
     return PlannedSave(request, save_ids[0], plan, is_cached, fragments, objects, held, notes)
@@ -344,26 +345,26 @@ def _share(
     return structures, values_of_ranks if values_differ else [values]
 
 
-def _unite(
+def _decode_structures(
     structures: Sequence[bytes],
     fingerprints: Sequence[bytes],
-    coordinates: Sequence[Coordinates],
     known: Mapping[bytes, Structure],
-) -> World:
-    """Return the structures of all ranks.
+) -> list[tuple[Structure, IntArray]]:
+    """Return the distinct structures, and the ranks that have each of them.
 
     Args:
-        structures, fingerprints, coordinates: of each rank; see `_share`.
+        structures, fingerprints: of each rank; see `_share`.
         known: the structure of this rank by its encoding, which need not be decoded.
     """
-    decoded: list[Structure] = []
-    index_of: dict[bytes, int] = {}
-    for fingerprint, data in zip(fingerprints, structures, strict=True):
-        if data:
-            index_of[fingerprint] = len(decoded)
-            decoded.append(known.get(data) or msgspec.msgpack.decode(data, type=Structure))
-    structure_of = np.array([index_of[each] for each in fingerprints], np.int64)
-    return World(tuple(decoded), structure_of, tuple(coordinates))
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        ranks_of.setdefault(fingerprint, []).append(rank)
+    distinct = []
+    for ranks in ranks_of.values():  # the first rank has sent the structure
+        data = structures[ranks[0]]
+        structure = known.get(data) or msgspec.msgpack.decode(data, type=Structure)
+        distinct.append((structure, np.array(ranks, np.int64)))
+    return distinct
 
 
 def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
