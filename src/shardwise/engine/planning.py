@@ -45,6 +45,10 @@ from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 
+DIFFERENT_VALUES = (
+    "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap other "
+    "values that are meant to differ in sw.PerRank(value):"
+)
 MOST_PARTS_SHOWN = 5
 LONGEST_SHOWN = 40
 """The most characters of a value to show in an error message."""
@@ -277,7 +281,7 @@ def plan_together(
         values = msgspec.json.encode((state.objects, state.grouped))
         new_structure = structure if plan is None else None
         structures, values_of_ranks = _share(new_structure, values, fingerprints, digests, group)
-        objects = merge_values(values_of_ranks)
+        objects = merge_values(values_of_ranks, DIFFERENT_VALUES)
         if plan is None:
             with Round(group, "planning a save"):
                 known = {structure: description.structure}
@@ -367,12 +371,13 @@ def _decode_structures(
     return distinct
 
 
-def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
+def merge_values(encoded: Sequence[bytes], summary: str) -> tuple[ObjectEntry, ...]:
     """Merge the shared values of all ranks.
 
     Args:
         encoded: the encoded values of each rank; empty for a rank with the same values as an
             earlier one.
+        summary: the first line of the error.
 
     Raises:
         MismatchError: ranks have different values with the same name. The error lists all names.
@@ -400,11 +405,7 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
                     group = f"{name} of {wrong[0]}{more}"
                     problems += _describe_differences(first, value, group, first_rank, rank)
     if problems:
-        raise MismatchError(
-            "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap "
-            "other values that are meant to differ in sw.PerRank(value):",
-            problems,
-        )
+        raise MismatchError(summary, problems)
     entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
     for name, first_of in grouped.items():
         merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
