@@ -176,14 +176,9 @@ class PlanCache:
 
     Args:
         capacity: the largest number of plans in the cache.
-
-    Attributes:
-        hits: the number of saves that used the cache.
-        misses: the number of saves that were planned again.
     """
 
     def __init__(self, capacity: int = 4) -> None:
-        self.hits = self.misses = 0
         self._capacity = capacity
         self._plans: OrderedDict[tuple[bytes, int], SavePlan] = OrderedDict()
 
@@ -196,12 +191,10 @@ class PlanCache:
         plan = self._plans.get((fingerprint, rank))
         if plan is not None:
             self._plans.move_to_end((fingerprint, rank))
-            self.hits += 1
         return plan
 
     def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
-        self.misses += 1
         self._plans[fingerprint, rank] = plan
         while len(self._plans) > self._capacity:
             self._plans.popitem(last=False)
