@@ -23,9 +23,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import shardwise as sw
 from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
+from shardwise.store import StoreTraits
 from shardwise.store.object_clients import Client
 from shardwise.store.object_store import PART_MIB, UPLOAD_REQUESTS, parse_object_url
-from shardwise.store.store import REMOTE_TRANSFER
 from tests.store.servers import BUCKET, start_seaweedfs
 
 try:
@@ -62,7 +62,7 @@ def main() -> None:
         root = f"s3://{BUCKET}/bench?endpoint={endpoint}"
         client = Client(parse_object_url(root)).open()
         key, share = f"bare/{bench.rank}", bench.size.total // bench.world
-        threads = REMOTE_TRANSFER.read_threads // bench.world
+        threads = StoreTraits().read_threads // bench.world
         ours = f"s3://{BUCKET}/ours?{root.partition('?')[2]}"
         jobs: dict[str, tuple[Job, Job]] = {
             OBSTORE: (
@@ -143,7 +143,7 @@ def upload(client: obstore.store.ObjectStore, key: str, nbytes: int) -> None:
 
 def download(client: obstore.store.ObjectStore, key: str, nbytes: int, threads: int) -> None:
     """Download an object, by as many and as long requests as shardwise makes."""
-    step = REMOTE_TRANSFER.read_bytes
+    step = StoreTraits().read_bytes
     read: Callable[[int], object] = lambda low: obstore.get_range(  # noqa: E731
         client, key, start=low, end=min(low + step, nbytes)
     )

@@ -13,7 +13,7 @@ import numpy as np
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
 from shardwise.plan.save import PlanCache, plan_save
-from shardwise.plan.structure import AxisSplit, Description, Structure, World
+from shardwise.plan.structure import AxisSplit, Description, Structure
 
 SIMULATED = (64, 1024, 16384)
 
@@ -66,12 +66,12 @@ def simulate(ranks: int, tensors: int = 1000) -> dict[str, float]:
     structure = Structure(
         names, ("float32",) * tensors, (shape,) * tensors, (rule,), (0,) * tensors
     )
-    world = World((structure,), np.zeros(ranks, np.int64), tuple((i,) for i in range(ranks)))
+    coordinates = [(i,) for i in range(ranks)]
     offset = np.zeros((tensors, 2), np.int64)
     part = np.tile(np.array([shape[0] // ranks, shape[1]], np.int64), (tensors, 1))
     description = Description(structure, (0,), np.arange(tensors), offset, part)
     start = time.perf_counter()
-    plan = plan_save(world, 0, description)
+    plan = plan_save([(structure, np.arange(ranks))], coordinates, 0, description)
     encoded = plan.encoded_tensors
     seconds = time.perf_counter() - start
     return {"ranks": ranks, "seconds": round_digits(seconds), "manifest, bytes": len(encoded)}

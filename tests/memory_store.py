@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.errors import StoreError
 from shardwise.store import FileStatus, ReadableFile, Store, WritableFile, lease_locks
-from shardwise.store.store import REMOTE_TRANSFER, Buffer, StoreTraits
+from shardwise.store.store import Buffer, StoreTraits
 
 
 @dataclass
@@ -56,10 +56,8 @@ class MemoryStore(Store):
     @property
     def traits(self) -> StoreTraits:
         return StoreTraits(
-            alignment=1,
             lock_expiry=self.server.lease,
             reading_grace=self.server.grace,
-            transfer=REMOTE_TRANSFER,
         )
 
     def at(self, name: str) -> MemoryStore:

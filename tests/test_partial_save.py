@@ -69,7 +69,7 @@ def test_different_values_with_one_name_are_refused(save: sw.PartialSave, tmp_pa
     ]
     with pytest.raises(sw.MismatchError) as caught:
         save.commit(parts)
-    assert [line.partition(":")[0] for line in caught.value.problems] == ["seed", "seed"]
+    assert caught.value.problems == [f"seed: 0 on rank 0, {rank} on rank {rank}" for rank in (1, 2)]
 
 
 def test_ranks_of_parts_are_checked(save: sw.PartialSave, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Checkpoint(Mapping[str, Any]):
         if lock is not None:
             weakref.finalize(self, lock.close)
         self._saved = SavedNames(layout)
-        self._arena = Arena(transfer=store.traits.transfer)
+        self._arena = Arena(traits=store.traits)
         self.layout = layout
         self.metrics = layout.metrics
         self.verifies_reads = verify

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 
@@ -36,19 +36,17 @@ Sink = Callable[[Event], None]
 """The type of `on_event`: called with each event."""
 
 
-@dataclass(slots=True)
 class Recorder:
-    """Collects the events of one operation, and passes them to a sink.
+    """Measures the stages of one operation from its start on, and passes their events to a sink.
 
-    Attributes:
+    Args:
         sink: called with each event, if it is not None.
-        events: the events so far.
-        started: the start of the operation, in seconds of `time.perf_counter`.
     """
 
-    sink: Sink | None = None
-    events: list[Event] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
+    def __init__(self, sink: Sink | None = None) -> None:
+        self._sink = sink
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str, nbytes: int = 0) -> Iterator[None]:
@@ -64,20 +62,16 @@ class Recorder:
         self._record(Event(name, time.perf_counter() - seconds, seconds))
 
     def _record(self, event: Event) -> None:
-        self.events.append(event)
+        self._seconds[event.stage] = self._seconds.get(event.stage, 0.0) + event.seconds
         try:
-            if self.sink is not None:
-                self.sink(event)
+            if self._sink is not None:
+                self._sink(event)
         except Exception as error:  # the operation may be committed already
             warnings.warn(f"on_event raised {error!r}", RuntimeWarning, stacklevel=3)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage, and the `total` since the start."""
-        sums: dict[str, float] = {}
-        for event in self.events:
-            sums[event.stage] = sums.get(event.stage, 0.0) + event.seconds
-        sums["total"] = time.perf_counter() - self.started
-        return sums
+        return {**self._seconds, "total": time.perf_counter() - self._started}
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:

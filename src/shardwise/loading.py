@@ -99,7 +99,7 @@ def load_state(
                     combine_reports, path=str(store), saved=saved, keys=state, strict=options.strict
                 )
                 unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
-        arena = Arena(options.staging_bytes, store.traits.transfer)
+        arena = Arena(options.staging_bytes, store.traits)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
                 reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)

@@ -9,12 +9,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
-from shardwise.engine.planning import SaveRequest
+from shardwise.engine.planning import SaveRequest, merge_values
 from shardwise.engine.save import prepare_place
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
@@ -38,6 +39,10 @@ from shardwise.state.plain_values import JsonValue, encode
 from shardwise.state.tensors import tensor_leaf, tensor_of_array
 from shardwise.store import Store, open_store
 
+DIFFERENT_VALUES = (
+    "processes wrote different values with the same name; write each value in one process, or "
+    "under a name for each process:"
+)
 Tensor = torch.Tensor | np.ndarray[Any, Any] | Shards
 
 
@@ -218,7 +223,10 @@ class PartialSave:
                 "processes write"
             )
         _check_ranks(parts, world)
-        objects = _unite_values(parts)
+        encoded = [b""] * world
+        for part in parts:
+            encoded[part.rank] = msgspec.json.encode((part.values, {}))
+        objects = {each.name: each.value for each in merge_values(encoded, DIFFERENT_VALUES)}
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         tensors = _unite_tensors(parts)
@@ -304,30 +312,6 @@ def _check_ranks(parts: Iterable[SavedPart], world_size: int) -> None:
                 "process, and each part once to commit()"
             )
         seen.add(part.rank)
-
-
-def _unite_values(parts: Iterable[SavedPart]) -> dict[str, JsonValue]:
-    """Return the plain values of all parts by name.
-
-    Raises:
-        MismatchError: parts have different values with the same name.
-    """
-    first_part: dict[str, SavedPart] = {}
-    problems = []
-    for part in parts:
-        for name, value in part.values.items():
-            if first_part.setdefault(name, part).values[name] != value:
-                problems.append(
-                    f"{name}: the values of rank {first_part[name].rank} and rank {part.rank} "
-                    "differ"
-                )
-    if problems:
-        raise MismatchError(
-            "processes wrote different values with the same name; write each value in one process, "
-            "or under a name for each process:",
-            problems,
-        )
-    return {name: part.values[name] for name, part in first_part.items()}
 
 
 def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:

@@ -21,7 +21,7 @@ from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import decode_tensors, expand_runs
 from shardwise.plan.save import SavePlan, divide_replicas, plan_save, water_fill
-from shardwise.plan.structure import Description, Structure, World, find_rules
+from shardwise.plan.structure import Description, Structure, find_rules
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
@@ -56,21 +56,20 @@ def describe(
     )
 
 
-def world_of(descriptions: Sequence[Description]) -> World:
-    """The structures of all ranks, as rank 0 sends them."""
-    encoded = [msgspec.msgpack.encode(each.structure) for each in descriptions]
-    distinct = list(dict.fromkeys(encoded))
-    return World(
-        tuple(msgspec.msgpack.decode(each, type=Structure) for each in distinct),
-        np.array([distinct.index(each) for each in encoded], np.int64),
-        tuple(each.coordinates for each in descriptions),
-    )
-
-
 def plans_of(descriptions: Sequence[Description]) -> list[SavePlan]:
     """The plan as each rank computes it."""
-    world = world_of(descriptions)
-    return [plan_save(world, rank, each) for rank, each in enumerate(descriptions)]
+    encoded = [msgspec.msgpack.encode(each.structure) for each in descriptions]
+    structures = [
+        (
+            msgspec.msgpack.decode(distinct, type=Structure),
+            np.flatnonzero([each == distinct for each in encoded]),
+        )
+        for distinct in dict.fromkeys(encoded)
+    ]
+    coordinates = [each.coordinates for each in descriptions]
+    return [
+        plan_save(structures, coordinates, rank, each) for rank, each in enumerate(descriptions)
+    ]
 
 
 def plan_of(descriptions: Sequence[Description]) -> SavePlan:

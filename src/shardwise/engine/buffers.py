@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from shardwise.store import TransferOptions
-from shardwise.store.store import Buffer
+from shardwise.store import StoreTraits
+from shardwise.store.store import FILE_SYSTEM, Buffer
 
-FILE_TRANSFER = TransferOptions()
-DEFAULT_STAGING_BYTES = FILE_TRANSFER.staging_bytes
+DEFAULT_STAGING_BYTES = FILE_SYSTEM.staging_bytes
 LARGEST_BUFFER = 8 << 20
 SMALLEST_BUFFER = 1 << 20
 HUGE_PAGE = 2 << 20
@@ -33,11 +32,11 @@ class Arena:
 
     Args:
         staging_bytes: bound on the host memory of all buffers together, in bytes; at least 1 MiB.
-            None for the bound of `transfer`.
-        transfer: how the store is read. Default: as a file system.
+            None for the bound of `traits`.
+        traits: the traits of the store that is read or written. Default: of a file system.
 
     Attributes:
-        transfer: how the store is read.
+        traits: as above.
         threads: the number of threads that move bytes at a time.
         buffer_size: the size of each buffer, in bytes.
         read_size: the longest single read from storage, in bytes.
@@ -46,28 +45,24 @@ class Arena:
         ValueError: `staging_bytes` is less than 1 MiB.
     """
 
-    def __init__(
-        self,
-        staging_bytes: int | None = None,
-        transfer: TransferOptions = FILE_TRANSFER,
-    ) -> None:
-        staging_bytes = transfer.staging_bytes if staging_bytes is None else staging_bytes
+    def __init__(self, staging_bytes: int | None = None, traits: StoreTraits = FILE_SYSTEM) -> None:
+        staging_bytes = traits.staging_bytes if staging_bytes is None else staging_bytes
         if staging_bytes < SMALLEST_BUFFER:
             raise ValueError(
                 f"staging_bytes={staging_bytes}: expected at least {SMALLEST_BUFFER} bytes (1 MiB)"
             )
-        self.transfer = transfer
-        self.threads = max(1, min(transfer.read_threads, staging_bytes // SMALLEST_BUFFER))
+        self.traits = traits
+        self.threads = max(1, min(traits.read_threads, staging_bytes // SMALLEST_BUFFER))
         share = min(LARGEST_BUFFER, staging_bytes // self.threads)
         self.buffer_size = share // SMALLEST_BUFFER * SMALLEST_BUFFER
-        self.read_size = min(self.buffer_size, transfer.read_bytes)
+        self.read_size = min(self.buffer_size, traits.read_bytes)
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._free.put(aligned_buffer(self.buffer_size))
 
     def threads_of(self, ranks_on_node: int) -> int:
         """Return the number of threads of each rank if all ranks of its node read together."""
-        requests = self.transfer.node_requests
+        requests = self.traits.node_requests
         return (
             self.threads
             if requests is None

@@ -266,7 +266,7 @@ def _plan_reads(
         layout,
         (np.array(tensor, np.int64), offset, shape),
         largest_read=largest,
-        largest_gap=arena.transfer.largest_gap,
+        largest_gap=arena.traits.largest_gap,
     )
     return RankReads(
         store=store,

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardwise.boxes.table import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.commit import exists_error
@@ -39,11 +40,15 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.manifest.names import MANIFEST, check_name, data_file, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Coordinates, Structure, World
+from shardwise.plan.structure import Coordinates, Structure
 from shardwise.state.leaves import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 
+DIFFERENT_VALUES = (
+    "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap other "
+    "values that are meant to differ in sw.PerRank(value):"
+)
 MOST_PARTS_SHOWN = 5
 LONGEST_SHOWN = 40
 """The most characters of a value to show in an error message."""
@@ -278,12 +283,12 @@ def plan_together(
         values = msgspec.json.encode((state.objects, state.grouped))
         new_structure = structure if plan is None else None
         structures, values_of_ranks = _share(new_structure, values, fingerprints, digests, group)
-        objects = merge_values(values_of_ranks)
+        objects = merge_values(values_of_ranks, DIFFERENT_VALUES)
         if plan is None:
             with Round(group, "planning a save"):
                 known = {structure: description.structure}
-                world = _unite(structures, fingerprints, coordinates, known)
-                plan = plan_save(world, group.rank, description)
+                distinct = _decode_structures(structures, fingerprints, known)
+                plan = plan_save(distinct, coordinates, group.rank, description)
             plan_cache.put(key, group.rank, plan)
     held = msgspec.msgpack.encode((own.fingerprint, own.coordinates))
     return PlannedSave(request, save_ids[0], plan, is_cached, fragments, objects, held, notes)
@@ -346,34 +351,35 @@ def _share(
     return structures, values_of_ranks if values_differ else [values]
 
 
-def _unite(
+def _decode_structures(
     structures: Sequence[bytes],
     fingerprints: Sequence[bytes],
-    coordinates: Sequence[Coordinates],
     known: Mapping[bytes, Structure],
-) -> World:
-    """Return the structures of all ranks.
+) -> list[tuple[Structure, IntArray]]:
+    """Return the distinct structures, and the ranks that have each of them.
 
     Args:
-        structures, fingerprints, coordinates: of each rank; see `_share`.
+        structures, fingerprints: of each rank; see `_share`.
         known: the structure of this rank, by its encoded bytes, so that it is not decoded again.
     """
-    decoded: list[Structure] = []
-    index_of: dict[bytes, int] = {}
-    for fingerprint, data in zip(fingerprints, structures, strict=True):
-        if data:
-            index_of[fingerprint] = len(decoded)
-            decoded.append(known.get(data) or msgspec.msgpack.decode(data, type=Structure))
-    structure_of = np.array([index_of[each] for each in fingerprints], np.int64)
-    return World(tuple(decoded), structure_of, tuple(coordinates))
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        ranks_of.setdefault(fingerprint, []).append(rank)
+    distinct = []
+    for ranks in ranks_of.values():  # the first rank has sent the structure
+        data = structures[ranks[0]]
+        structure = known.get(data) or msgspec.msgpack.decode(data, type=Structure)
+        distinct.append((structure, np.array(ranks, np.int64)))
+    return distinct
 
 
-def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
+def merge_values(encoded: Sequence[bytes], summary: str) -> tuple[ObjectEntry, ...]:
     """Merge the shared values of all ranks.
 
     Args:
         encoded: the encoded values of each rank; empty for a rank with the same values as an
             earlier one.
+        summary: the first line of the error.
 
     Raises:
         MismatchError: ranks have different values with the same name. The error lists all names.
@@ -402,11 +408,7 @@ def merge_values(encoded: Sequence[bytes]) -> tuple[ObjectEntry, ...]:
                     group = f"{name} of {wrong[0]}{more}"
                     problems += _describe_differences(first, value, group, first_rank, rank)
     if problems:
-        raise MismatchError(
-            "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap "
-            "other values that are meant to differ in sw.PerRank(value):",
-            problems,
-        )
+        raise MismatchError(summary, problems)
     entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
     for name, first_of in grouped.items():
         merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group

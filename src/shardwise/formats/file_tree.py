@@ -99,7 +99,7 @@ class FileTree:
     @property
     def threads(self) -> int:
         """The number of files to read at the same time."""
-        return THREADS_FOR_REQUESTS if self.store.traits.transfer.largest_gap else THREADS
+        return THREADS_FOR_REQUESTS if self.store.traits.largest_gap else THREADS
 
     @property
     def name(self) -> str:
@@ -219,7 +219,7 @@ class FileTree:
         Raises:
             FormatError: the file does not exist.
         """
-        gap = self.store.traits.transfer.largest_gap  # 0 unless each request takes time
+        gap = self.store.traits.largest_gap  # 0 unless each request takes time
         with closing(self.open(name)) as file:
             kept = (
                 self._kept_ends.setdefault(name, {})

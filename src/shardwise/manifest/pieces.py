@@ -97,35 +97,31 @@ class Runs(Table):
     offset_step: IntArray
 
 
-def find_runs(
-    tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
-) -> Runs:
-    """Return the runs of pieces, which must be sorted by tensor. The inverse of `expand_runs`."""
-    n = len(tensor)
-    positions = np.column_stack([file, start, offset])
+def _find_runs(
+    tensor: IntArray, positions: IntArray, shape: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Find the runs of pieces, which must be sorted by tensor.
+
+    Args:
+        tensor, shape: see `Runs`.
+        positions: the file, start and offset of each piece, `(n, 2 + D)`.
+
+    Returns:
+        The first piece of each run, the number of its pieces, and the differences of positions
+        between one piece and the next.
+    """
     steps = np.diff(positions, axis=0)
     same_tensor_and_shape = (np.diff(tensor) == 0) & (np.diff(shape, axis=0) == 0).all(axis=1)
-    continues = np.zeros(n, bool)
-    if n > 2:
-        continues[2:] = (
-            same_tensor_and_shape[1:]
-            & same_tensor_and_shape[:-1]
-            & (steps[1:] == steps[:-1]).all(axis=1)
-        )
+    continues = np.zeros(len(tensor), bool)
+    continues[2:] = (
+        same_tensor_and_shape[1:]
+        & same_tensor_and_shape[:-1]
+        & (steps[1:] == steps[:-1]).all(axis=1)
+    )
     first_rows, counts = _split_runs(continues)
     step = np.zeros((len(first_rows), positions.shape[1]), np.int64)
     step[counts > 1] = steps[first_rows[counts > 1]]
-    return Runs(
-        tensor[first_rows],
-        file[first_rows],
-        start[first_rows],
-        offset[first_rows],
-        shape[first_rows],
-        counts,
-        step[:, 0],
-        step[:, 1],
-        step[:, 2:],
-    )
+    return first_rows, counts, step
 
 
 def _split_runs(continues: BoolArray) -> tuple[IntArray, IntArray]:
@@ -245,13 +241,14 @@ def encode_tensors(
         tensor, file, start, offset, shape: the pieces, sorted by tensor; see `Runs`.
     """
     pieces_of: dict[int, list[PieceEntry]] = {}
-    runs = find_runs(tensor, file, start, offset, shape)
-    columns = (getattr(runs, name).tolist() for name in Runs.__slots__)
-    for row in zip(*columns, strict=True):
-        index, file_, start_, offset_, shape_, count, file_step, start_step, offset_step = row
+    positions = np.column_stack([file, start, offset])
+    rows, counts, steps = _find_runs(tensor, positions, shape)
+    columns = tensor[rows], positions[rows], shape[rows], counts, steps
+    for index, position, extent, count, step in zip(*map(np.ndarray.tolist, columns), strict=True):
         n = len(tensors[index].shape)
-        repeat = Repeat(count, tuple(offset_step[:n]), file_step, start_step) if count > 1 else None
-        entry = PieceEntry(file_, start_, tuple(offset_[:n]), tuple(shape_[:n]), repeat)
+        at, by = tuple(position[2 : 2 + n]), tuple(step[2 : 2 + n])
+        repeat = Repeat(count, by, step[0], step[1]) if count > 1 else None
+        entry = PieceEntry(position[0], position[1], at, tuple(extent[:n]), repeat)
         pieces_of.setdefault(index, []).append(entry)
     lines = []
     for i, each in enumerate(tensors):

@@ -25,10 +25,10 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
 from shardwise.manifest.pieces import encode_tensors
 from shardwise.plan.structure import (
+    Coordinates,
     Description,
     HeldBoxes,
     Structure,
-    World,
     find_held_boxes,
 )
 
@@ -176,14 +176,9 @@ class PlanCache:
 
     Args:
         capacity: the largest number of plans in the cache.
-
-    Attributes:
-        hits: the number of saves that used the cache.
-        misses: the number of saves that were planned again.
     """
 
     def __init__(self, capacity: int = 4) -> None:
-        self.hits = self.misses = 0
         self._capacity = capacity
         self._plans: OrderedDict[tuple[bytes, int], SavePlan] = OrderedDict()
 
@@ -196,22 +191,26 @@ class PlanCache:
         plan = self._plans.get((fingerprint, rank))
         if plan is not None:
             self._plans.move_to_end((fingerprint, rank))
-            self.hits += 1
         return plan
 
     def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
         """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
-        self.misses += 1
         self._plans[fingerprint, rank] = plan
         while len(self._plans) > self._capacity:
             self._plans.popitem(last=False)
 
 
-def plan_save(world: World, rank: int, description: Description) -> SavePlan:
+def plan_save(
+    structures: Sequence[tuple[Structure, IntArray]],
+    coordinates: Sequence[Coordinates],
+    rank: int,
+    description: Description,
+) -> SavePlan:
     """Plan which rank writes which boxes, so that each element is written once.
 
     Args:
-        world: the structures of all ranks.
+        structures: the distinct structures, and the ranks that have each of them.
+        coordinates: the coordinates of each rank.
         rank: this rank. The rows of the plan are the same on all ranks.
         description: the structure and the fragments of this rank.
 
@@ -220,14 +219,14 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal; a tensor is
             tied on some ranks only; or there are too many pieces.
     """
-    entries, boxes = find_held_boxes(world, rank, description)
+    entries, boxes = find_held_boxes(structures, coordinates, rank, description)
     tensors = [*entries.values()]
     _check_coverage(tensors, boxes)
-    ties = _tied_entries(world.structures, entries)
+    ties = _tied_entries(structures, entries)
     itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
     holders = np.fromiter(map(len, boxes.sets), np.int64)[boxes.holders]
     held = boxes.shape.prod(axis=1) * itemsizes[boxes.tensor] * holders
-    count = len(world.coordinates)
+    count = len(coordinates)
     replicas = _replicas(boxes)
     writer, box, offset, shape = _assign_writers(boxes, holders == 1, replicas, itemsizes, count)
     try:
@@ -238,18 +237,20 @@ def plan_save(world: World, rank: int, description: Description) -> SavePlan:
     tensor = boxes.tensor[box]
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
     limits = np.searchsorted(writer[order], np.arange(count + 1))
-    has_values = np.array([bool(each.per_rank) for each in world.structures])
+    writes_file = np.diff(limits) > 0
+    for structure, ranks in structures:
+        writes_file[ranks] |= bool(structure.per_rank)
     nbytes = shape[order].prod(axis=1) * itemsizes[tensor[order]]
     return SavePlan(
         rank=rank,
         description=description,
-        per_rank=tuple(dict.fromkeys(chain(*(each.per_rank for each in world.structures)))),
+        per_rank=tuple(dict.fromkeys(chain(*(each.per_rank for each, _ in structures)))),
         tensors=(*tensors, *ties),
         replicas=tuple((ranks, boxes.fragment[rows]) for ranks, rows in replicas),
         bytes_held=int(held.sum()),
         bytes_stored=int(nbytes.sum()),
         limits=limits,
-        writers=np.flatnonzero((np.diff(limits) > 0) | has_values[world.structure_of]),
+        writers=np.flatnonzero(writes_file),
         tensor=tensor[order],
         fragment=boxes.fragment[box[order]],
         offset=offset[order],
@@ -341,10 +342,10 @@ def _assign_writers(
 
 
 def _tied_entries(
-    structures: Sequence[Structure], tensors: Mapping[str, TensorEntry]
+    structures: Sequence[tuple[Structure, IntArray]], tensors: Mapping[str, TensorEntry]
 ) -> list[TensorEntry]:
     ties: dict[str, TensorEntry] = {}
-    for structure in structures:
+    for structure, _ in structures:
         for name, same_as in structure.ties:
             target = tensors[same_as]
             known = ties.get(name)

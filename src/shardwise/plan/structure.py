@@ -119,21 +119,6 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """The structures of all ranks.
-
-    Attributes:
-        structures: the distinct structures.
-        structure_of: the index of each rank's structure, `(ranks,)`.
-        coordinates: the coordinates of each rank.
-    """
-
-    structures: tuple[Structure, ...]
-    structure_of: IntArray
-    coordinates: tuple[Coordinates, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class HeldBoxes:
     """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
 
@@ -155,29 +140,32 @@ class HeldBoxes:
 
 
 def find_held_boxes(
-    world: World, rank: int, own: Description
+    structures: Sequence[tuple[Structure, IntArray]],
+    coordinates: Sequence[Coordinates],
+    rank: int,
+    own: Description,
 ) -> tuple[dict[str, TensorEntry], HeldBoxes]:
     """Return all tensors by name, and the distinct boxes that ranks hold of them.
 
     Args:
-        world: the structures of all ranks.
+        structures: the distinct structures, and the ranks that have each of them.
+        coordinates: the coordinates of each rank.
         rank: this rank.
         own: the fragments of this rank.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
     """
-    dims = max((len(shape) for each in world.structures for shape in each.shapes), default=0)
-    tied = {name for structure in world.structures for name, _ in structure.ties}
+    dims = max((len(shape) for each, _ in structures for shape in each.shapes), default=0)
+    tied = {name for structure, _ in structures for name, _ in structure.ties}
     tensors: dict[str, TensorEntry] = {}
     index_of: dict[str, int] = {}
     set_ids: dict[tuple[int, ...], int] = {}
     problems: list[str] = []
     tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
-    for number, structure in enumerate(world.structures):
-        ranks = np.flatnonzero(world.structure_of == number)
-        table = _boxes_of_structure(structure, ranks, world.coordinates, dims, set_ids)
-        if number == world.structure_of[rank]:
+    for structure, ranks in structures:
+        table = _boxes_of_structure(structure, ranks, coordinates, dims, set_ids)
+        if rank in ranks:
             table = np.vstack([table, _own_boxes(own, dims)])
         held = set(np.unique(table[:, 0]).tolist()) if tied else set()
         index = np.full(len(structure.names), -1)

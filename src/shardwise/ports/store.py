@@ -12,7 +12,6 @@ from shardwise.store import (
     ReadableFile,
     Store,
     StoreTraits,
-    TransferOptions,
     ViewableFile,
     WritableFile,
     exists,
@@ -22,10 +21,9 @@ from shardwise.store import (
 from shardwise.store.lease_locks import LeaseDirectory, is_lease
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
 from shardwise.store.sequential import SequentialWriter, Stream
-from shardwise.store.store import REMOTE_TRANSFER, Buffer
+from shardwise.store.store import Buffer
 
 __all__ = [
-    "REMOTE_TRANSFER",
     "Buffer",
     "FileStatus",
     "LeaseDirectory",
@@ -37,7 +35,6 @@ __all__ = [
     "StoreUnavailableError",
     "StoreUrl",
     "Stream",
-    "TransferOptions",
     "ViewableFile",
     "WritableFile",
     "check_name",

@@ -28,7 +28,6 @@ from shardwise.store.store import (
     ReplicatedFile,
     Store,
     StoreTraits,
-    TransferOptions,
     ViewableFile,
     WritableFile,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "ReplicatedFile",
     "Store",
     "StoreTraits",
-    "TransferOptions",
     "ViewableFile",
     "WritableFile",
     "abort_uploads",

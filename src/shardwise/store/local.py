@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -29,9 +30,9 @@ from shardwise.store.local_files import (
 )
 from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
 from shardwise.store.store import (
+    FILE_SYSTEM,
     FileStatus,
     StoreTraits,
-    TransferOptions,
     not_a_directory,
     too_many_files,
 )
@@ -76,13 +77,8 @@ class LocalStore:
     @cached_property
     def traits(self) -> StoreTraits:
         """The properties of the store. Whether it is local to this node depends on its mount."""
-        return StoreTraits(
-            alignment=ALIGNMENT,
-            lock_expiry=0.0,
-            reading_grace=0.0,
-            transfer=TransferOptions(),
-            is_node_local=is_node_local(self.path),
-        )
+        is_local = is_node_local(self.path)
+        return dataclasses.replace(FILE_SYSTEM, alignment=ALIGNMENT, is_node_local=is_local)
 
     def at(self, name: str) -> LocalStore:
         """Return the store one level below."""

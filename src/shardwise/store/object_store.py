@@ -23,7 +23,6 @@ from shardwise.store.sequential import SequentialWriter
 from shardwise.store.store import (
     LOCK_EXPIRY,
     READING_GRACE,
-    REMOTE_TRANSFER,
     Buffer,
     FileStatus,
     StoreTraits,
@@ -64,10 +63,8 @@ class ObjectStore:
         self._client = client or Client(self.url)
         self._requests = int(self.url.number("requests", UPLOAD_REQUESTS, smallest=1))
         self.traits = StoreTraits(
-            alignment=1,
             lock_expiry=self.url.number("lock_seconds", LOCK_EXPIRY, smallest=2),
             reading_grace=self.url.number("grace_seconds", READING_GRACE, smallest=0),
-            transfer=REMOTE_TRANSFER,
         )
 
     def __repr__(self) -> str:

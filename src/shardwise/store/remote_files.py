@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.deadline import Deadline
@@ -17,7 +17,6 @@ from shardwise.store.names import StoreUrl, check_name, check_name_to_write, che
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import (
     LOCK_EXPIRY,
-    REMOTE_TRANSFER,
     Buffer,
     FileStatus,
     StoreTraits,
@@ -60,7 +59,7 @@ class RemoteFileStore(ABC):
     """
 
     refuses_to_replace = False
-    traits = StoreTraits(transfer=replace(REMOTE_TRANSFER, read_threads=8, staging_bytes=64 << 20))
+    traits = StoreTraits(read_threads=8, staging_bytes=64 << 20)
 
     def __init__(self, url: StoreUrl, clients: dict[int, Any] | None = None) -> None:
         self.url = url

@@ -15,12 +15,26 @@ from shardwise.errors import StoreError
 Buffer = npt.NDArray[np.uint8]
 
 
+LOCK_EXPIRY = 60.0
+READING_GRACE = 3600.0
+"""How many seconds a store without shared locks keeps the files of a removed checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
-class TransferOptions:
-    """How a store is read fastest. The defaults are those of file systems.
+class StoreTraits:
+    """The properties of a store that its callers must know. The defaults are those of a server.
 
     Attributes:
-        read_bytes: the longest read, in bytes.
+        alignment: the alignment in bytes that `write_at` needs for offsets, lengths and memory.
+        lock_expiry: how many seconds the lock of a process that died can still count. 0.0 if it
+            ends with the process, and if there are shared locks.
+        reading_grace: how many seconds the files of a removed checkpoint stay, because processes
+            may read them, and the store has no shared locks. 0.0 if readers lock what they read.
+        is_node_local: whether the files are on a disk or in the memory of this node. Other nodes
+            then gain nothing if this node reads for them. False if unknown.
+        mapped: the files that are mapped into the memory of this process, if this is a snapshot;
+            None for other stores.
+        read_bytes: the length of the longest read for which the store is fastest, in bytes.
         read_threads: the reads of one process at a time.
         node_requests: the reads of all processes of a node at a time; None for no limit.
         largest_gap: the largest gap between two wanted ranges of a file for which one read of both
@@ -29,48 +43,27 @@ class TransferOptions:
         staging_bytes: the memory for reads, in bytes, unless the user sets a bound.
     """
 
-    read_bytes: int = 2 << 20  # stays in the CPU cache until it is verified and copied
-    read_threads: int = 4
-    node_requests: int | None = None
-    largest_gap: int = 0
-    staging_bytes: int = 64 << 20
-
-
-REMOTE_TRANSFER = TransferOptions(
-    read_bytes=8 << 20,
-    read_threads=32,
-    node_requests=32,
-    largest_gap=1 << 20,  # takes about as long as the answer to another request
-    staging_bytes=256 << 20,
-)
-LOCK_EXPIRY = 60.0
-READING_GRACE = 3600.0
-"""How many seconds a store without shared locks keeps the files of a removed checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreTraits:
-    """The properties of a store that its callers must know.
-
-    Attributes:
-        alignment: the alignment in bytes that `write_at` needs for offsets, lengths and memory.
-        lock_expiry: how many seconds the lock of a process that died can still count. 0.0 if it
-            ends with the process, and if there are shared locks.
-        reading_grace: how many seconds the files of a removed checkpoint stay, because processes
-            may read them, and the store has no shared locks. 0.0 if readers lock what they read.
-        transfer: how the store is read fastest.
-        is_node_local: whether the files are on a disk or in the memory of this node. Other nodes
-            then gain nothing if this node reads for them. False if unknown.
-        mapped: the files that are mapped into the memory of this process, if this is a snapshot;
-            None for other stores.
-    """
-
     alignment: int = 1
     lock_expiry: float = LOCK_EXPIRY
     reading_grace: float = READING_GRACE
-    transfer: TransferOptions = REMOTE_TRANSFER
     is_node_local: bool = False
     mapped: frozenset[str] | None = None
+    read_bytes: int = 8 << 20
+    read_threads: int = 32
+    node_requests: int | None = 32
+    largest_gap: int = 1 << 20  # takes about as long as the answer to another request
+    staging_bytes: int = 256 << 20
+
+
+FILE_SYSTEM = StoreTraits(
+    lock_expiry=0.0,
+    reading_grace=0.0,
+    read_bytes=2 << 20,  # stays in the CPU cache until it is verified and copied
+    read_threads=4,
+    node_requests=None,
+    largest_gap=0,
+    staging_bytes=64 << 20,
+)
 
 
 @dataclass(frozen=True, slots=True)
