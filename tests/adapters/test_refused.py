@@ -279,6 +279,17 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     sw.load(tmp_path, run(torch.optim.Adam))
 
 
+def test_a_parameter_does_not_move_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    weight, bias = [model.weight], [model.bias]
+    saved = [torch.optim.AdamW(weight), torch.optim.SGD(bias)]
+    turned = [torch.optim.SGD(weight), torch.optim.AdamW(bias)]
+    sw.save(tmp_path, {"model": model, "optimizer": saved})
+    with pytest.raises(sw.MismatchError, match=r"saved by another kind of optimizer.*betas"):
+        sw.load(tmp_path, {"model": model, "optimizer": turned})
+    assert "betas" not in turned[0].param_groups[0]
+
+
 def test_a_box_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
     sw.save(tmp_path, {"x": torch.ones(4, 8)})
     checkpoint = sw.open(tmp_path)

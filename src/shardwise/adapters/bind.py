@@ -46,7 +46,13 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             '{"model": model, "optimizer": optimizer}'
         )
     bindings: list[Binding] = []
-    functions = [*_functions_of_imported_modules()]
+    functions: list[Bind] = []  # those of plugins come first
+    for module, plugin in find_plugins(GROUP).items():
+        if module in sys.modules:
+            functions.append(load_plugin(plugin))
+    for module, adapter in _BUILT_IN.items():
+        if module in sys.modules:
+            functions.append(import_module(f"shardwise.adapters.{adapter}").bind)
     try:
         for binding in _bind_dict(state, "", bindings, functions, allow_pickle):
             bindings.append(binding)  # noqa: PERF402 - other bindings look at the list so far
@@ -82,16 +88,6 @@ def torch_optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
     except ShardwiseError:
         return []
     return [optimizer for binding in bindings for optimizer in binding.optimizers]
-
-
-def _functions_of_imported_modules() -> Iterator[Bind]:
-    """Yield the functions that bind types of modules that are imported, those of plugins first."""
-    for module, plugin in find_plugins(GROUP).items():
-        if module in sys.modules:
-            yield load_plugin(plugin)
-    for module, adapter in _BUILT_IN.items():
-        if module in sys.modules:
-            yield import_module(f"shardwise.adapters.{adapter}").bind
 
 
 def _bind_dict(

@@ -110,7 +110,7 @@ class EngineBinding(ModuleBinding):
     """
 
     def __init__(self, name: str, engine: Any, context: Context) -> None:
-        super().__init__(name, [engine.module], context)
+        super().__init__(name, modules_in(engine.module), context)
         _refuse_unsupported_engine(name, engine)
         self.prefix = context.prefix
         self._engine = engine

@@ -31,7 +31,7 @@ from shardwise.adapters.megatron_optimizer import (
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import has_class, modules_in, unwrap_data_parallel
+from shardwise.adapters.modules import has_class, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
@@ -73,9 +73,7 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
 
 def _is_model(module: nn.Module) -> bool:
     """Return whether a module is one of Megatron-Core, also if it is wrapped."""
-    return has_class(
-        unwrap_data_parallel(module), "megatron.core.transformer.module", "MegatronModule"
-    )
+    return has_class(module, "megatron.core.transformer.module", "MegatronModule")
 
 
 def _load_scheduler(scheduler: Any, state: object) -> None:
@@ -325,13 +323,12 @@ def _load_scaler_state(name: str, scaler: Any, value: object) -> None:
     )
 
 
-def _unwrap(name: str, chunk: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of torch and Megatron-Core.
+def _unwrap(name: str, module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of Megatron-Core.
 
     Raises:
         StateError: the wrapper or the kind of weights is not supported.
     """
-    module = unwrap_data_parallel(chunk)
     while type(module).__name__ in _WRAPPER_CLASSES and isinstance(module.module, nn.Module):
         module = module.module
     unsupported = ""

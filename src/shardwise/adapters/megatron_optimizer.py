@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_groups import STEP, Group, read_state, write_state
+from shardwise.adapters.optimizer_groups import STEP, Group
 from shardwise.boxes import Box
 from shardwise.errors import StateError
 from shardwise.state.leaves import LocalState, TensorLeaf
@@ -263,7 +263,7 @@ class BucketedState:
             settings = self._saved_settings(part, group, local_state)
             if settings is None:
                 continue
-            state = read_state(group, part.tensor)
+            state = group.read_state(part.tensor)
             for key in self._saved.names_below(part.bucket.name):
                 entry = self._saved.tensor(f"{part.bucket.name}.{key}")
                 if key == MASTER_KEY or entry is None:
@@ -284,7 +284,7 @@ class BucketedState:
     def restore(self) -> None:
         """Set the created state and hyperparameters, after the tensors are filled."""
         for group, tensor, settings, state in self._created_states:
-            write_state(group, tensor, state)
+            group.write_state(tensor, state)
             for key, value in settings.items():
                 if key not in _NOT_HYPERPARAMETERS:
                     group.settings[key] = value

@@ -38,13 +38,15 @@ def modules_in(value: object) -> list[nn.Module]:
 
     For any other value, return an empty list.
 
-    Pipeline stages become their modules.
+    Pipeline stages, DistributedDataParallel and DataParallel become the modules inside them.
     """
     modules = []
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
     for part in parts:
         is_stage = is_instance(part, "torch.distributed.pipelining", "PipelineStage")
         module = part.submod if is_stage else part
+        while isinstance(module, (DataParallel, DistributedDataParallel)):
+            module = module.module
         if not isinstance(module, nn.Module):
             return []
         modules.append(module)
@@ -81,7 +83,7 @@ class Part:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.module = module = unwrap_data_parallel(module)
+        self.module = module
         self.entries: dict[str, object] = {}
         self.generated: dict[str, str] = {}
         self.quantized: list[Layer] = []
@@ -316,10 +318,3 @@ def has_class(value: object, module: str, name: str) -> bool:
         cls.__name__ == name and f"{cls.__module__}.".startswith(f"{module}.")
         for cls in type(value).__mro__
     )
-
-
-def unwrap_data_parallel(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel or DataParallel."""
-    while isinstance(module, (DataParallel, DistributedDataParallel)):
-        module = module.module
-    return module

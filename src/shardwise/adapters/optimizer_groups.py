@@ -5,8 +5,7 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,75 +24,76 @@ _DEEPSPEED_KEYS = {"bias_correction", STEP}
 """Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
-    """A param group of an optimizer.
+    """Reads and sets a param group of an optimizer, and the state of its parameters.
 
-    Attributes:
+    Args:
         optimizer: the optimizer.
         settings: the group itself, an item of `optimizer.param_groups`.
         parameters: its parameters.
+
+    Attributes:
+        names: the names of all original parameters, each of them once.
+        steps_are_in: where the optimizer counts its steps. torch's optimizers have a tensor for
+            each parameter, DeepSpeed's an integer for each parameter, and those of Apex a number
+            for each param group.
+        other_keys: the keys of the settings that are not hyperparameters.
     """
 
-    optimizer: Optimizer
-    settings: MutableMapping[str, Any]
-    parameters: list[Parameter]
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        settings: MutableMapping[str, Any],
+        parameters: Sequence[Parameter],
+    ) -> None:
+        self.optimizer = optimizer
+        self.settings = settings
+        self.parameters = parameters
+        names: dict[str, None] = {}
+        for parameter in parameters:
+            names.update(dict.fromkeys(parameter.names))
+        self.names = tuple(names)
+        self.steps_are_in: Literal["tensors", "integers", "groups"] = "tensors"
+        self.other_keys: Collection[str] = NOT_HYPERPARAMETERS
+        module = type(optimizer).__module__
+        if module.startswith("deepspeed.ops."):
+            self.steps_are_in = "integers"
+        elif module.startswith(("transformer_engine.", "apex.")):
+            self.steps_are_in = "groups"
+            self.other_keys = (*NOT_HYPERPARAMETERS, STEP)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all original parameters, each of them once."""
-        found: dict[str, None] = {}
-        for parameter in self.parameters:
-            found.update(dict.fromkeys(parameter.names))
-        return tuple(found)
+    def read_state(self, parameter: torch.Tensor) -> dict[str, object]:
+        """Return the state of a parameter by dotted keys, with the step count as a tensor."""
+        state = dict(flatten_keys(self.optimizer.state.get(parameter, {})))
+        if state and self.steps_are_in != "tensors":
+            counters = state if self.steps_are_in == "integers" else self.settings
+            count = counters.get(STEP)
+            if isinstance(count, (int, torch.Tensor)):
+                state[STEP] = torch.tensor(float(count), device="cpu")
+        return state
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
+        """Set the state of a parameter, with the step count in the form that the optimizer uses."""
+        count = state.get(STEP)
+        if isinstance(count, torch.Tensor) and self.steps_are_in == "integers":
+            state = {**state, STEP: int(count)}
+        elif isinstance(count, torch.Tensor) and self.steps_are_in == "groups":
+            state = {key: value for key, value in state.items() if key != STEP}
+            current = self.settings.get(STEP)
+            self.settings[STEP] = (
+                current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
+            )
+        self.optimizer.state[parameter] = nest_keys(state)
 
 
-def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
-    """Return where an optimizer counts its steps.
-
-    torch's optimizers have a tensor for each parameter, DeepSpeed's an integer for each parameter,
-    and those of Apex a number for each param group.
-    """
-    module = type(optimizer).__module__
-    if module.startswith("deepspeed.ops."):
-        return "integers"
-    return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
-
-
-def hyperparameters_of(settings: Mapping[str, Any], *, steps: bool = False) -> dict[str, Any]:
-    """Return the hyperparameters in the settings of a group.
-
-    Args:
-        settings: the settings.
-        steps: whether a step count is among them, which is left out.
-    """
-    others = (*NOT_HYPERPARAMETERS, STEP) if steps else NOT_HYPERPARAMETERS
-    return {key: value for key, value in settings.items() if key not in others}
-
-
-def read_state(group: Group, parameter: torch.Tensor) -> dict[str, object]:
-    """Return the state of a parameter by dotted keys, with the step count as a tensor."""
-    state = dict(flatten_keys(group.optimizer.state.get(parameter, {})))
-    place = steps_are_in(group.optimizer)
-    if state and place != "tensors":
-        count = state.get(STEP) if place == "integers" else group.settings.get(STEP)
-        if isinstance(count, (int, torch.Tensor)):
-            state[STEP] = torch.tensor(float(count), device="cpu")
-    return state
-
-
-def write_state(group: Group, parameter: torch.Tensor, state: Mapping[str, object]) -> None:
-    """Set the state of a parameter, with the step count in the form that the optimizer uses."""
-    count, place = state.get(STEP), steps_are_in(group.optimizer)
-    if isinstance(count, torch.Tensor) and place == "integers":
-        state = {**state, STEP: int(count)}
-    elif isinstance(count, torch.Tensor) and place == "groups":
-        state = {key: value for key, value in state.items() if key != STEP}
-        current = group.settings.get(STEP)
-        group.settings[STEP] = (
-            current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
-        )
-    group.optimizer.state[parameter] = nest_keys(state)
+def hyperparameters_of(
+    settings: Mapping[str, Any], other_keys: Collection[str] = NOT_HYPERPARAMETERS
+) -> dict[str, Any]:
+    """Return the hyperparameters among the settings of a param group."""
+    hyperparameters = dict(settings)
+    for key in other_keys:
+        hyperparameters.pop(key, None)
+    return hyperparameters
 
 
 def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -151,6 +151,9 @@ def find_group_problems(
 ) -> Iterator[str]:
     """Yield the reasons why the param groups cannot take the saved hyperparameters.
 
+    One reason is that another kind of optimizer saved them. Another version of the same optimizer
+    has more settings or fewer. Another kind has both: unexpected settings, and missing ones.
+
     Args:
         name: name of the param groups.
         groups: the param groups.
@@ -158,7 +161,7 @@ def find_group_problems(
     """
     for group in groups:
         members = group.names
-        missing = [member for member in members if member not in settings]
+        missing = sorted(set(members).difference(settings))
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             yield (
@@ -175,6 +178,23 @@ def find_group_problems(
                     f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"
                 )
                 break
+        saved = settings[members[0]] if members else {}
+        saved_keys = set(saved if isinstance(saved, dict) else ())
+        lacking = group.optimizer.defaults.keys() - saved_keys - _DEEPSPEED_KEYS
+        if not lacking:
+            continue
+        current_keys = set().union(*group.optimizer.param_groups)
+        unexpected = [
+            key
+            for key in sorted(saved_keys - current_keys - _DEEPSPEED_KEYS)
+            if not key.endswith(_SCHEDULER_SUFFIXES)
+        ]
+        if unexpected:
+            yield (
+                f"{name}: saved by another kind of optimizer, whose settings include "
+                f"{', '.join(unexpected)} and not {', '.join(sorted(lacking))}: leave it "
+                f"out with skip=[{name.removesuffix(GROUPS) + '*'!r}]"
+            )
 
 
 def find_prefix_problems(
@@ -194,33 +214,3 @@ def find_prefix_problems(
                 f"rename= does not rename an optimizer's parameters: use spec=sw.spec({text!r})"
             )
             return
-
-
-def find_kind_problems(
-    name: str, optimizers: Sequence[Optimizer], settings: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield a problem if the checkpoint was saved by another kind of optimizer.
-
-    Another version of the same optimizer has more settings or fewer. Another kind has both:
-    unexpected settings, and missing ones.
-    """
-    saved_keys: set[str] = set()
-    for saved in settings.values():
-        saved_keys.update(saved if isinstance(saved, dict) else ())
-    defaults: set[str] = set()
-    current_keys: set[str] = set()
-    for optimizer in optimizers:
-        defaults.update(optimizer.defaults)
-        current_keys.update(*optimizer.param_groups)
-    missing = defaults - saved_keys - _DEEPSPEED_KEYS
-    unexpected = [
-        key
-        for key in sorted(saved_keys - current_keys - _DEEPSPEED_KEYS)
-        if not key.endswith(_SCHEDULER_SUFFIXES)
-    ]
-    if unexpected and missing:
-        yield (
-            f"{name}: saved by another kind of optimizer, whose settings include "
-            f"{', '.join(unexpected)} and not {', '.join(sorted(missing))}: leave it "
-            f"out with skip=[{name.removesuffix(GROUPS) + '*'!r}]"
-        )

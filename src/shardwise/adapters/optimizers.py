@@ -14,13 +14,9 @@ from shardwise.adapters.optimizer_groups import (
     STEP,
     Group,
     find_group_problems,
-    find_kind_problems,
     find_prefix_problems,
     hyperparameters_of,
-    read_state,
     settings_by_member,
-    steps_are_in,
-    write_state,
 )
 from shardwise.adapters.values import missing_inside, tensors_inside
 from shardwise.errors import StateError
@@ -59,15 +55,14 @@ class OptimizerBinding(Binding):
                 if parameter.is_copy:
                     continue
                 is_empty = parameter.is_empty
-                for key, value in read_state(group, parameter.tensor).items():
+                for key, value in group.read_state(parameter.tensor).items():
                     # A rank without elements may have another step count, so leave out its scalars.
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, parameter, key, value)
         local_state.join_parts(to_fill=False)
         grouped: list[tuple[tuple[str, ...], JsonValue]] = []
         for group in groups:
-            counts_steps = steps_are_in(group.optimizer) == "groups"
-            settings = hyperparameters_of(group.settings, steps=counts_steps)
+            settings = hyperparameters_of(group.settings, group.other_keys)
             value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
             grouped.append((group.names, value))
         local_state.grouped[self._groups_name] = grouped
@@ -82,10 +77,10 @@ class OptimizerBinding(Binding):
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
         for group in self._groups:
             for parameter in group.parameters:
-                prefix = f"{self.name}.{parameter.representative_name}"
-                current = read_state(group, parameter.tensor)
+                prefix = f"{self.name}.{parameter.name_and_shape[0]}"
+                current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
-                is_new = state is not current or steps_are_in(group.optimizer) != "tensors"
+                is_new = state is not current or group.steps_are_in != "tensors"
                 self._states.append((group, parameter, state, is_new))
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) or not saved.has_object(f"{prefix}.{key}"):
@@ -102,7 +97,6 @@ class OptimizerBinding(Binding):
                 problems += find_prefix_problems(
                     saved.saved_name(self._groups_name), self._groups, self._settings
                 )
-            problems += find_kind_problems(self._groups_name, self.optimizers, self._settings)
             local_state.problems += problems
         selected = selection.select_from(local_state)
         selected.add(values)
@@ -112,7 +106,7 @@ class OptimizerBinding(Binding):
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
         for group, parameter, state, is_new in self._states:
             plain_state: dict[str, object] = {}
-            prefix = f"{self.name}.{parameter.representative_name}"
+            prefix = f"{self.name}.{parameter.name_and_shape[0]}"
             for key, value in state.items():
                 name = f"{prefix}.{key}"
                 if not isinstance(value, torch.Tensor) and name in values:
@@ -120,16 +114,16 @@ class OptimizerBinding(Binding):
                         values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
                     )
             if plain_state or is_new:
-                write_state(group, parameter.tensor, state | plain_state)
+                group.write_state(parameter.tensor, state | plain_state)
             if not group.optimizer.state.get(parameter.tensor):
                 group.optimizer.state.pop(parameter.tensor, None)
         for group in self._groups:
-            if steps_are_in(group.optimizer) == "groups" and not any(
+            if group.steps_are_in == "groups" and not any(
                 group.optimizer.state.get(each.tensor) for each in group.parameters
             ):
                 group.settings.pop(STEP, None)
-            if self._groups_name in values and group.parameters:
-                self._set_hyperparameters(group, group.parameters[0].names[0])
+            if self._groups_name in values and group.names:
+                self._set_hyperparameters(group)
 
     def parameter_order(self) -> ParameterOrder | None:
         """Return the names and shapes of the parameters of each group.
@@ -148,7 +142,6 @@ class OptimizerBinding(Binding):
         otherwise.
         """
         ids: set[int] = set()
-        groups: list[Group] = []
         for optimizer in self.optimizers:
             for settings in optimizer.param_groups:
                 if not isinstance(settings["params"], list):
@@ -158,7 +151,6 @@ class OptimizerBinding(Binding):
                         "torch's optimizers make it"
                     )
                 ids.update(map(id, settings["params"]))
-                groups.append(Group(optimizer, settings, []))
         found: dict[str, dict[int, Parameter]] = {}
         for binding in self._bindings:
             for parameter in binding.parameters() if binding.kind == "module" else ():
@@ -168,16 +160,20 @@ class OptimizerBinding(Binding):
         for module, of_module in reversed(found.items()):
             for key, parameter in of_module.items():
                 parameters[key] = parameter if len(found) == 1 else parameter.add_prefix(module)
-        for group in groups:
-            for tensor in group.settings["params"]:
-                if id(tensor) not in parameters:
-                    raise StateError(
-                        f"{self.name}: no module in the state has the optimizer's parameter of "
-                        f"shape {list(tensor.shape)}, so its name is unknown: put the module, or "
-                        "its engine, into the state too. If it is there, create the optimizer "
-                        "after all that replaces parameters, such as fully_shard"
-                    )
-                group.parameters.append(parameters[id(tensor)])
+        groups = []
+        for optimizer in self.optimizers:
+            for settings in optimizer.param_groups:
+                members = []
+                for tensor in settings["params"]:
+                    if id(tensor) not in parameters:
+                        raise StateError(
+                            f"{self.name}: no module in the state has the optimizer's parameter of "
+                            f"shape {list(tensor.shape)}, so its name is unknown: put the module, "
+                            "or its engine, into the state too. If it is there, create the "
+                            "optimizer after all that replaces parameters, such as fully_shard"
+                        )
+                    members.append(parameters[id(tensor)])
+                groups.append(Group(optimizer, settings, members))
         return groups
 
     def _add_value(
@@ -224,7 +220,7 @@ class OptimizerBinding(Binding):
 
         A value and its tensors are selected together.
         """
-        prefix = f"{self.name}.{parameter.representative_name}."
+        prefix = f"{self.name}.{parameter.name_and_shape[0]}."
         inside = tensors_inside(prefix + key, saved)
         if not selection.selects(prefix + key, *inside):
             local_state.unselected += [prefix + key, *inside]
@@ -285,8 +281,9 @@ class OptimizerBinding(Binding):
             )
         return self._tensors_in_values[name]
 
-    def _set_hyperparameters(self, group: Group, member: str) -> None:
-        """Set the hyperparameters of a group to the saved ones of this member."""
+    def _set_hyperparameters(self, group: Group) -> None:
+        """Set the hyperparameters of a group to the saved ones of its first parameter."""
+        member = group.names[0]
         name = f"{self._groups_name}.{member}"
         settings = decode(self._settings[member], name, allow_pickle=self._allow_pickle)
         if not isinstance(settings, dict):
@@ -295,8 +292,7 @@ class OptimizerBinding(Binding):
                 f"{type(settings).__name__}: leave the optimizer out with "
                 f"skip=[{f'{self.name}.*'!r}]"
             )
-        counts_steps = steps_are_in(group.optimizer) == "groups"
-        for key, value in hyperparameters_of(settings, steps=counts_steps).items():
+        for key, value in hyperparameters_of(settings, group.other_keys).items():
             current = group.settings.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
                 with torch.no_grad():

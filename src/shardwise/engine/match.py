@@ -106,7 +106,7 @@ def make_report(
             fill no target on any rank.
         missing, problems: as returned by `match_targets`.
     """
-    names, saved_names = [*targets.names()], [*saved.all_names()]
+    names, saved_names = [*targets.names()], saved.all_names()
     wanted, filled = [], []
     for owner, own in {**names_by_owner, "": names}.items():
         if own:
@@ -181,7 +181,7 @@ def combine_reports(
         wanted.update(report.wanted)
         filled.update(report.filled)
         unused.intersection_update(report.unused_patterns)
-    unclaimed, unexpected = _find_unclaimed(reports, [*saved.all_names()])
+    unclaimed, unexpected = _find_unclaimed(reports, saved.all_names())
     if not strict:
         problems |= dict.fromkeys(_describe_unfilled(wanted - filled))
     elif missing or unexpected:

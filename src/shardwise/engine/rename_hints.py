@@ -32,7 +32,7 @@ def suggest(
     """
     hint = (
         suggest_trainable(missing, unclaimed)
-        or suggest_opened_object(missing, [*saved.all_names()])
+        or suggest_opened_object(missing, saved.all_names())
         or suggest_renames(missing, unexpected, unclaimed, keys)
         or suggest_key(missing, unclaimed)
     )

@@ -121,25 +121,17 @@ def require_text(value: object) -> str:
     return value
 
 
-def require_list(value: object) -> list[Any]:
-    """Return a value after checking that it is a list.
-
-    Raises:
-        TypeError: the value is not a list.
-    """
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, not {type(value).__name__}")
-    return value
-
-
 def _shape(encoded: object) -> tuple[int, ...]:
-    shape = require_list(encoded)
-    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < _LARGEST_DIM for n in shape):
+    if (
+        not isinstance(encoded, list)
+        or len(encoded) > _MOST_DIMS
+        or not all(type(n) is int and 0 <= n < _LARGEST_DIM for n in encoded)
+    ):
         raise ValueError(
             f"shape {str(encoded)[:40]}: expected a list of up to {_MOST_DIMS} integers, from 0 "
             f"to {_LARGEST_DIM - 1}"
         )
-    return tuple(shape)
+    return tuple(encoded)
 
 
 def _decode_numbers(dtype: str, shape: tuple[int, ...], text: object) -> Array:

@@ -110,16 +110,14 @@ class SavedNames:
 
     def similar_names(self, name: str) -> list[str]:
         """Return names, and first parts of names, in the checkpoint that are spelled similarly."""
-        names = [*self.all_names()]
+        names = self.all_names()
         candidates = [each for each in names if abs(len(each) - len(name)) <= 3][:MOST_COMPARED]
         first_parts = [each.partition(".")[0] for each in names]
         return difflib.get_close_matches(name, [*dict.fromkeys([*candidates, *first_parts])])
 
-    def all_names(self) -> Iterable[str]:
-        """Yield the names in the checkpoint."""
-        yield from self._tensors
-        yield from self._objects
-        yield from self.layout.per_rank
+    def all_names(self) -> list[str]:
+        """Return the names in the checkpoint."""
+        return [*self._tensors, *self._objects, *self.layout.per_rank]
 
     @cached_property
     def quantized(self) -> Mapping[str, str]:

@@ -10,8 +10,7 @@ import enum
 import math
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,6 @@ from shardwise.state.json_fields import (
     enum_fields,
     enum_of,
     is_numeric,
-    require_list,
     require_text,
     scalar_fields,
     scalar_of,
@@ -72,7 +70,7 @@ def encode(
         StateError: a value has no plain form, or two tensors have the same name.
     """
     try:
-        return _encode(value, _Context(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
+        return _encode(value, _Cursor(name, on_tensor=on_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
         raise StateError(f"{name}: nested too deeply for Python: flatten the value") from error
 
@@ -95,7 +93,7 @@ def decode(
         StateError: the input is malformed, or contains pickle and `allow_pickle` is not set.
     """
     try:
-        return _decode(encoded, _Context(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
+        return _decode(encoded, _Cursor(name, get_tensor=get_tensor, allow_pickle=allow_pickle))
     except RecursionError as error:
         raise StateError(
             f"{name}: nested too deeply for Python: leave it out with skip=[…]"
@@ -131,133 +129,164 @@ def find_differences(
         yield name, a, b
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What the encoder or decoder knows at a position in a value.
+class _Cursor:
+    """The position of the encoder or decoder in a value, and what it needs there.
+
+    Args:
+        name: the full name of the value.
+        on_tensor, get_tensor, allow_pickle: as for `encode` and `decode`.
 
     Attributes:
-        name: the full name of the position.
-        depth: the number of containers around the position.
-        on_tensor, get_tensor, allow_pickle: as for `encode` and `decode`.
+        path: the name of the value, and the keys and indices from there to the position.
         tensors: the names of the tensors that the encoder has found so far.
-        is_key: whether the position is in the key of a dict.
+        is_in_key: whether the encoder is in the key of a dict.
     """
 
-    name: str
-    depth: int = 0
-    on_tensor: OnTensor | None = None
-    get_tensor: GetTensor | None = None
-    allow_pickle: bool = False
-    tensors: set[str] = field(default_factory=set)
-    is_key: bool = False
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_tensor: OnTensor | None = None,
+        get_tensor: GetTensor | None = None,
+        allow_pickle: bool,
+    ) -> None:
+        self.path: list[object] = [name]
+        self.on_tensor = on_tensor
+        self.get_tensor = get_tensor
+        self.allow_pickle = allow_pickle
+        self.tensors: set[str] = set()
+        self.is_in_key = False
 
-    def within(self, part: object, *, is_key: bool = False) -> _Context:
-        return _Context(  # faster than `replace`
-            name=f"{self.name}.{part}",
-            depth=self.depth + 1,
-            on_tensor=self.on_tensor,
-            get_tensor=self.get_tensor,
-            allow_pickle=self.allow_pickle and not is_key,
-            tensors=self.tensors,
-            is_key=self.is_key or is_key,
-        )
+    @property
+    def name(self) -> str:
+        """The full name of the position."""
+        return ".".join(map(format, self.path))
 
 
-def _encode(value: Any, context: _Context) -> JsonValue:
-    if context.depth > MAX_DEPTH:
+def _encode(value: Any, cursor: _Cursor) -> JsonValue:
+    if len(cursor.path) > MAX_DEPTH + 1:
         problem = f"nested more than {MAX_DEPTH} levels deep, or contains itself"
-        raise StateError(f"{context.name}: {problem}: flatten it")
+        raise StateError(f"{cursor.name}: {problem}: flatten it")
     value_type = type(value)
     if value is None or value_type is bool:
         return value
     if value_type is str:
         if not value.isascii():
-            _check_text(value, context)
+            _check_text(value, cursor)
         return value
     if (value_type is int and -_INT64 <= value < _INT64) or (
         value_type is float and math.isfinite(value)
     ):
         return value
     if value_type is list:
-        return [_encode(item, context.within(i)) for i, item in enumerate(value)]
+        return _encode_parts(enumerate(value), cursor)
     if value_type is dict and TAG not in value and set(map(type, value)) <= {str}:
-        encoded: dict[str, JsonValue] = {}
-        for key, item in value.items():
+        for key in value:
             if not key.isascii():
-                _check_text(key, context)
-            encoded[key] = _encode(item, context.within(key))
-        return encoded
+                _check_text(key, cursor)
+        return dict(zip(value, _encode_parts(value.items(), cursor), strict=True))
     tag = _TAG_BY_TYPE.get(value_type) or next(
         (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type)), "pickle"
     )
-    fields = _KINDS[tag].encode(value, context)
+    fields = _KINDS[tag].encode(value, cursor)
     if fields is None and tag != "pickle":
-        tag, fields = "pickle", _encode_pickle(value, context)
+        tag, fields = "pickle", _encode_pickle(value, cursor)
     if fields is None:
-        raise StateError(f"{context.name}: {why_unsavable(value)}")
+        raise StateError(f"{cursor.name}: {why_unsavable(value)}")
     return {TAG: tag, **fields}
 
 
-def _decode(encoded: JsonValue, context: _Context) -> object:
-    if context.depth > MAX_DEPTH:
+def _encode_parts(parts: Iterable[tuple[object, object]], cursor: _Cursor) -> list[JsonValue]:
+    """Encode the parts of a container, given with their keys or indices."""
+    encoded = []
+    for key, part in parts:
+        cursor.path.append(key)
+        encoded.append(_encode(part, cursor))
+        cursor.path.pop()
+    return encoded
+
+
+def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
+    if len(cursor.path) > MAX_DEPTH + 1:
         raise StateError(
-            f"{context.name}: more than {MAX_DEPTH} levels deep: leave it out with skip=[…]"
+            f"{cursor.name}: more than {MAX_DEPTH} levels deep: leave it out with skip=[…]"
         )
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
-        return [_decode(item, context.within(i)) for i, item in enumerate(encoded)]
+        return _decode_parts(enumerate(encoded), cursor)
     if not isinstance(encoded, dict):
-        raise StateError(f"{context.name}: {type(encoded).__name__} is not a JSON value")
+        raise StateError(f"{cursor.name}: {type(encoded).__name__} is not a JSON value")
     if TAG not in encoded:
-        return {key: _decode(item, context.within(key)) for key, item in encoded.items()}
+        return dict(zip(encoded, _decode_parts(encoded.items(), cursor), strict=True))
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
-            f"{context.name}: the type {str(tag)[:40]!r} is unknown: load the checkpoint with a "
+            f"{cursor.name}: the type {str(tag)[:40]!r} is unknown: load the checkpoint with a "
             "newer version of shardwise, or leave the value out of the load with skip=[…]"
         )
     try:
-        return _KINDS[tag].decode(encoded, context)
+        return _KINDS[tag].decode(encoded, cursor)
     except (ShardwiseError, RecursionError):
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         advice = "load another checkpoint, or leave the value out of the load with skip=[…]"
         raise StateError(
-            f"{context.name}: the saved {tag} is invalid: "
+            f"{cursor.name}: the saved {tag} is invalid: "
             f"{'it has no ' if isinstance(error, KeyError) else ''}{error}; {advice}"
         ) from error
 
 
-def _check_text(text: str, context: _Context) -> None:
+def _decode_parts(parts: Iterable[tuple[object, JsonValue]], cursor: _Cursor) -> list[object]:
+    """Decode the parts of a container, given with their keys or indices."""
+    decoded = []
+    for key, part in parts:
+        cursor.path.append(key)
+        decoded.append(_decode(part, cursor))
+        cursor.path.pop()
+    return decoded
+
+
+def _require_list(value: object) -> list[Any]:
+    """Return a value after checking that it is a list.
+
+    Raises:
+        TypeError: the value is not a list.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, not {type(value).__name__}")
+    return value
+
+
+def _check_text(text: str, cursor: _Cursor) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise StateError(f"{context.name}: invalid Unicode: {error}: save it as bytes") from error
+        raise StateError(f"{cursor.name}: invalid Unicode: {error}: save it as bytes") from error
 
 
-def _encode_pairs(value: Mapping[object, object], context: _Context) -> Fields:
-    pairs = []
-    for key, item in value.items():
-        encoded_key = _encode(key, context.within("<key>", is_key=True))
-        pairs.append([encoded_key, _encode(item, context.within(key))])
-    return {"v": pairs}
+def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
+    was_in_key, cursor.is_in_key = cursor.is_in_key, True
+    keys = _encode_parts([("<key>", key) for key in value], cursor)
+    cursor.is_in_key = was_in_key
+    items = _encode_parts(value.items(), cursor)
+    return {"v": [[*pair] for pair in zip(keys, items, strict=True)]}
 
 
-def _decode_pairs(encoded: Fields, context: _Context) -> dict[object, object]:
+def _decode_pairs(encoded: Fields, cursor: _Cursor) -> dict[object, object]:
     pairs: dict[object, object] = {}
     keys = KeyCounter()
-    for pair in require_list(encoded["v"]):
-        key, item = require_list(pair)
-        decoded = _decode(key, context.within("<key>"))
-        keys.add([decoded])
-        if decoded in pairs:
-            raise ValueError(f"duplicate key {str(decoded)[:40]!r}")
-        pairs[decoded] = _decode(item, context.within(decoded))
+    for pair in _require_list(encoded["v"]):
+        key, item = _require_list(pair)
+        [decoded_key] = _decode_parts([("<key>", key)], cursor)
+        keys.add([decoded_key])
+        if decoded_key in pairs:
+            raise ValueError(f"duplicate key {str(decoded_key)[:40]!r}")
+        [pairs[decoded_key]] = _decode_parts([(decoded_key, item)], cursor)
     return pairs
 
 
-def _encode_int(value: int, context: _Context) -> Fields | None:
+def _encode_int(value: int, cursor: _Cursor) -> Fields | None:
     try:
         return {"v": str(value)}
     except ValueError:
@@ -270,78 +299,79 @@ def _make_size(items: list[Any]) -> torch.Size:
     return torch.Size(items)
 
 
-def _encode_tensor(value: torch.Tensor | Shards, context: _Context) -> Fields | None:
-    if context.on_tensor is not None or context.is_key:
-        return _name_tensor(value, context)
+def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
+    if cursor.on_tensor is not None or cursor.is_in_key:
+        return _name_tensor(value, cursor)
     if isinstance(value, Shards) or hasattr(value, "placements"):
         raise StateError(
-            f"{context.name}: a {type(value).__name__} cannot be part of this value: save the full "
+            f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
             "tensor, or make it an item of the state"
         )
-    return tensor_fields(detach_checked(context.name, value))
+    return tensor_fields(detach_checked(cursor.name, value))
 
 
-def _decode_tensor(encoded: Fields, context: _Context) -> torch.Tensor | Shards:
-    return _get_named_tensor(encoded, context) if "name" in encoded else tensor_of(encoded)
+def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
+    return _get_named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
 
 
-def _encode_array(value: Array, context: _Context) -> Fields | None:
-    is_named = is_numeric(value.dtype) and (context.on_tensor is not None or context.is_key)
-    return _name_tensor(value, context) if is_named else array_fields(value)
+def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
+    is_named = is_numeric(value.dtype) and (cursor.on_tensor is not None or cursor.is_in_key)
+    return _name_tensor(value, cursor) if is_named else array_fields(value)
 
 
-def _decode_array(encoded: Fields, context: _Context) -> Array | Shards:
-    found = _get_named_tensor(encoded, context) if "name" in encoded else array_of(encoded)
+def _decode_array(encoded: Fields, cursor: _Cursor) -> Array | Shards:
+    found = _get_named_tensor(encoded, cursor) if "name" in encoded else array_of(encoded)
     return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
 
 
-def _get_named_tensor(encoded: Fields, context: _Context) -> torch.Tensor | Shards:
-    if context.get_tensor is None:
+def _get_named_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
+    if cursor.get_tensor is None:
         raise StateError(
-            f"{context.name}: the saved value refers to a tensor, but is loaded without tensors: "
+            f"{cursor.name}: the saved value refers to a tensor, but is loaded without tensors: "
             "leave the value out of the load with skip=[…]"
         )
-    return context.get_tensor(require_text(encoded["name"]))
+    return cursor.get_tensor(require_text(encoded["name"]))
 
 
-def _name_tensor(value: object, context: _Context) -> Fields:
-    if context.is_key or context.on_tensor is None:
+def _name_tensor(value: object, cursor: _Cursor) -> Fields:
+    if cursor.is_in_key or cursor.on_tensor is None:
         raise StateError(
-            f"{context.name}: a tensor cannot be a key: use text or a number as the key"
+            f"{cursor.name}: a tensor cannot be a key: use text or a number as the key"
         )
-    if context.name in context.tensors:
-        raise StateError(f"{context.name}: two tensors have this name: rename a key of one of them")
-    context.tensors.add(context.name)
-    context.on_tensor(context.name, value)
-    return {"name": context.name}
+    name = cursor.name
+    if name in cursor.tensors:
+        raise StateError(f"{name}: two tensors have this name: rename a key of one of them")
+    cursor.tensors.add(name)
+    cursor.on_tensor(name, value)
+    return {"name": name}
 
 
-def _decode_enum(encoded: Fields, context: _Context) -> enum.Enum:
+def _decode_enum(encoded: Fields, cursor: _Cursor) -> enum.Enum:
     try:
         return enum_of(encoded)
     except LookupError as error:
         raise StateError(
-            f"{context.name}: {error}, or leave the value out of the load with skip=[…]"
+            f"{cursor.name}: {error}, or leave the value out of the load with skip=[…]"
         ) from error
 
 
-def _encode_pickle(value: object, context: _Context) -> Fields | None:
-    if not context.allow_pickle:
+def _encode_pickle(value: object, cursor: _Cursor) -> Fields | None:
+    if not cursor.allow_pickle or cursor.is_in_key:
         return None
     try:
         return {"v": bytes_text(pickle.dumps(value))}
     except Exception as error:  # pickling runs code of the value
         raise StateError(
-            f"{context.name}: a {type(value).__name__} is not a plain value, and pickle cannot "
+            f"{cursor.name}: a {type(value).__name__} is not a plain value, and pickle cannot "
             f"save it: {error}: leave it out of the state, or give it state_dict() and "
             "load_state_dict()"
         ) from error
 
 
-def _decode_pickle(encoded: Fields, context: _Context) -> object:
-    if not context.allow_pickle:
+def _decode_pickle(encoded: Fields, cursor: _Cursor) -> object:
+    if not cursor.allow_pickle:
         raise StateError(
-            f"{context.name}: saved as pickle, which runs code from the file when it is loaded; "
+            f"{cursor.name}: saved as pickle, which runs code from the file when it is loaded; "
             "if you trust the file, pass allow_pickle=True"
         )
     data = bytes_of(encoded["v"])
@@ -349,7 +379,7 @@ def _decode_pickle(encoded: Fields, context: _Context) -> object:
         return pickle.loads(data)
     except Exception as error:  # unpickling runs code of the value
         raise StateError(
-            f"{context.name}: the pickled value cannot be unpickled: {error}: make its class "
+            f"{cursor.name}: the pickled value cannot be unpickled: {error}: make its class "
             "importable, or leave the value out of the load with skip=[…]"
         ) from error
 
@@ -364,8 +394,8 @@ class _Kind(NamedTuple):
     """
 
     value_type: type
-    encode: Callable[[Any, _Context], Fields | None]
-    decode: Callable[[Fields, _Context], object]
+    encode: Callable[[Any, _Cursor], Fields | None]
+    decode: Callable[[Fields, _Cursor], object]
 
 
 def _text_kind(
@@ -373,16 +403,16 @@ def _text_kind(
 ) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, context: {"v": to_text(value)},
-        lambda fields, context: from_text(require_text(fields["v"])),
+        lambda value, cursor: {"v": to_text(value)},
+        lambda fields, cursor: from_text(require_text(fields["v"])),
     )
 
 
 def _items_kind(value_type: type, make: Callable[[Any], object]) -> _Kind:
     return _Kind(
         value_type,
-        lambda value, context: {"v": _encode(list(value), context)},
-        lambda fields, context: make(_decode(require_list(fields["v"]), context)),
+        lambda value, cursor: {"v": _encode(list(value), cursor)},
+        lambda fields, cursor: make(_decode(_require_list(fields["v"]), cursor)),
     )
 
 
@@ -390,15 +420,13 @@ def _pairs_kind(value_type: type[dict[Any, Any]]) -> _Kind:
     return _Kind(
         value_type,
         _encode_pairs,
-        lambda fields, context: value_type(_decode_pairs(fields, context)),
+        lambda fields, cursor: value_type(_decode_pairs(fields, cursor)),
     )
 
 
 _KINDS: Mapping[str, _Kind] = {
     "enum": _Kind(enum.Enum, lambda v, _: enum_fields(v), _decode_enum),
-    "numpy": _Kind(
-        np.generic, lambda v, context: scalar_fields(v), lambda f, context: scalar_of(f)
-    ),
+    "numpy": _Kind(np.generic, lambda v, cursor: scalar_fields(v), lambda f, cursor: scalar_of(f)),
     "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),
     "tuple": _items_kind(tuple, tuple),
@@ -406,7 +434,7 @@ _KINDS: Mapping[str, _Kind] = {
     "dict": _pairs_kind(dict),
     "ordered": _pairs_kind(OrderedDict),
     "counter": _pairs_kind(Counter),
-    "int": _Kind(int, _encode_int, lambda fields, context: int(require_text(fields["v"]))),
+    "int": _Kind(int, _encode_int, lambda fields, cursor: int(require_text(fields["v"]))),
     "float": _text_kind(float, repr, float),
     "complex": _text_kind(complex, repr, complex),
     "bytes": _text_kind(bytes, bytes_text, bytes_of),
