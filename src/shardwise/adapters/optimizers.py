@@ -77,7 +77,7 @@ class OptimizerBinding(Binding):
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
         for group in self._groups:
             for parameter in group.parameters:
-                prefix = f"{self.name}.{parameter.name_and_shape[0]}"
+                prefix = f"{self.name}.{parameter.representative_name}"
                 current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
                 is_new = state is not current or group.steps_are_in != "tensors"
@@ -106,7 +106,7 @@ class OptimizerBinding(Binding):
         """Set created state, plain state and hyperparameters, after the tensors are filled."""
         for group, parameter, state, is_new in self._states:
             plain_state: dict[str, object] = {}
-            prefix = f"{self.name}.{parameter.name_and_shape[0]}"
+            prefix = f"{self.name}.{parameter.representative_name}"
             for key, value in state.items():
                 name = f"{prefix}.{key}"
                 if not isinstance(value, torch.Tensor) and name in values:
@@ -220,7 +220,7 @@ class OptimizerBinding(Binding):
 
         A value and its tensors are selected together.
         """
-        prefix = f"{self.name}.{parameter.name_and_shape[0]}."
+        prefix = f"{self.name}.{parameter.representative_name}."
         inside = tensors_inside(prefix + key, saved)
         if not selection.selects(prefix + key, *inside):
             local_state.unselected += [prefix + key, *inside]

@@ -325,16 +325,10 @@ class Parameter:
 
     @property
     def name_and_shape(self) -> tuple[str, tuple[int, ...]]:
-        """The name and global shape of the parameter.
-
-        In a flattened tensor, these are the ones of the first parameter that is not a scalar. The
-        optimizer's state of the tensor, for example `exp_avg`, exists once for all parameters in
-        it. So one name is enough to look up its keys.
-        """
-        if not self.flat:
-            return self.name, tuple(self.tensor.shape)
-        part = next((part for part in self.flat if part.shape), self.flat[0])
-        return part.name, part.shape
+        """The name and global shape of the parameter, or of the first one in a flattened tensor."""
+        if self.flat:
+            return self.flat[0].name, self.flat[0].shape
+        return self.name, tuple(self.tensor.shape)
 
     def add_prefix(self, prefix: str) -> Parameter:
         """Return the parameter with a prefix before its names."""
@@ -345,6 +339,18 @@ class Parameter:
     def is_empty(self) -> bool:
         """Whether this rank holds no element of the parameter, and so no optimizer state."""
         return bool(self.flat) and not _local_tensor(self.tensor).numel()
+
+    @property
+    def representative_name(self) -> str:
+        """The name of the first parameter that is not a scalar.
+
+        The optimizer's state of a flattened tensor, for example `exp_avg`, exists once for all
+        parameters in the tensor. So one name is enough to look up its keys.
+        """
+        for part in self.flat:
+            if part.shape:
+                return part.name
+        return self.names[0]
 
     def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
         """Return a tensor of the optimizer's state as leaves, one for each original parameter.
