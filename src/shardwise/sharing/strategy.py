@@ -140,7 +140,7 @@ def _read_together(
         exchange: runs in a further thread, and exchanges bytes with other nodes.
 
     Raises:
-        CorruptionError: as for `read_alone`.
+        CorruptionError: as for `RankReads.fill_alone`.
         RankError: another rank could not read its share.
         LostRankError: another rank died, or made no progress before the timeout.
     """
