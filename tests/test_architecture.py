@@ -276,7 +276,7 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
     ("path", "text", "wrong"),
     [
         ("plan/save.py", "from shardwise.manifest.pieces import Pieces", 0),
-        ("plan/save.py", "from shardwise.plan.load import LoadPlan", 0),
+        ("plan/save.py", "from shardwise.plan.load import plan_load", 0),
         ("plan/save.py", "from shardwise import errors", 0),
         ("plan/save.py", "def late():\n    import shardwise.api", 1),
         ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.load import x", 1),

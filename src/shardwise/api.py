@@ -24,12 +24,12 @@ from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state
+from shardwise.manifest.names import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
 from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
-from shardwise.tiers.record import open_with_mirror
 
 if TYPE_CHECKING:
     from shardwise.convert.write import ConversionReport
@@ -271,7 +271,14 @@ def export(
 def open_place(place: Place) -> Store:
     """Open the store of a place: a path or URL, with its mirror if it has one, or a store."""
     store = open_store(place)
-    return open_with_mirror(store) if isinstance(place, (str, os.PathLike)) else store
+    if isinstance(store, LocalStore) and isinstance(place, (str, os.PathLike)):
+        # The place is a root, or the directory of a step in a root.
+        root, parent = store.path / MIRROR_FILE, store.path.parent / MIRROR_FILE
+        if os.path.lexists(root) or os.path.lexists(parent):
+            from shardwise.tiers.record import open_with_mirror  # other places need not import it
+
+            return open_with_mirror(store)
+    return store
 
 
 @contextmanager

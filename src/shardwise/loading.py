@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -13,6 +13,7 @@ import msgspec
 
 from shardwise.adapters import bind_state
 from shardwise.adapters.optimizer_groups import GROUPS
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, ReadAlone, plan_reads, read_per_rank
@@ -38,6 +39,13 @@ _Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
 """The parameters of each optimizer, in order, with their shapes."""
 
 State = MutableMapping[str, Any]
+
+
+@prepare_decoding
+class _PositionalGroup(msgspec.Struct):
+    """A saved group of parameters that are identified by their positions in the optimizer."""
+
+    params: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +115,7 @@ def load_state(
             fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
             with recorder.stage("read"):
-                moved = fill()
+                fill()
             with recorder.stage("restore"):
                 _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
@@ -116,10 +124,10 @@ def load_state(
     return LoadReport(
         path=str(store),
         step=layout.step,
-        bytes_needed=reads.plan.bytes_needed,
-        bytes_read=moved.read,
-        bytes_received=moved.received,
-        files=len(set(reads.plan.spans.file.tolist())),
+        bytes_needed=reads.bytes_needed,
+        bytes_read=reads.bytes_read,
+        bytes_received=reads.bytes_received,
+        files=len(set(reads.spans.file.tolist())),
         missing=tuple(report.missing),
         unexpected=tuple(unexpected),
         optimizers=tuple(b.name for b in bindings if b.kind == "optimizer" and b.name in filled),
@@ -248,8 +256,11 @@ def name_parameters(
     """
     positional = {}
     for entry in layout.objects:
-        if entry.name.endswith(f".{GROUPS}") and (positions := _positions_of(entry.value)):
-            positional[entry.name.removesuffix(f".{GROUPS}")] = positions
+        if entry.name.endswith(f".{GROUPS}"):
+            with suppress(msgspec.ValidationError):  # groups with names instead of positions
+                if groups := msgspec.convert(entry.value, list[_PositionalGroup]):
+                    name = entry.name.removesuffix(f".{GROUPS}")
+                    positional[name] = [group.params for group in groups]
     if not positional:
         return layout
 
@@ -264,15 +275,6 @@ def name_parameters(
 def _equal_or_none(orders: list[dict[str, ParameterOrder]]) -> dict[str, ParameterOrder]:
     """Return the orders if they are equal on all ranks, or nothing."""
     return orders[0] if all(each == orders[0] for each in orders) else {}
-
-
-def _positions_of(groups: Any) -> list[list[int]] | None:
-    """Return the positions of each group's parameters; None if the groups have names instead."""
-    try:
-        found = msgspec.convert(groups, list[dict[str, Any]])
-        return msgspec.convert([group.get(PARAMS) for group in found], list[list[int]])
-    except msgspec.ValidationError:
-        return None
 
 
 def _name_parameters(

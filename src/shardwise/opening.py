@@ -93,14 +93,13 @@ def agree_on_place(
         settings: further settings, as text, which must be equal on all ranks.
 
     Raises:
-        StateError: `options.step` is invalid.
         MismatchError: ranks pass different arguments.
     """
     summary = (
         "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
         "ranks:"
     )
-    text = f"{store}, step={parse_choice(options.step)!r} {settings}"
+    text = f"{store}, step={options.step} {settings}"
     all_ranks.all_reduce(text, str, partial(require_equal, summary=summary), type(None))
 
 
@@ -127,7 +126,7 @@ def open_any(
     own, directory, manifest, encoded = None, "", None, b""
     with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
         if group.rank == 0:
-            directory = _choose_step_directory(store, parse_choice(options.step))
+            directory = _choose_step_directory(store, options.step)
             place = store.at(directory) if directory else store
             cleanup.enter_context(lock_for_reading(place, MANIFEST))
             manifest = _find_manifest(place)
@@ -168,13 +167,13 @@ def _find_manifest(store: Store) -> bytes | None:
         FormatError: the manifest is too large, or not a regular file.
         StoreUnavailableError: the storage does not answer.
     """
-    if name_of(store) == MANIFEST and is_file(store):
-        raise CheckpointNotFoundError(
-            f"{store} is a file inside a checkpoint: pass its directory, {parent_of(store)}"
-        )
     try:
         return store.read(MANIFEST, limit=LARGEST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
+        if name_of(store) == MANIFEST and is_file(store):
+            raise CheckpointNotFoundError(
+                f"{store} is a file inside a checkpoint: pass its directory, {parent_of(store)}"
+            ) from None
         if _may_be_foreign(_names_at(store)):
             return None
         raise CheckpointNotFoundError(_describe_missing(store)) from None
@@ -243,17 +242,19 @@ def _describe_missing(store: Store) -> str:
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
-def _choose_step_directory(store: Store, choice: Choice) -> str:
+def _choose_step_directory(store: Store, step: Choice) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
+    if step != "newest":
+        step = parse_choice(step)
     try:
         names = store.list()
     except NotADirectoryError:
         names = []
     if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
-        return step_directory(choose_step(store, choice))
-    if choice != "newest" and names:
+        return step_directory(choose_step(store, step))
+    if step != "newest" and names:
         raise StateError(
-            f"step={choice!r}: {store} is not the root of a run, which has a directory for each "
+            f"step={step!r}: {store} is not the root of a run, which has a directory for each "
             "step; to read a checkpoint itself, leave out step="
         )
     return ""

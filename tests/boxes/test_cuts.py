@@ -319,7 +319,9 @@ def columns(
 def test_every_common_part_is_found_in_order(
     left: list[Row], right: list[Row], pairs_at_once: int
 ) -> None:
-    found = find_overlaps(columns(left), columns(right), pairs_at_once=pairs_at_once)
+    lefts, rights, offsets, shapes = find_overlaps(
+        columns(left), columns(right), pairs_at_once=pairs_at_once
+    )
     expected = [
         (i, j, common.offset, common.shape)
         for i, (one, box) in enumerate(left)
@@ -327,10 +329,10 @@ def test_every_common_part_is_found_in_order(
         if one == other and (common := box.intersect(against)) is not None
     ]
     listed = zip(
-        found.left.tolist(),
-        found.right.tolist(),
-        map(tuple, found.offset.tolist()),
-        map(tuple, found.shape.tolist()),
+        lefts.tolist(),
+        rights.tolist(),
+        map(tuple, offsets.tolist()),
+        map(tuple, shapes.tolist()),
         strict=True,
     )
     assert list(listed) == expected

@@ -22,7 +22,6 @@ from shardwise.manifest.checksums import (
     block_checksums,
     block_count,
     crc32,
-    find_damaged_blocks,
 )
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
@@ -116,10 +115,10 @@ def test_an_altered_byte_is_found_in_its_block(size: int, where: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     sums = block_checksums(data)
     assert len(sums) == block_count(size)
-    assert find_damaged_blocks(data, sums) == []
+    assert BlockTable(sums).find_damaged(0, data) == []
     if size:
         data[where % size] ^= 1 << where % 8
-        assert find_damaged_blocks(data, sums) == [where % size // BLOCK]
+        assert BlockTable(sums).find_damaged(0, data) == [where % size // BLOCK]
 
 
 def test_a_short_last_block_is_covered() -> None:

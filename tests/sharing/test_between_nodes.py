@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.plan.load import Ranges
 from shardwise.sharing.reads import (
     NOBODY,
-    Ranges,
     Reads,
     share_between_nodes,
     share_reads,

@@ -15,11 +15,11 @@ import torch
 
 import shardwise as sw
 from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.names import MANIFEST, MIRROR_FILE, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirroring import Mirroring, MirrorWorker
-from shardwise.tiers.record import MIRROR_FILE, MirrorRecord
+from shardwise.tiers.record import MirrorRecord
 from shardwise.tiers.store import TieredStore
 from shardwise.tiers.watch import MirrorWatch
 from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore

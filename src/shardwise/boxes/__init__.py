@@ -1,13 +1,12 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
 from shardwise.boxes.box import Box, batch_boxes, split_into_boxes
-from shardwise.boxes.coverage import Overlaps, find_overlaps, find_uncovered_tensors
+from shardwise.boxes.coverage import find_overlaps, find_uncovered_tensors
 from shardwise.boxes.flat import (
     RangeBoxes,
     boxes_of_range,
     boxes_of_ranges,
     boxes_within,
-    row_major_strides,
 )
 from shardwise.boxes.indexing import (
     SelectedPositions,
@@ -17,10 +16,10 @@ from shardwise.boxes.indexing import (
     split_into_batches,
 )
 from shardwise.boxes.mesh import Sharding, ShardPlacement, Split, shard_boxes, splits_of
+from shardwise.boxes.table import row_major_strides
 
 __all__ = [
     "Box",
-    "Overlaps",
     "RangeBoxes",
     "SelectedPositions",
     "ShardPlacement",

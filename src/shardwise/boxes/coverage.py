@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes.table import IntArray, Table, count_up
+from shardwise.boxes.table import IntArray, check_table_size, count_up
 from shardwise.errors import FormatError
 
 Hashes = npt.NDArray[np.uint64]
@@ -98,27 +96,12 @@ def _hash_elements(x: Hashes) -> Hashes:
     return x ^ (x >> np.uint64(31))
 
 
-@dataclass(frozen=True, slots=True)
-class Overlaps(Table):
-    """The common parts of boxes in a left and a right list.
-
-    Attributes:
-        left, right: indices in the two lists, `(n,)`.
-        offset, shape: the common box, in elements of the global tensor, `(n, D)`.
-    """
-
-    left: IntArray
-    right: IntArray
-    offset: IntArray
-    shape: IntArray
-
-
 def find_overlaps(
     left: tuple[IntArray, IntArray, IntArray],
     right: tuple[IntArray, IntArray, IntArray],
     *,
     pairs_at_once: int = PAIRS_AT_ONCE,
-) -> Overlaps:
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Intersect each left box with all right boxes of the same tensor.
 
     Args:
@@ -128,6 +111,11 @@ def find_overlaps(
 
     Returns:
         All common parts with at least one element, ordered by the left index, then by the right.
+        Columns `(left, right, offset, shape)`, of shapes `(n,)`, `(n,)`, `(n, D)` and `(n, D)`:
+        the indices in the two lists, and the common box.
+
+    Raises:
+        FormatError: there are too many parts; see `check_table_size`.
     """
     order = np.argsort(right[0], kind="stable")
     tensors = right[0][order]
@@ -135,8 +123,8 @@ def find_overlaps(
     counts = np.searchsorted(tensors, left[0], side="right") - low
     ends = np.cumsum(counts)
     left_stop, right_stop = left[1] + left[2], right[1] + right[2]
-    found = []
-    begin = 0
+    found_left, found_right = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    begin = total = 0
     while begin < len(counts):
         pairs_before = ends[begin - 1] if begin else 0
         end = max(begin + 1, int(np.searchsorted(ends, pairs_before + pairs_at_once, side="right")))
@@ -145,7 +133,13 @@ def find_overlaps(
         right_rows = order[np.repeat(low[begin:end], count) + count_up(count)]
         offset = np.maximum(left[1][left_rows], right[1][right_rows])
         shape = np.minimum(left_stop[left_rows], right_stop[right_rows]) - offset
-        overlaps = Overlaps(left_rows, right_rows, offset, shape)
-        found.append(overlaps.select((shape > 0).all(axis=1)))
+        overlap = (shape > 0).all(axis=1)
+        found_left.append(left_rows[overlap])
+        found_right.append(right_rows[overlap])
+        total += len(found_left[-1])
+        check_table_size(total, shape.shape[1])
         begin = end
-    return Overlaps.join(found, left[1].shape[1])
+    left_rows, right_rows = np.concatenate(found_left), np.concatenate(found_right)
+    offset = np.maximum(left[1][left_rows], right[1][right_rows])
+    shape = np.minimum(left_stop[left_rows], right_stop[right_rows]) - offset
+    return left_rows, right_rows, offset, shape

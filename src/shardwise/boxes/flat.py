@@ -116,14 +116,6 @@ def _boxes_of_elements(
     return offset, np.where(is_inner_dim, shape, np.where(is_dim, length, 1))
 
 
-def row_major_strides(shape: IntArray) -> IntArray:
-    """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
-    inner = np.ones_like(shape)
-    if shape.shape[1] > 1:
-        inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
-    return inner
-
-
 def boxes_within(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, low: int, high: int
 ) -> list[Box]:

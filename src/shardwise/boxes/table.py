@@ -33,21 +33,20 @@ class Table:
         return len(getattr(self, fields(self)[0].name))
 
     @classmethod
-    def empty(cls: type[Rows], dims: int = 0) -> Rows:
-        """Return a table without rows."""
-        return cls.join([], dims)
+    def empty(cls: type[Rows]) -> Rows:
+        """Return a table without rows, of 0 dimensions."""
+        none = np.zeros(0, np.int64)
+        return cls(*(none.reshape(0, 0) if each.name in FILL else none for each in fields(cls)))
 
     @classmethod
     def join(cls: type[Rows], tables: Sequence[Rows], dims: int = 0) -> Rows:
         """Return the rows of all tables, padded to `dims` dimensions or the widest table."""
         columns = []
         for each in fields(cls):
-            parts = [getattr(table, each.name) for table in tables]
+            parts = [getattr(table, each.name) for table in tables or [cls.empty()]]
             if each.name in FILL:
                 dims = max([dims, *(part.shape[1] for part in parts)])
                 parts = [pad_columns(part, dims, FILL[each.name]) for part in parts]
-            if not parts:
-                parts = [np.zeros((0, dims) if each.name in FILL else 0, np.int64)]
             columns.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
         return cls(*columns)
 
@@ -106,3 +105,11 @@ def count_up(counts: IntArray) -> IntArray:
     [0, 1, 0, 1, 2]
     """
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def row_major_strides(shape: IntArray) -> IntArray:
+    """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
+    inner = np.ones_like(shape)
+    if shape.shape[1] > 1:
+        inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return inner

@@ -21,7 +21,7 @@ from shardwise.engine.data_reader import DataReader
 from shardwise.engine.group import Group
 from shardwise.engine.tensors import (
     SpanCopier,
-    TargetFragment,
+    TensorMemory,
     check_memory,
     memory_of,
     split_ties,
@@ -30,7 +30,7 @@ from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
-from shardwise.plan.load import LoadPlan, Spans, plan_load
+from shardwise.plan.load import Ranges, Transfers, plan_load
 from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import JsonValue
@@ -91,7 +91,7 @@ class LoadReport:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankReads:
     """What one rank of a load reads, and the tensors that it fills.
 
@@ -100,9 +100,13 @@ class RankReads:
         arena: the buffers to read through; bounds the memory.
         verify: whether to verify checksums.
         largest_reads: the longest read of each file that fits into the arena, in bytes, `(files,)`.
-        plan: the spans to read, and the boxes to copy from them.
-        targets: the memory of the fragments to fill.
-        leaves: the tensors that consist of these fragments.
+        spans: the byte ranges to read; each fits into one read.
+        transfers: the boxes to copy from them.
+        leaves: the tensors to fill.
+        memory: the memory of each fragment of `leaves`, which `transfers` refers to.
+        bytes_needed: the size of the wanted elements.
+        bytes_read, bytes_received: bytes that this rank has read from storage, and that it has
+            received from other nodes. Who reads adds to them.
     """
 
     store: Files
@@ -110,14 +114,18 @@ class RankReads:
     arena: Arena
     verify: bool
     largest_reads: IntArray
-    plan: LoadPlan
-    targets: list[TargetFragment]
-    leaves: list[TensorLeaf]
+    spans: Ranges
+    transfers: Transfers
+    leaves: Sequence[TensorLeaf]
+    memory: Sequence[TensorMemory]
+    bytes_needed: int
+    bytes_read: int = 0
+    bytes_received: int = 0
 
     @property
     def are_mapped(self) -> bool:
         """Whether all files of the spans are mapped into this rank's memory."""
-        mapped, files = self.store.traits.mapped, np.unique(self.plan.spans.file).tolist()
+        mapped, files = self.store.traits.mapped, np.unique(self.spans.file).tolist()
         return mapped is not None and all(self.layout.files[i].name in mapped for i in files)
 
     def open_readers(self, files: IntArray, cleanup: ExitStack) -> Readers:
@@ -132,28 +140,26 @@ class RankReads:
             cleanup.callback(readers[index].close)
         return readers
 
-    def copier(self, spans: Spans) -> SpanCopier:
+    def copier(self, spans: Ranges) -> SpanCopier:
         """Return the object that copies boxes from these spans to the fragments."""
-        return SpanCopier(self.plan.transfers, spans, self.layout.pieces.stride, self.targets)
+        strides = self.layout.pieces.stride
+        return SpanCopier(self.transfers, spans, strides, self.leaves, self.memory)
 
-    def fill_alone(self, ranks_on_node: int = 1) -> int:
+    def fill_alone(self, ranks_on_node: int = 1) -> None:
         """Read and fill the tensors on this rank alone.
 
         Args:
             ranks_on_node: the number of ranks of this node that read at the same time.
 
-        Returns:
-            The number of bytes that were read.
-
         Raises:
             CorruptionError: bytes differ from the saved bytes; the target is partly written.
         """
-        spans, arena = self.plan.spans, self.arena
+        spans, arena = self.spans, self.arena
         copier = self.copier(spans)
         threads = arena.threads_of(ranks_on_node)
         if self.are_mapped:  # then only the processors limit the speed
             threads = min(threads, max(1, (os.cpu_count() or 1) // ranks_on_node))
-        remaining = iter(range(len(spans.file)))  # shared by all threads
+        remaining = iter(range(len(spans)))  # shared by all threads
         failed = threading.Event()
 
         def work() -> None:
@@ -170,9 +176,9 @@ class RankReads:
 
         with ExitStack() as cleanup:
             readers = self.open_readers(spans.file, cleanup)
-            run_in_threads(work, min(threads, len(spans.file)))
+            run_in_threads(work, min(threads, len(spans)))
         self.finish()
-        return int((spans.high - spans.low).sum())
+        self.bytes_read += spans.nbytes
 
     def finish(self) -> None:
         """Move values to their final memory, after all fragments are filled."""
@@ -181,20 +187,12 @@ class RankReads:
                 leaf.after_load()
 
 
-@dataclass(frozen=True, slots=True)
-class BytesMoved:
-    """The bytes that this rank read from storage, and that it received from other nodes."""
-
-    read: int
-    received: int = 0
-
-
 class ReadAlone:
     """Each rank reads all that it needs."""
 
-    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], None]:
         """Agree on nothing: the returned function reads on this rank alone."""
-        return lambda: BytesMoved(reads.fill_alone())
+        return reads.fill_alone
 
 
 def plan_reads(
@@ -215,53 +213,55 @@ def plan_reads(
     Raises:
         StateError: a tensor has no memory.
     """
-    listed, ties = split_ties(leaves)
+    _, ties = split_ties(leaves)
     first_names = dict(ties)
+    indices, listed = [], []
     for leaf in leaves:
-        first = first_names.get(leaf.name)
-        if first is not None and saved.stored_index(leaf.name) != saved.stored_index(first):
-            listed.append(_comparing_leaf(leaf, first))
-    by_index = [(saved.stored_index(leaf.name), leaf) for leaf in listed]
-    return _plan_reads(by_index, saved.layout, store, arena, verify=verify)
+        index, first = saved.stored_index(leaf.name), first_names.get(leaf.name)
+        if first is not None:
+            if index == saved.stored_index(first):
+                continue
+            leaf = _comparing_leaf(leaf, first)
+        indices.append(index)
+        listed.append(leaf)
+    return _plan_reads(indices, listed, saved.layout, store, arena, verify=verify)
 
 
 def _plan_reads(
-    leaves: Sequence[tuple[int, TensorLeaf]],
+    indices: Sequence[int],
+    leaves: Sequence[TensorLeaf],
     layout: Layout,
     store: Files,
     arena: Arena,
     *,
     verify: bool,
 ) -> RankReads:
-    """Plan the reads that fill tensors, each given with its index in `Pieces.tensor`.
+    """Plan the reads that fill tensors.
 
-    A tensor can be the mean of several stored terms; see `Layout.terms`. Then each term is read
-    into a temporary leaf.
+    Args:
+        indices: the index of each of `leaves` in `Pieces.tensor`.
     """
-    stored: list[tuple[int, TensorLeaf]] = []
-    for index, leaf in leaves:
-        terms = layout.terms_of.get(index)
-        if terms is None:
-            stored.append((index, leaf))
-        else:
-            stored += zip(terms, _leaves_of_terms(leaf, terms, layout), strict=True)
+    if layout.terms:
+        indices, leaves = _split_means(indices, leaves, layout)
     dims = layout.pieces.offset.shape[1]
-    targets: list[TargetFragment] = []
+    memory: list[TensorMemory] = []
+    bytes_needed = 0
     tensor: list[int] = []
     offsets: list[tuple[int, ...]] = []
     shapes: list[tuple[int, ...]] = []
-    for index, leaf in stored:
+    for index, leaf in zip(indices, leaves, strict=True):
         dtype = getattr(torch, layout.tensors[int(layout.tensor_of[index])].dtype)
         for fragment in leaf.fragments:
             box = fragment.box
             check_memory(leaf.name, fragment.data)
-            targets.append(TargetFragment(leaf.name, box.offset, memory_of(fragment.data, dtype)))
+            memory.append(memory_of(fragment.data, dtype))
+            bytes_needed += fragment.data.numel() * memory[-1].itemsize
             tensor.append(index)
             offsets.append(box.offset[:dims])  # only empty tensors have more dimensions
             shapes.append(box.shape[:dims])
     offset, shape = padded_rows(offsets, dims, 0), padded_rows(shapes, dims, 1)
     largest = _largest_reads(store, layout, arena)
-    plan = plan_load(
+    transfers, spans = plan_load(
         layout,
         (np.array(tensor, np.int64), offset, shape),
         largest_read=largest,
@@ -273,9 +273,11 @@ def _plan_reads(
         arena=arena,
         verify=verify,
         largest_reads=largest,
-        plan=plan,
-        targets=targets,
-        leaves=[leaf for _, leaf in stored],
+        spans=spans,
+        transfers=transfers,
+        leaves=leaves,
+        memory=memory,
+        bytes_needed=bytes_needed,
     )
 
 
@@ -308,6 +310,19 @@ def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
                 )
 
     return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
+
+
+def _split_means(
+    indices: Sequence[int], leaves: Sequence[TensorLeaf], layout: Layout
+) -> tuple[list[int], list[TensorLeaf]]:
+    """Replace each tensor that is the mean of several terms by leaves that read the terms."""
+    stored: list[int] = []
+    split: list[TensorLeaf] = []
+    for index, leaf in zip(indices, leaves, strict=True):
+        terms = layout.terms_of.get(index)
+        stored += [index] if terms is None else terms
+        split += [leaf] if terms is None else _leaves_of_terms(leaf, terms, layout)
+    return stored, split
 
 
 def _leaves_of_terms(leaf: TensorLeaf, indices: Sequence[int], layout: Layout) -> list[TensorLeaf]:
@@ -349,14 +364,15 @@ def read_boxes(
     Raises:
         CorruptionError: bytes differ from the saved bytes.
     """
-    out, leaves = [], []
+    out, indices, leaves = [], [], []
     for index, box in boxes:
         entry = layout.tensors[int(layout.tensor_of[index])]
         data = torch.empty(box.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         leaf = TensorLeaf(entry.name, data.dtype, entry.shape, (Fragment(box, data),))
         out.append(data)
-        leaves.append((index, leaf))
-    _plan_reads(leaves, layout, store, arena, verify=verify).fill_alone()
+        indices.append(index)
+        leaves.append(leaf)
+    _plan_reads(indices, leaves, layout, store, arena, verify=verify).fill_alone()
     return out
 
 
@@ -421,7 +437,7 @@ def run_in_threads(
 
 
 def read_span(
-    spans: Spans,
+    spans: Ranges,
     span: int,
     readers: Readers,
     copier: SpanCopier,

@@ -180,7 +180,7 @@ def combine_reports(
         wanted.update(report.wanted)
         filled.update(report.filled)
         unused.intersection_update(report.unused_patterns)
-    unclaimed, unexpected = _find_unclaimed(reports, [*saved.all_names()])
+    unclaimed, unexpected = _find_unclaimed(reports, saved)
     if not strict:
         problems |= dict.fromkeys(_describe_unfilled(wanted - filled))
     elif missing or unexpected:
@@ -210,14 +210,14 @@ def combine_reports(
 
 
 def _find_unclaimed(
-    reports: Sequence[MatchReport], names: Sequence[str]
+    reports: Sequence[MatchReport], saved: SavedNames
 ) -> tuple[list[str], list[str]]:
     """Return the names of the checkpoint that no rank claims, and the unexpected ones of them."""
     bits = np.bitwise_or.reduce([np.frombuffer(report.bits, np.uint8) for report in reports])
+    names = np.array([*saved.all_names()], object)
     claimed, under_keys = np.unpackbits(bits, count=2 * len(names)).reshape(2, -1)
-    unclaimed = np.flatnonzero(claimed == 0)
-    unexpected = np.flatnonzero((claimed == 0) & (under_keys == 1))
-    return [names[i] for i in unclaimed.tolist()], [names[i] for i in unexpected.tolist()]
+    is_unclaimed = claimed == 0
+    return names[is_unclaimed].tolist(), names[is_unclaimed & (under_keys == 1)].tolist()
 
 
 def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str]:

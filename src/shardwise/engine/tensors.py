@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import add, attrgetter, mul
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import torch
 from shardwise.boxes import boxes_within
 from shardwise.boxes.table import IntArray, padded_rows
 from shardwise.errors import StateError
-from shardwise.plan.load import Spans, Transfers
+from shardwise.plan.load import Ranges, Transfers, assign_transfers
 from shardwise.plan.structure import Description, Structure, find_rules
 from shardwise.state.leaves import Fragment, TensorLeaf, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
@@ -259,21 +258,6 @@ def split_ties(
     return listed, ties
 
 
-@dataclass(frozen=True, slots=True)
-class TargetFragment:
-    """A fragment to fill.
-
-    Attributes:
-        name: the name of the tensor.
-        offset: the offset of the fragment in the global tensor, in elements.
-        memory: the memory of the fragment.
-    """
-
-    name: str
-    offset: tuple[int, ...]
-    memory: TensorMemory
-
-
 class SpanCopier:
     """Copies boxes from spans of files, which are in host buffers, to fragments.
 
@@ -281,27 +265,35 @@ class SpanCopier:
 
     Args:
         transfers: the boxes to copy.
-        spans: the spans, and the transfers that need bytes of each span.
+        spans: the spans.
         strides: the strides of all pieces, `(n, D)`, in elements.
-        targets: the fragments that `transfers` refers to.
+        leaves: the tensors whose fragments `transfers` refers to.
+        memory: the memory of each of these fragments.
     """
 
     def __init__(
         self,
         transfers: Transfers,
-        spans: Spans,
+        spans: Ranges,
         strides: IntArray,
-        targets: Sequence[TargetFragment],
+        leaves: Sequence[TensorLeaf],
+        memory: Sequence[TensorMemory],
     ) -> None:
-        dims = transfers.offset.shape[1]
-        target_offsets = padded_rows(map(attrgetter("offset"), targets), dims, 0)
-        itemsizes = np.array([*map(attrgetter("memory.itemsize"), targets)], np.int64)
-        start = transfers.offset - target_offsets[transfers.fragment]
+        self._memory, self._names, self._ndims = memory, [], []
+        offsets = []
+        for leaf in leaves:
+            for fragment in leaf.fragments:
+                offsets.append(fragment.box.offset)
+                self._names.append(leaf.name)
+                self._ndims.append(len(fragment.box.offset))
+        fragment_offsets = padded_rows(offsets, transfers.offset.shape[1], 0)
+        itemsizes = np.array([*map(attrgetter("itemsize"), memory)], np.int64)
+        start = transfers.offset - fragment_offsets[transfers.fragment]
         stride = strides[transfers.piece] * itemsizes[transfers.fragment, np.newaxis]
-        self._targets = targets
-        self._first = spans.first.tolist()
+        first, rows = assign_transfers(transfers, spans)
+        self._first = first.tolist()
         self._span_low = spans.low.tolist()
-        self._rows = spans.rows.tolist()
+        self._rows = rows.tolist()
         self._fragment = transfers.fragment.tolist()
         self._low = transfers.low.tolist()
         self._high = transfers.high.tolist()
@@ -313,7 +305,7 @@ class SpanCopier:
     def tensor_names(self, span: int) -> str:
         """Return the names of the tensors in a span, for an error message."""
         rows = self._rows[self._first[span] : self._first[span + 1]]
-        names = list(dict.fromkeys(self._targets[self._fragment[row]].name for row in rows))
+        names = list(dict.fromkeys(self._names[self._fragment[row]] for row in rows))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
 
@@ -327,8 +319,8 @@ class SpanCopier:
         low = self._span_low[span]
         high = low + len(data)
         for row in self._rows[self._first[span] : self._first[span + 1]]:
-            target = self._targets[self._fragment[row]]
-            memory, ndim = target.memory, len(target.offset)
+            fragment = self._fragment[row]
+            memory, ndim = self._memory[fragment], self._ndims[fragment]
             shape, strides = tuple(self._shape[row][:ndim]), tuple(self._stride[row][:ndim])
             start, stop = self._start[row][:ndim], self._stop[row][:ndim]
             position = self._low[row] - low

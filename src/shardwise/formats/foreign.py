@@ -327,18 +327,18 @@ def pieces_of_ranges(
     shift = padded_rows([offset for *_, offset in parts], dims, 0) - offsets
     boxes = boxes_of_ranges(shapes[block], start, stop)
     row = boxes.range_index
-    cut = find_overlaps(
+    cut, part, offset, shape = find_overlaps(
         (block[row], boxes.offset, boxes.shape),
         (np.array([index for index, *_ in parts], np.int64), offsets, part_shapes),
     )
-    row, first = row[cut.left], boxes.first[cut.left]
+    row, first = row[cut], boxes.first[cut]
     stride = row_major_strides(shapes)[block[row]]
-    first = first + ((cut.offset - boxes.offset[cut.left]) * stride).sum(axis=1)
+    first = first + ((offset - boxes.offset[cut]) * stride).sum(axis=1)
     return Pieces(
         np.array([tensor for tensor, _, _ in blocks], np.int64)[block[row]],
         file[row],
         position[row] + (first - start[row]) * itemsize,
-        cut.offset + shift[cut.right],
-        cut.shape,
-        np.where(cut.shape > 1, stride, 0),
+        offset + shift[part],
+        shape,
+        np.where(shape > 1, stride, 0),
     )

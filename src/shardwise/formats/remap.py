@@ -129,25 +129,24 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     rows, dims_of_new = np.nonzero(source_dims >= 0)
     extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
     _refuse_reshapes(new, first_offset + extent_in_old > shapes, labels)
-    overlaps = find_overlaps(
+    new_rows, old_rows, offset, shape = find_overlaps(
         (new.file, first_offset, extent_in_old), (old.tensor, old.offset, old.shape)
     )
-    new_rows, old_rows = overlaps.left, overlaps.right
     old_piece, new_piece = old.select(old_rows), new.select(new_rows)
-    skipped = ((overlaps.offset - old_piece.offset) * old_piece.stride).sum(axis=1)
+    skipped = ((offset - old_piece.offset) * old_piece.stride).sum(axis=1)
     old_dims = source_dims[new_rows]
 
     def take_along_source(values: IntArray, fill: int) -> IntArray:
         values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
         return np.where(old_dims >= 0, values_of_old, fill)
 
-    shift = take_along_source(overlaps.offset - first_offset[new_rows], 0)
+    shift = take_along_source(offset - first_offset[new_rows], 0)
     return Pieces(
         new_piece.tensor,
         old_piece.file,
         old_piece.start + skipped * itemsize[new_piece.file],
         new_piece.offset + shift,
-        take_along_source(overlaps.shape, 1),
+        take_along_source(shape, 1),
         take_along_source(old_piece.stride, 0),
     )
 

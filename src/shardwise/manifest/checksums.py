@@ -80,11 +80,6 @@ def block_checksums(data: Bytes) -> Words:
     return np.array(sums, "<u4")
 
 
-def find_damaged_blocks(data: Bytes, expected: Words) -> list[int]:
-    """Return the indices of the blocks of `data` that do not match their checksums."""
-    return np.flatnonzero(block_checksums(data) != expected).tolist()
-
-
 class BlockTable:
     """The checksums of a file's blocks, which can verify several consecutive blocks at once.
 
@@ -110,16 +105,12 @@ class BlockTable:
             first: the index of the first block of `data` in the file.
             data: consecutive blocks. The last block may be shorter.
         """
-        whole = len(data) // BLOCK
-        expected = self._sums[first : first + block_count(len(data))]
+        whole, intact = len(data) // BLOCK, 0
         if whole > 1 and crc32(data[: whole * BLOCK]) == self._checksum_of_run(first, whole):
-            rest = data[whole * BLOCK :]
-            return (
-                [whole + i for i in find_damaged_blocks(rest, expected[whole:])]
-                if len(rest)
-                else []
-            )
-        return find_damaged_blocks(data, expected)
+            intact = whole
+        expected = self._sums[first + intact : first + block_count(len(data))]
+        is_damaged = block_checksums(data[intact * BLOCK :]) != expected
+        return (intact + np.flatnonzero(is_damaged)).tolist()
 
     def _checksum_of_run(self, first: int, count: int) -> int:
         if first + count > len(self._checksum_up_to):

@@ -9,6 +9,8 @@ from shardwise.errors import FormatError, StateError
 
 MANIFEST = "manifest.json"
 REMOVED = "removed.json"
+MIRROR_FILE = "mirror.json"
+"""In a root: where its mirror is; see `shardwise.tiers.record`."""
 RESERVED = "__shardwise__"
 """Names that begin with this text are left to shardwise itself."""
 LONGEST_NAME = 4096

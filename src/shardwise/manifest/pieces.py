@@ -177,18 +177,13 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
             tensor; or there are too many pieces.
     """
     tensors = decode_json(encoded, tuple[TensorWithPieces, ...])
-    entries = tuple(
-        TensorEntry(each.name, each.dtype, each.shape, each.same_as) for each in tensors
-    )
-    return entries, _runs_of(tensors)
-
-
-def _runs_of(tensors: Sequence[TensorWithPieces]) -> Runs:
+    entries = []
     rows = []
     tensor_of_row = []
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     check_table_size(sum(max(1, len(tensor.pieces)) for tensor in tensors), dims)
     for index, tensor in enumerate(tensors):
+        entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, tensor.same_as))
         ndim = len(tensor.shape)
         zeros = (0,) * (dims - ndim)
         ones = (1,) * (dims - ndim)
@@ -221,7 +216,8 @@ def _runs_of(tensors: Sequence[TensorWithPieces]) -> Runs:
     file, start, count, file_step, start_step = table[:, :5].T
     offset_step, offset, shape = table[:, 5:].reshape(len(rows), 3, dims).transpose(1, 0, 2)
     owners = np.array(tensor_of_row, np.int64)
-    return Runs(owners, file, start, offset, shape, count, file_step, start_step, offset_step)
+    runs = Runs(owners, file, start, offset, shape, count, file_step, start_step, offset_step)
+    return tuple(entries), runs
 
 
 def encode_tensors(

@@ -196,7 +196,7 @@ def _check_runs(layout: Layout, runs: Runs) -> None:
     check_table_size(total, layout.dims)
     tensors, files = layout.tensors, layout.files
     claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
-    elements = np.array([math.prod(t.shape) for t in tensors], np.float64)
+    elements = layout.shapes.prod(axis=1, dtype=np.float64)
     has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
     if has_excess.any():
         name = tensors[int(np.argmax(has_excess))].name

@@ -34,38 +34,27 @@ class Transfers(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """Byte ranges, each read by one request, as columns of n rows.
-
-    Spans consist of whole checksum blocks, are disjoint, and are sorted by file and start. A
-    transfer may need several spans.
+class Ranges(Table):
+    """Byte ranges of files, in columns of n rows: disjoint, and sorted by file and start.
 
     Attributes:
         file: the index of the file, `(n,)`.
         low, high: the byte range in the file, `(n,)`.
-        first, rows: the transfers with bytes in span i are `rows[first[i]:first[i + 1]]`.
     """
 
     file: IntArray
     low: IntArray
     high: IntArray
-    first: IntArray
-    rows: IntArray
 
+    @property
+    def sizes(self) -> IntArray:
+        """The number of bytes in each range."""
+        return self.high - self.low
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """The reads and copies of one rank.
-
-    Attributes:
-        transfers: the boxes to copy.
-        spans: the byte ranges to read.
-        bytes_needed: the size of the wanted elements in bytes.
-    """
-
-    transfers: Transfers
-    spans: Spans
-    bytes_needed: int
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes in all ranges."""
+        return int(self.sizes.sum())
 
 
 def plan_load(
@@ -75,7 +64,7 @@ def plan_load(
     largest_read: int | IntArray,
     largest_gap: int = 0,
     block: int = BLOCK,
-) -> LoadPlan:
+) -> tuple[Transfers, Ranges]:
     """Intersect wanted boxes with pieces, and choose what to read.
 
     Args:
@@ -85,25 +74,27 @@ def plan_load(
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
         largest_gap: a span may include gaps of at most this many bytes between two wanted blocks.
         block: the number of bytes that one checksum covers.
+
+    Returns:
+        The boxes to copy, sorted by file and start; and the *spans*: byte ranges of whole checksum
+        blocks, each of which one request reads.
     """
     pieces = layout.pieces
-    found = find_overlaps(wanted, (pieces.tensor, pieces.offset, pieces.shape))
-    part_of = pieces.select(found.right)
+    fragment, piece, offset, shape = find_overlaps(
+        wanted, (pieces.tensor, pieces.offset, pieces.shape)
+    )
+    part_of = pieces.select(piece)
     itemsize = layout.itemsizes[part_of.tensor]
-    elements = ((found.offset - part_of.offset) * part_of.stride).sum(axis=1)
-    extent = ((found.shape - 1) * part_of.stride).sum(axis=1) + 1
+    elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
+    extent = ((shape - 1) * part_of.stride).sum(axis=1) + 1
     low = part_of.start + elements * itemsize
     high = low + extent * itemsize
-    transfers = Transfers(
-        found.right, found.left, found.offset, found.shape, part_of.file, low, high
-    )
-    bytes_needed = int((found.shape.prod(axis=1) * itemsize).sum())
+    transfers = Transfers(piece, fragment, offset, shape, part_of.file, low, high)
     transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
     transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
     limits = np.broadcast_to(largest_read, len(layout.files))
     gap = largest_gap // block
-    spans = _choose_spans(transfers, layout.file_bounds[:, 2], limits, gap, block)
-    return LoadPlan(transfers, spans, bytes_needed)
+    return transfers, _choose_spans(transfers, layout.file_bounds[:, 2], limits, gap, block)
 
 
 def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
@@ -134,7 +125,7 @@ def _cut_along(transfers: Transfers, dim: int, stride: IntArray, extent: IntArra
 
 def _choose_spans(
     transfers: Transfers, read_end: IntArray, largest_read: IntArray, gap: int, block: int
-) -> Spans:
+) -> Ranges:
     """Unite the blocks that transfers touch, and cut the union into spans.
 
     Args:
@@ -145,8 +136,7 @@ def _choose_spans(
     """
     file, low, high = transfers.file, transfers.low // block, -(-transfers.high // block)
     if not len(file):
-        none = np.zeros(0, np.int64)
-        return Spans(none, none, none, np.zeros(1, np.int64), none)
+        return Ranges.empty()
     # Give the blocks of all files consecutive numbers, with a gap after each file. A running
     # maximum of the block ends then shows where a sequence of needed blocks ends.
     width = int(high.max()) + 2 + gap
@@ -161,31 +151,29 @@ def _choose_spans(
     span_low = first[rows] + count_up(cuts) * steps[rows]
     span_high = np.minimum(span_low + steps[rows], last[rows])
     file = span_low // width
-    spans = (
-        file,
-        (span_low - file * width) * block,
-        np.minimum((span_high - file * width) * block, read_end[file]),
-    )
-    return assign_transfers(transfers, *spans)
+    low = (span_low - file * width) * block
+    return Ranges(file, low, np.minimum((span_high - file * width) * block, read_end[file]))
 
 
-def assign_transfers(transfers: Transfers, file: IntArray, low: IntArray, high: IntArray) -> Spans:
-    """Return spans, each with the transfers that need its bytes.
+def assign_transfers(transfers: Transfers, ranges: Ranges) -> tuple[IntArray, IntArray]:
+    """Find the transfers that need bytes of each range. A transfer may need several ranges.
 
     Args:
         transfers: the transfers, sorted by file and start.
-        file, low, high: columns of the spans, which are disjoint, and sorted by file and start.
+        ranges: the byte ranges.
+
+    Returns:
+        Two columns `first` and `rows`. Range i serves `rows[first[i]:first[i + 1]]`.
     """
-    if not len(transfers):
-        return Spans(file, low, high, np.zeros(len(file) + 1, np.int64), np.zeros(0, np.int64))
+    file, low, high = ranges.file, ranges.low, ranges.high
     # Give the bytes of all files consecutive numbers, so that one search finds file and offset.
-    width = int(max(high.max(initial=0), transfers.high.max())) + 1
+    width = int(max(high.max(initial=0), transfers.high.max(initial=0))) + 1
     base = transfers.file * width
-    from_span = np.searchsorted(file * width + high, base + transfers.low, side="right")
-    to_span = np.searchsorted(file * width + low, base + transfers.high, side="left")
-    served = np.maximum(to_span - from_span, 0)
+    from_range = np.searchsorted(file * width + high, base + transfers.low, side="right")
+    to_range = np.searchsorted(file * width + low, base + transfers.high, side="left")
+    served = np.maximum(to_range - from_range, 0)
     transfer = np.repeat(np.arange(len(transfers)), served)
-    span = from_span[transfer] + count_up(served)
-    order = np.argsort(span, kind="stable")
-    first = np.searchsorted(span[order], np.arange(len(file) + 1))
-    return Spans(file, low, high, first, transfer[order])
+    of_range = from_range[transfer] + count_up(served)
+    order = np.argsort(of_range, kind="stable")
+    first = np.searchsorted(of_range[order], np.arange(len(file) + 1))
+    return first, transfer[order]

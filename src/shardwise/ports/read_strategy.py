@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 from shardwise.engine.group import Group as Group
-from shardwise.engine.load import BytesMoved as BytesMoved
 from shardwise.engine.load import RankReads as RankReads
 from shardwise.engine.load import ReadAlone as ReadAlone
 from shardwise.engine.rounds import Round as Round
@@ -29,7 +28,7 @@ GROUP = "shardwise.read_strategies"
 class ReadStrategy(Protocol):
     """Reads the bytes that the ranks of a load need."""
 
-    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], None]:
         """Agree with the other ranks on who reads what. All ranks call this method together.
 
         Args:
@@ -39,8 +38,9 @@ class ReadStrategy(Protocol):
             cleanup: closes what the strategy opens, after all ranks have finished.
 
         Returns:
-            A function that fills the tensors of this rank. All ranks call it at the same time. If
-            it fails on one rank, the others must fail too, and not wait.
+            A function that fills the tensors of this rank, and adds to `reads.bytes_read` and
+            `reads.bytes_received`. All ranks call it at the same time. If it fails on one rank, the
+            others must fail too, and not wait.
 
         Raises:
             ShardwiseError: on all ranks.

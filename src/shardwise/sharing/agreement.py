@@ -25,9 +25,10 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group, listen, own_address
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError
+from shardwise.plan.load import Ranges
 from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
 from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
-from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_between_nodes, unite_ranges
+from shardwise.sharing.reads import NOBODY, Reads, share_between_nodes, unite_ranges
 
 WORTH_SHARING = 0.05
 """Nodes, and ranks of a node, share their reads if this avoids at least this fraction of bytes."""

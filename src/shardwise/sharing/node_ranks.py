@@ -19,7 +19,7 @@ from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.engine.group import Group, node_name
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError
-from shardwise.sharing.reads import Ranges
+from shardwise.plan.load import Ranges
 from shardwise.store.store import Buffer
 
 OPERATION = "reading together with the other ranks of the node"

@@ -17,33 +17,10 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes.table import BoolArray, IntArray, Table, count_up
+from shardwise.boxes.table import BoolArray, IntArray, count_up
+from shardwise.plan.load import Ranges
 
 NOBODY = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Ranges(Table):
-    """Byte ranges of files, in columns of n rows: disjoint, and sorted by file and start.
-
-    Attributes:
-        file: the index of the file, `(n,)`.
-        low, high: the byte range in the file, `(n,)`.
-    """
-
-    file: IntArray
-    low: IntArray
-    high: IntArray
-
-    @property
-    def sizes(self) -> IntArray:
-        """The number of bytes in each range."""
-        return self.high - self.low
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes in all ranges."""
-        return int(self.sizes.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from shardwise.engine.load import Readers, read_span, run_in_threads
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
-from shardwise.plan.load import Spans, assign_transfers
-from shardwise.ports.read_strategy import BytesMoved, RankReads
+from shardwise.plan.load import Ranges
+from shardwise.ports.read_strategy import RankReads
 from shardwise.sharing.agreement import WORTH_SHARING, agree_on_reading_once
 from shardwise.sharing.links import Links
 from shardwise.sharing.node_ranks import NodeRanks, Wants, encode_ranges, find_node_ranks
-from shardwise.sharing.reads import NOBODY, Ranges, Reads, share_reads
+from shardwise.sharing.reads import NOBODY, Reads, share_reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 from shardwise.store.store import Buffer
 
@@ -36,7 +36,7 @@ class ReadTogether:
     def __init__(self, read_once: bool | None) -> None:
         self._read_once = read_once
 
-    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], BytesMoved]:
+    def agree(self, reads: RankReads, group: Group, cleanup: ExitStack) -> Callable[[], None]:
         """Plan what this rank shares with other ranks. All ranks call this method together.
 
         Returns:
@@ -49,12 +49,8 @@ class ReadTogether:
         Raises:
             ShardwiseError: as for `Round`.
         """
-        spans, traits = reads.plan.spans, reads.store.traits
-        wants = Wants(
-            reads.are_mapped,
-            encode_ranges(Ranges(spans.file, spans.low, spans.high)),
-            reads.largest_reads.tobytes(),
-        )
+        traits = reads.store.traits
+        wants = Wants(reads.are_mapped, encode_ranges(reads.spans), reads.largest_reads.tobytes())
         node = find_node_ranks(group, wants, cleanup)
         between = None
         if self._read_once is not False and len(node) < group.size:
@@ -69,7 +65,7 @@ class ReadTogether:
         alone = sum(each.nbytes for each in node.wanted)
         saves_little = alone - shared.nbytes < max(1, WORTH_SHARING * alone)
         if not shared.cross_nodes and (len(node) == 1 or node.are_mapped or saves_little):
-            return lambda: BytesMoved(reads.fill_alone(len(node)))
+            return partial(reads.fill_alone, len(node))
         return partial(_fill_together, reads, shared, node, links, cleanup)
 
 
@@ -79,7 +75,7 @@ def _fill_together(
     node: NodeRanks,
     links: Links | None,
     cleanup: ExitStack,
-) -> BytesMoved:
+) -> None:
     try:
         _read(reads, shared, node, links, cleanup)
     except BaseException:
@@ -87,8 +83,8 @@ def _fill_together(
             links.report_failure()
         raise
     reads.finish()
-    read, received = (shared.bytes_of(node.local_rank, received=each) for each in (False, True))
-    return BytesMoved(read, received)
+    reads.bytes_read += shared.bytes_of(node.local_rank, received=False)
+    reads.bytes_received += shared.bytes_of(node.local_rank, received=True)
 
 
 def _read(
@@ -115,16 +111,15 @@ def _read(
     except BaseException as error:
         buffers.mark_failed(error)
         raise
-    spans = assign_transfers(reads.plan.transfers, shared.file, shared.low, shared.high)
     exchange = None
     if links is not None:
         exchange = partial(links.run, shared, nbytes.tolist(), buffers)
     threads = arena.threads_of(len(node))
-    _read_together(spans, reads.copier(spans), readers, buffers, threads, exchange)
+    _read_together(shared, reads.copier(shared), readers, buffers, threads, exchange)
 
 
 def _read_together(
-    spans: Spans,
+    spans: Ranges,
     copier: SpanCopier,
     readers: Readers,
     buffers: SharedBuffers,
@@ -173,7 +168,7 @@ def _read_together(
 
 
 def _receive(
-    spans: Spans, span: int, readers: Readers, buffers: SharedBuffers, slot: Buffer
+    spans: Ranges, span: int, readers: Readers, buffers: SharedBuffers, slot: Buffer
 ) -> Buffer:
     """Verify the bytes that another rank has read into its slot, and return them."""
     file, low, high = (int(column[span]) for column in (spans.file, spans.low, spans.high))

@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
-from shardwise.manifest.names import step_of_directory
+from shardwise.manifest.names import MIRROR_FILE, step_of_directory
 from shardwise.store import (
     LocalStore,
     Store,
@@ -23,7 +23,6 @@ from shardwise.store import (
 )
 from shardwise.tiers.store import TieredStore
 
-MIRROR_FILE = "mirror.json"
 LARGEST_RECORD = 1 << 26
 log = logging.getLogger("shardwise")
 
