@@ -16,8 +16,14 @@ from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
-from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest
-from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
+from shardwise.manifest.manifest import (
+    LARGEST_INTEGER,
+    LONGEST_NAME,
+    RESERVED,
+    Manifest,
+    check_file_name,
+    check_save_id,
+)
 from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
 from shardwise.store import Store
 
