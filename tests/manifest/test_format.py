@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import FormatError
 from shardwise.manifest import manifest as names
 from shardwise.manifest.checksums import (

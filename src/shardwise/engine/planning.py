@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.commit import exists_error

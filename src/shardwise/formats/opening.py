@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import (
     CheckpointNotFoundError,
     FormatError,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.table import BoolArray, IntArray, check_table_size
+from shardwise.boxes.box import BoolArray, IntArray, check_table_size
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
