@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.manifest.manifest import decode_manifest, encode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.manifest import MANIFEST, decode_manifest, encode_manifest, step_directory
 from shardwise.retention import (
     CheckpointInfo,
     apply_retention,

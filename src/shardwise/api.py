@@ -24,7 +24,7 @@ from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state
-from shardwise.manifest.names import MIRROR_FILE
+from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice

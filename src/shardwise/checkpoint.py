@@ -22,8 +22,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.names import FROZEN
+from shardwise.manifest.manifest import FROZEN, TensorEntry
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.leaves import Fragment, TensorLeaf, copy_overlapping
 from shardwise.state.name_lookup import SavedNames, Selection

@@ -12,8 +12,15 @@ from typing import Literal
 from shardwise.engine.commit import map_in_threads, remove_leftovers
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.events import format_count
-from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST, REMOVED, is_file_of_save, step_of_directory
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    REMOVED,
+    FileEntry,
+    decode_manifest,
+    is_file_of_save,
+    step_of_directory,
+)
 from shardwise.manifest.pieces import count_tensors
 from shardwise.retention import remove_checkpoint
 from shardwise.store import Store, open_store

@@ -26,10 +26,11 @@ from shardwise.errors import (
     StoreUnavailableError,
 )
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import LARGEST_MANIFEST, decode_manifest
-from shardwise.manifest.names import (
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
     MANIFEST,
     REMOVED,
+    decode_manifest,
     is_file_of_save,
     step_directory,
     step_of_directory,

@@ -25,11 +25,12 @@ from shardwise.manifest.manifest import (
     Manifest,
     ObjectEntry,
     TensorEntry,
+    check_name,
     encode_header_entries,
     encode_manifest,
     lay_out_file,
+    new_save_id,
 )
-from shardwise.manifest.names import check_name, new_save_id
 from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination

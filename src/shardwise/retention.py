@@ -30,8 +30,14 @@ from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    Manifest,
+    decode_manifest,
+    step_directory,
+    step_of_directory,
+)
 from shardwise.store import Store
 from shardwise.store.local_files import NotRegularFileError
 

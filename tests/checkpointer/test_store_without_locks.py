@@ -18,7 +18,7 @@ from shardwise.engine import commit
 from shardwise.engine.commit import publish_manifest
 from shardwise.engine.group import SoloGroup
 from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
-from shardwise.manifest.names import MANIFEST, REMOVED, data_file, lock_file, step_directory
+from shardwise.manifest.manifest import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.retention import committed_steps
 from shardwise.store.retry import Retry, RetryingStore

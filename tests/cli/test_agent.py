@@ -13,8 +13,7 @@ from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli.agent_tables import show_runs, show_status
-from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, FileEntry, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, new_run_id

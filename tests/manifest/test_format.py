@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import FormatError
-from shardwise.manifest import names
+from shardwise.manifest import manifest as names
 from shardwise.manifest.checksums import (
     BLOCK,
     BlockTable,
@@ -25,8 +25,14 @@ from shardwise.manifest.checksums import (
 )
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces
-from shardwise.manifest.manifest import ALIGNMENT, TensorEntry, encode_header_entries, lay_out_file
-from shardwise.manifest.names import CHECKSUMS_KEY, OBJECTS_KEY
+from shardwise.manifest.manifest import (
+    ALIGNMENT,
+    CHECKSUMS_KEY,
+    OBJECTS_KEY,
+    TensorEntry,
+    encode_header_entries,
+    lay_out_file,
+)
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
     count_tensors,

@@ -16,8 +16,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.manifest import MANIFEST, FileEntry, decode_manifest, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent, Retries
 from shardwise.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage

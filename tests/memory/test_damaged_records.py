@@ -13,8 +13,7 @@ import torch
 import shardwise as sw
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import FileEntry, step_directory
 from shardwise.memory.agent.mirrors import read_mirror_task, set_mirror_task
 from shardwise.memory.files import decode_record, encode_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory

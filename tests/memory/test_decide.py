@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, FileEntry
 from shardwise.memory import decide
 from shardwise.memory.decide import (
     FREE,

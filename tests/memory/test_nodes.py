@@ -17,8 +17,7 @@ from msgspec.structs import replace
 import shardwise as sw
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import Manifest, encode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import encode_record, listen_to_bell, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id

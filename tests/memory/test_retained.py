@@ -16,8 +16,7 @@ import shardwise as sw
 from shardwise.deadline import Deadline
 from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.names import MANIFEST, lock_file, step_directory
+from shardwise.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.decide import Action, decide_run

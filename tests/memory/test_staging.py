@@ -28,8 +28,7 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import HostMemory, TensorMemory, TorchMemory
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.manifest import FileEntry, encode_header_entries, lay_out_file
-from shardwise.manifest.names import data_file
+from shardwise.manifest.manifest import FileEntry, data_file, encode_header_entries, lay_out_file
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id

@@ -21,8 +21,7 @@ import shardwise as sw
 from shardwise.engine.tensors import Array, HostMemory, Slices
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.manifest import FileEntry
-from shardwise.manifest.names import data_file
+from shardwise.manifest.manifest import FileEntry, data_file
 from shardwise.memory import records
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.reclaim import discard

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.manifest import MANIFEST, step_directory
 from shardwise.memory import reclaim, records
 from shardwise.memory.agent import process
 from shardwise.memory.agent.mirrors import Mirrors, set_mirror_task

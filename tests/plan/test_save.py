@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box, Sharding, ShardPlacement, shard_boxes, splits_of
-from shardwise.boxes.table import padded_rows
+from shardwise.boxes.box import padded_rows
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.names import MANIFEST, MIRROR_FILE, step_directory
+from shardwise.manifest.manifest import MANIFEST, MIRROR_FILE, decode_manifest, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirroring import Mirroring, MirrorWorker

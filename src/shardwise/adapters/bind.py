@@ -18,7 +18,7 @@ from shardwise.adapters.modules import ModuleBinding, has_fsdp1, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.manifest.names import check_name
+from shardwise.manifest.manifest import check_name
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.ports.binding import Bind, Binding, Context
 from shardwise.state.leaves import LocalState, Shards

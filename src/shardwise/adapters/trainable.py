@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.adapters.modules import ModuleBinding
 from shardwise.errors import StateError
-from shardwise.manifest.names import FROZEN
+from shardwise.manifest.manifest import FROZEN
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.leaves import LocalState, TensorLeaf, view_for_numpy
 from shardwise.state.name_lookup import SavedNames, Selection, is_below

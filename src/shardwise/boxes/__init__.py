@@ -1,7 +1,13 @@
 """Boxes of global tensors, as integers only: no bytes, no devices, no torch."""
 
-from shardwise.boxes.box import Box, batch_boxes, split_into_boxes
-from shardwise.boxes.coverage import find_overlaps, find_uncovered_tensors
+from shardwise.boxes.box import (
+    Box,
+    batch_boxes,
+    find_overlaps,
+    find_uncovered_tensors,
+    row_major_strides,
+    split_into_boxes,
+)
 from shardwise.boxes.flat import (
     RangeBoxes,
     boxes_of_range,
@@ -16,7 +22,6 @@ from shardwise.boxes.indexing import (
     split_into_batches,
 )
 from shardwise.boxes.mesh import Sharding, ShardPlacement, Split, shard_boxes, splits_of
-from shardwise.boxes.table import row_major_strides
 
 __all__ = [
     "Box",

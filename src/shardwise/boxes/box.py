@@ -1,15 +1,30 @@
-"""Boxes: axis-aligned parts of global tensors."""
+"""Boxes: axis-aligned parts of global tensors, one by one and in tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from shardwise.errors import LayoutError
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import FormatError, LayoutError
 
 Key = TypeVar("Key")
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint64]
+Rows = TypeVar("Rows", bound="Table")
+
+FILL = {"offset": 0, "shape": 1, "stride": 0, "offset_step": 0}
+"""The columns `(n, D)`, and the number that they are padded with."""
+MOST_INTEGERS = 2**25
+"""The largest number of integers in a column of offsets or shapes: rows times dimensions."""
+MOST_SPLIT_DIMS = 12
+MOST_CORNERS = 2**27
+PAIRS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,3 +138,228 @@ def batch_boxes(
             remaining -= nbytes
     if batch:
         yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of n rows. Each field is a column: an array `(n,)` or, if in `FILL`, `(n, D)`.
+
+    Rows of fewer than D dimensions are padded on the right: a shape with 1, an offset or stride
+    with 0.
+    """
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    @classmethod
+    def empty(cls: type[Rows]) -> Rows:
+        """Return a table without rows, of 0 dimensions."""
+        none = np.zeros(0, np.int64)
+        return cls(*(none.reshape(0, 0) if each.name in FILL else none for each in fields(cls)))
+
+    @classmethod
+    def join(cls: type[Rows], tables: Sequence[Rows], dims: int = 0) -> Rows:
+        """Return the rows of all tables, padded to `dims` dimensions or the widest table."""
+        columns = []
+        for each in fields(cls):
+            parts = [getattr(table, each.name) for table in tables or [cls.empty()]]
+            if each.name in FILL:
+                dims = max([dims, *(part.shape[1] for part in parts)])
+                parts = [pad_columns(part, dims, FILL[each.name]) for part in parts]
+            columns.append(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        return cls(*columns)
+
+    def select(self: Rows, rows: IntArray | BoolArray) -> Rows:
+        """Return some of the rows, given by their indices or by a mask."""
+        return type(self)(*(getattr(self, each.name)[rows] for each in fields(self)))
+
+    def padded(self: Rows, dims: int) -> Rows:
+        """Return the table with at least `dims` columns in each array `(n, D)`."""
+        return self.join([self], dims)
+
+
+def check_table_size(rows: int, dims: int) -> None:
+    """Refuse a table that would take gigabytes, before it is allocated.
+
+    Each row has as many columns as the largest number of dimensions of any tensor.
+
+    Raises:
+        FormatError: rows times dimensions exceed `MOST_INTEGERS`.
+    """
+    if rows * dims > MOST_INTEGERS:
+        raise FormatError(
+            f"the checkpoint has {rows:,} pieces or tensors of up to {dims} dimensions, but at "
+            f"most {MOST_INTEGERS // dims:,} are supported: save from fewer ranks, or as several "
+            "checkpoints"
+        )
+
+
+def padded_rows(rows: Iterable[tuple[int, ...]], dims: int, fill: int) -> IntArray:
+    """Return tuples of up to `dims` integers as an array `(n, dims)`, padded on the right.
+
+    Raises:
+        FormatError: the array would be too large; see `check_table_size`.
+    """
+    listed = list(rows)
+    check_table_size(len(listed), dims)
+    padded = [row + (fill,) * (dims - len(row)) for row in listed]
+    return np.array(padded, np.int64).reshape(len(padded), dims)
+
+
+def pad_columns(columns: IntArray, dims: int, fill: int) -> IntArray:
+    """Return an array `(n, D)` padded on the right to `(n, dims)`.
+
+    Raises:
+        FormatError: the array would be too large; see `check_table_size`.
+    """
+    check_table_size(len(columns), dims)
+    missing = dims - columns.shape[1]
+    return np.pad(columns, ((0, 0), (0, missing)), constant_values=fill) if missing else columns
+
+
+def count_up(counts: IntArray) -> IntArray:
+    """Return 0, 1, …, count - 1 for each count, one after another.
+
+    >>> count_up(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def row_major_strides(shape: IntArray) -> IntArray:
+    """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
+    inner = np.ones_like(shape)
+    if shape.shape[1] > 1:
+        inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return inner
+
+
+def find_uncovered_tensors(
+    tensor_shapes: IntArray,
+    tensor: IntArray,
+    offset: IntArray,
+    shape: IntArray,
+    must_be_covered: npt.NDArray[np.bool_],
+) -> IntArray:
+    """Return the indices of the tensors that their boxes do not cover exactly once.
+
+    The boxes must lie inside their tensors. They are not compared in pairs.
+
+    Example: a tensor of 4 elements, and the boxes 0:2 and 2:4. Mark each start with +1 and each end
+    with -1: there is +1 at 0, -1 at 2, +1 at 2, and -1 at 4. The marks at 2 cancel out. What
+    remains, +1 at 0 and -1 at 4, are the marks of the whole tensor, so each element is covered
+    once.
+
+    In D dimensions, a box has marks at its 2^D corners, +1 or -1 each. Boxes cover a tensor exactly
+    once if their marks cancel out to those of the whole tensor. To compare marks without a list of
+    positions, the function adds up a random hash of each marked position. Different marks have
+    equal sums with a probability of 2^-64.
+
+    Args:
+        tensor_shapes: shapes of the tensors, `(t, D)`, padded with 1.
+        tensor: index of each box's tensor, `(n,)`.
+        offset, shape: the boxes, `(n, D)`, padded with 0 and 1.
+        must_be_covered: whether each tensor must be covered by boxes, `(t,)`.
+
+    Raises:
+        FormatError: the boxes split tensors in too many dimensions to be checked.
+    """
+    dims = tensor_shapes.shape[1]
+    # In a dimension that no box splits, all boxes have the same two ends, so marks along this
+    # dimension cannot tell boxes apart.
+    is_split = (shape != tensor_shapes[tensor]).any(axis=0) if len(tensor) else np.zeros(dims, bool)
+    split_dims = np.flatnonzero(is_split).tolist()
+    if len(split_dims) > MOST_SPLIT_DIMS:
+        raise FormatError(
+            f"the pieces split tensors in {len(split_dims)} dimensions together, but at most "
+            f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions, or save their "
+            "parts as separate tensors"
+        )
+    if len(tensor) << len(split_dims) > MOST_CORNERS:
+        raise FormatError(
+            f"{len(tensor)} pieces that split tensors in {len(split_dims)} dimensions are too many "
+            f"to be checked: they have more than {MOST_CORNERS} corners; shard tensors in fewer "
+            "dimensions, or into fewer parts"
+        )
+    seeds = np.random.default_rng().integers(2**64, size=dims + 1, dtype=np.uint64)
+    sums = np.zeros(len(tensor_shapes), np.uint64)
+    _add_corners(sums, tensor, offset, shape, split_dims, seeds)
+    expected = np.zeros(len(tensor_shapes), np.uint64)
+    covered = np.flatnonzero((tensor_shapes > 0).all(axis=1) & must_be_covered)
+    whole = tensor_shapes[covered]
+    _add_corners(expected, covered, np.zeros_like(whole), whole, split_dims, seeds)
+    return np.flatnonzero(sums != expected)
+
+
+def _add_corners(
+    sums: Hashes,
+    tensor: IntArray,
+    offset: IntArray,
+    shape: IntArray,
+    dims: list[int],
+    seeds: Hashes,
+) -> None:
+    """Add the signed hashes of all corners of boxes to the sums of their tensors."""
+    for corner in range(2 ** len(dims)):
+        hashes = _hash_elements(tensor.astype(np.uint64) + seeds[-1])
+        for bit, dim in enumerate(dims):
+            position = offset[:, dim] + (shape[:, dim] if corner >> bit & 1 else 0)
+            hashes = _hash_elements(hashes ^ (position.astype(np.uint64) + seeds[dim]))
+        is_negative = corner.bit_count() % 2 == 1
+        np.add.at(sums, tensor, np.negative(hashes) if is_negative else hashes)
+
+
+def _hash_elements(x: Hashes) -> Hashes:
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) for each element."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def find_overlaps(
+    left: tuple[IntArray, IntArray, IntArray],
+    right: tuple[IntArray, IntArray, IntArray],
+    *,
+    pairs_at_once: int = PAIRS_AT_ONCE,
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Intersect each left box with all right boxes of the same tensor.
+
+    Args:
+        left, right: columns `(tensor, offset, shape)`, of shapes `(n,)`, `(n, D)` and `(n, D)`;
+            boxes of fewer than D dimensions are padded with offset 0 and shape 1.
+        pairs_at_once: the approximate number of pairs to compare at a time.
+
+    Returns:
+        All common parts with at least one element, ordered by the left index, then by the right.
+        Columns `(left, right, offset, shape)`, of shapes `(n,)`, `(n,)`, `(n, D)` and `(n, D)`:
+        the indices in the two lists, and the common box.
+
+    Raises:
+        FormatError: there are too many parts; see `check_table_size`.
+    """
+    order = np.argsort(right[0], kind="stable")
+    tensors = right[0][order]
+    low = np.searchsorted(tensors, left[0], side="left")
+    counts = np.searchsorted(tensors, left[0], side="right") - low
+    ends = np.cumsum(counts)
+    left_stop, right_stop = left[1] + left[2], right[1] + right[2]
+    found_left, found_right = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    begin = total = 0
+    while begin < len(counts):
+        pairs_before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, pairs_before + pairs_at_once, side="right")))
+        count = counts[begin:end]
+        left_rows = np.repeat(np.arange(begin, end), count)
+        right_rows = order[np.repeat(low[begin:end], count) + count_up(count)]
+        offset = np.maximum(left[1][left_rows], right[1][right_rows])
+        shape = np.minimum(left_stop[left_rows], right_stop[right_rows]) - offset
+        overlap = (shape > 0).all(axis=1)
+        found_left.append(left_rows[overlap])
+        found_right.append(right_rows[overlap])
+        total += len(found_left[-1])
+        check_table_size(total, shape.shape[1])
+        begin = end
+    left_rows, right_rows = np.concatenate(found_left), np.concatenate(found_right)
+    offset = np.maximum(left[1][left_rows], right[1][right_rows])
+    shape = np.minimum(left_stop[left_rows], right_stop[right_rows]) - offset
+    return left_rows, right_rows, offset, shape

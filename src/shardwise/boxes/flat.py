@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.boxes.box import Box
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import Box, IntArray
 from shardwise.errors import LayoutError
 
 

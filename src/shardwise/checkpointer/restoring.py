@@ -24,7 +24,7 @@ from shardwise.errors import (
     describe_error,
 )
 from shardwise.events import Recorder
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import step_directory
 from shardwise.ports.hooks import ORIGINS, RestoreReport
 from shardwise.retention import Best, choose_step, committed_steps, parse_choice
 from shardwise.store import Store

@@ -27,7 +27,7 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.loading import State
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import step_directory
 from shardwise.plan.save import PlanCache
 from shardwise.store import Store
 

@@ -19,7 +19,7 @@ from shardwise.engine.options import is_due
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
-from shardwise.manifest.names import step_of_directory
+from shardwise.manifest.manifest import step_of_directory
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import names_in_root

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.boxes import Box, boxes_of_range
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import PieceTable, SavePlan
 from shardwise.plan.structure import Description

@@ -21,10 +21,12 @@ from shardwise.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from shardwise.manifest.manifest import LARGEST_MANIFEST, Manifest, decode_manifest
-from shardwise.manifest.names import (
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
     MANIFEST,
     REMOVED,
+    Manifest,
+    decode_manifest,
     is_file_of_save,
     is_lock_file,
     lock_file,

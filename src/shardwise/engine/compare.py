@@ -13,7 +13,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from shardwise.boxes import Box, batch_boxes
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import read_boxes, read_per_rank

@@ -19,8 +19,13 @@ from shardwise.errors import (
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.layout import StoredFile
-from shardwise.manifest.manifest import ALIGNMENT, LARGEST_MANIFEST, FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import (
+    ALIGNMENT,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    FileEntry,
+    decode_manifest,
+)
 from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
 

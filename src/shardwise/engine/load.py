@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardwise.boxes import Box
-from shardwise.boxes.table import IntArray, padded_rows
+from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader

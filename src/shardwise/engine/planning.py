@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.commit import exists_error
@@ -32,13 +32,16 @@ from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import (
+    MANIFEST,
     FileEntry,
     Manifest,
     ObjectEntry,
+    check_name,
+    data_file,
     encode_manifest,
     lay_out_file,
+    new_save_id,
 )
-from shardwise.manifest.names import MANIFEST, check_name, data_file, new_save_id
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Structure
 from shardwise.state.leaves import Fragment, LocalState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from shardwise.manifest.names import FROZEN
+from shardwise.manifest.manifest import FROZEN
 from shardwise.state.name_lookup import SavedNames, is_below, rename_function
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.boxes import boxes_within
-from shardwise.boxes.table import IntArray, padded_rows
+from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Ranges, Transfers, assign_transfers
 from shardwise.plan.structure import Description, Structure, find_rules

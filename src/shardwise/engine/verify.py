@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.boxes import cover_positions
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import compare_copies, refuse_differences
 from shardwise.engine.data_reader import DataReader

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.boxes import Box, boxes_of_range, boxes_of_ranges, find_overlaps, row_major_strides
-from shardwise.boxes.table import IntArray, padded_rows
+from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import FormatError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Pieces

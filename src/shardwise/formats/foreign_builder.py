@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.boxes import Box
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import FormatError, StateError
 from shardwise.formats.file_tree import FileTree
 from shardwise.formats.foreign import (

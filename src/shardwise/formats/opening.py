@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -28,7 +28,7 @@ from shardwise.formats.containers.pickle_values import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.reader import Builder, Reader
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.manifest.validate import validate_layout
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.store import Store, name_of

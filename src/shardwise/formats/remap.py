@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import find_overlaps, row_major_strides
-from shardwise.boxes.table import BoolArray, IntArray
+from shardwise.boxes.box import BoolArray, IntArray
 from shardwise.errors import StateError
 from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.boxes.table import IntArray, Table, padded_rows
+from shardwise.boxes.box import IntArray, Table, padded_rows
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
 

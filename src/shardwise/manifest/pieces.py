@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import row_major_strides
-from shardwise.boxes.table import (
+from shardwise.boxes.box import (
     BoolArray,
     IntArray,
     Table,

@@ -10,14 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.table import BoolArray, IntArray, check_table_size
+from shardwise.boxes.box import BoolArray, IntArray, check_table_size
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces, StoredFile
-from shardwise.manifest.manifest import LARGEST_INTEGER, Manifest
-from shardwise.manifest.names import LONGEST_NAME, RESERVED, check_file_name, check_save_id
+from shardwise.manifest.manifest import (
+    LARGEST_INTEGER,
+    LONGEST_NAME,
+    RESERVED,
+    Manifest,
+    check_file_name,
+    check_save_id,
+)
 from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
 from shardwise.store import Store
 

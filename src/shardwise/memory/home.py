@@ -30,8 +30,13 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import Count, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
+from shardwise.manifest.manifest import (
+    MANIFEST,
+    Count,
+    decode_manifest,
+    step_directory,
+    step_of_directory,
+)
 from shardwise.memory import records
 from shardwise.memory.files import (
     LARGEST_RECORD,

@@ -14,8 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, decode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StateError, StoreError
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.memory.files import lock_directory, regular_files

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.boxes import find_overlaps
-from shardwise.boxes.table import IntArray, Table, count_up
+from shardwise.boxes.box import IntArray, Table, count_up
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 

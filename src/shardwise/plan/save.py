@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box, boxes_of_range, find_uncovered_tensors
-from shardwise.boxes.table import BoolArray, IntArray, check_table_size, padded_rows
+from shardwise.boxes.box import BoolArray, IntArray, check_table_size, padded_rows
 from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES

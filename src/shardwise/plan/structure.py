@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import Box, Sharding, Split, shard_boxes
-from shardwise.boxes.table import IntArray, pad_columns
+from shardwise.boxes.box import IntArray, pad_columns
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group, listen, own_address
 from shardwise.engine.rounds import Round

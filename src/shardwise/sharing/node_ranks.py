@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import allocate_pages, map_pages

@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes.table import BoolArray, IntArray, count_up
+from shardwise.boxes.box import BoolArray, IntArray, count_up
 from shardwise.plan.load import Ranges
 
 NOBODY = -1

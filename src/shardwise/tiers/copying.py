@@ -9,8 +9,14 @@ from contextlib import suppress
 
 from shardwise.engine.commit import lock_save, publish_manifest, remove_leftovers, saved_manifest
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import LARGEST_MANIFEST, FileEntry, Manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, lock_file
+from shardwise.manifest.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    lock_file,
+)
 from shardwise.store import Store, lock_for_reading
 from shardwise.tiers.copy_file import FileCopier
 

@@ -15,7 +15,7 @@ import msgspec
 
 from shardwise.engine.commit import remove_leftovers, saved_manifest
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
-from shardwise.manifest.names import is_file_of_save, step_directory, step_of_directory
+from shardwise.manifest.manifest import is_file_of_save, step_directory, step_of_directory
 from shardwise.retention import (
     CheckpointInfo,
     Keep,

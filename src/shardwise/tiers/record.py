@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
-from shardwise.manifest.names import MIRROR_FILE, step_of_directory
+from shardwise.manifest.manifest import MIRROR_FILE, step_of_directory
 from shardwise.store import (
     LocalStore,
     Store,

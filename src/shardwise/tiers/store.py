@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from shardwise.engine.commit import saved_manifest
 from shardwise.errors import CorruptionError, FormatError
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, decode_manifest
 from shardwise.store import (
     FileStatus,
     ReadableFile,

@@ -11,7 +11,7 @@ from shardwise.deadline import Deadline
 from shardwise.engine.commit import saved_manifest
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import step_directory
 from shardwise.store import Store
 from shardwise.tiers.record import MirrorRecord
 

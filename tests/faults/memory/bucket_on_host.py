@@ -12,7 +12,7 @@ import signal
 import sys
 
 import shardwise as sw
-from shardwise.manifest.names import MANIFEST, step_directory, step_of_directory
+from shardwise.manifest.manifest import MANIFEST, step_directory, step_of_directory
 from shardwise.retention import committed_steps
 from shardwise.store import open_store
 from tests.store.servers import BUCKET, s3_client

@@ -22,13 +22,13 @@ from shardwise.convert.plan import (
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
+    MANIFEST,
     FileEntry,
     Manifest,
     encode_header_entries,
     encode_manifest,
     lay_out_file,
 )
-from shardwise.manifest.names import MANIFEST
 from shardwise.manifest.pieces import encode_tensors_with
 
 

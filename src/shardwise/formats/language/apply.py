@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.table import BoolArray, IntArray, padded_rows
+from shardwise.boxes.box import BoolArray, IntArray, padded_rows
 from shardwise.errors import FormatError, LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment

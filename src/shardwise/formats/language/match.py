@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.boxes.table import IntArray
+from shardwise.boxes.box import IntArray
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardwise.boxes import row_major_strides
-from shardwise.boxes.table import BoolArray, IntArray
+from shardwise.boxes.box import BoolArray, IntArray
 from shardwise.errors import LayoutError
 from shardwise.formats.foreign import Catalogue
 from shardwise.formats.language.arithmetic import Environment, Expression

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardwise.deadline import Deadline
 from shardwise.errors import ShardwiseError, StoreError
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.lead import (
     OpenedStores,

@@ -17,8 +17,13 @@ from typing import TypeVar
 
 from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import FileEntry, complete_manifest, decode_manifest
-from shardwise.manifest.names import MANIFEST, step_directory
+from shardwise.manifest.manifest import (
+    MANIFEST,
+    FileEntry,
+    complete_manifest,
+    decode_manifest,
+    step_directory,
+)
 from shardwise.memory import records
 from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record

@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import StoreError
-from shardwise.manifest.names import MANIFEST, step_of_directory
+from shardwise.manifest.manifest import MANIFEST, step_of_directory
 from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.memory.home import list_steps, open_below
 from shardwise.memory.identity import make_run_token

@@ -22,7 +22,7 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.manifest.names import step_directory
+from shardwise.manifest.manifest import step_directory
 from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.memory.home import FilesOfSteps
 from shardwise.memory.records import AgentInfo

@@ -12,8 +12,7 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import FileEntry, decode_manifest
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST, FileEntry, decode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import LARGEST_RECORD, decode_record
 from shardwise.memory.home import Run, SnapshotDirectory, list_steps

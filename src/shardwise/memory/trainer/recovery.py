@@ -12,7 +12,7 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.manifest.names import MANIFEST
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory.home import Run
 from shardwise.memory.observe import RecordCache, read_run_view
 from shardwise.memory.registry import read_entries
