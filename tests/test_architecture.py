@@ -260,7 +260,7 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
     ("path", "text", "wrong"),
     [
         ("memory/agent/lead.py", "from shardwise.memory.home import Home", 0),
-        ("memory/agent/lead.py", "from shardwise.memory.remote import nodes", 0),
+        ("memory/agent/lead.py", "from shardwise.memory.remote import snapshot_nodes", 0),
         ("memory/agent/lead.py", "from shardwise.memory.trainer.slots import Slots", 1),
         ("memory/agent/lead.py", "def late():\n    from ..trainer import slots", 1),
         ("memory/agent/lead.py", "import shardwise.memory.surprise", 1),

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
-    from shardwise.state.leaves import Shards as Shards
+    from shardwise.state.local_state import Shards as Shards
     from shardwise.state.per_rank import PerRank as PerRank
     from shardwise.state.rng import RngState as RngState
     from shardwise.tiers.options import Mirror as Mirror
@@ -98,7 +98,7 @@ _MODULE_OF_NAME = {
     "SaveReport": "engine.save",
     "SavedPart": "partial_save",
     "SavedTensor": "saved_tensor",
-    "Shards": "state.leaves",
+    "Shards": "state.local_state",
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",

@@ -24,7 +24,7 @@ from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import FROZEN, TensorEntry
 from shardwise.saved_tensor import SavedTensor
-from shardwise.state.leaves import Fragment, TensorLeaf, copy_overlapping
+from shardwise.state.local_state import Fragment, TensorLeaf, copy_overlapping
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import decode
 from shardwise.state.tensors import tensor_leaf

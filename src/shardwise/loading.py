@@ -27,7 +27,7 @@ from shardwise.plugins import call_plugin, find_plugins
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
-from shardwise.state.leaves import LocalState, ParameterOrder, copy_overlapping
+from shardwise.state.local_state import LocalState, ParameterOrder, copy_overlapping
 from shardwise.state.name_lookup import Rename, SavedNames, Selection, rename_function
 from shardwise.store import Files, Store
 

@@ -35,7 +35,7 @@ from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination
 from shardwise.plan.save import piece_table
-from shardwise.state.leaves import LocalState, Shards, TensorLeaf
+from shardwise.state.local_state import LocalState, Shards, TensorLeaf
 from shardwise.state.plain_values import JsonValue, encode
 from shardwise.state.tensors import tensor_leaf, tensor_of_array
 from shardwise.store import Store, open_store

@@ -16,13 +16,13 @@ from typing import Any, Literal, SupportsIndex
 
 import msgspec
 
+from shardwise.engine.check_numbers import check_integer, check_step
 from shardwise.engine.commit import (
     map_in_threads,
     mark_as_removed,
     remove_leftovers,
     remove_leftovers_below,
 )
-from shardwise.engine.options import check_integer, check_step
 from shardwise.errors import (
     CheckpointNotFoundError,
     FormatError,

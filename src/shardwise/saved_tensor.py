@@ -21,7 +21,7 @@ from shardwise.boxes import (
 )
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.state.leaves import Fragment, TensorLeaf
+from shardwise.state.local_state import Fragment, TensorLeaf
 
 IndexArray: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | IndexArray

@@ -39,7 +39,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.plan.save import plan_save
 from shardwise.plan.structure import Description
-from shardwise.state.leaves import Fragment
+from shardwise.state.local_state import Fragment
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 from tests.plan.test_save import described, plan_of, plans_of, world_of, worlds

@@ -27,7 +27,7 @@ from shardwise.memory.records import (
     StagedFile,
     StageOutcome,
 )
-from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
+from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import Failing
 from shardwise.tiers.options import MirrorRequest, StorageTask

@@ -25,7 +25,6 @@ from shardwise.memory.lineage import Lineage, Resumption
 from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome
 from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
-from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.memory.remote.search import (
     CONNECT_TIMEOUT,
     READ_TIMEOUT,
@@ -34,6 +33,7 @@ from shardwise.memory.remote.search import (
     Search,
     list_own_files,
 )
+from shardwise.memory.remote.snapshot_nodes import Nodes, run_on_nodes
 from shardwise.memory.trainer import node_watch
 from shardwise.tiers.options import StorageTask
 from tests.memory.test_client import dripping

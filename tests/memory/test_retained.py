@@ -25,7 +25,7 @@ from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, n
 from shardwise.memory.observe import read_run_view
 from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import StageOutcome
-from shardwise.memory.remote.agent_watch import SaveAgents
+from shardwise.memory.remote.lost_agents import SaveAgents
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore

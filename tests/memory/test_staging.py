@@ -35,8 +35,8 @@ from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import StagedFile
-from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import CopyProgress, Slack
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
@@ -44,7 +44,7 @@ from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.memory.view import StageState
 from shardwise.plan.save import PieceTable
-from shardwise.state.leaves import Fragment
+from shardwise.state.local_state import Fragment
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)

@@ -17,10 +17,10 @@ import shardwise as sw
 from shardwise.manifest.manifest import MANIFEST, MIRROR_FILE, decode_manifest, step_directory
 from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
+from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.mirroring import Mirroring, MirrorWorker
 from shardwise.tiers.record import MirrorRecord
 from shardwise.tiers.store import TieredStore
-from shardwise.tiers.watch import MirrorWatch
 from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 
 COUNT = 400_000  # elements of a tensor: 1.6 MB, 25 blocks

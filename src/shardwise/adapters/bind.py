@@ -21,7 +21,7 @@ from shardwise.errors import ShardwiseError, StateError
 from shardwise.manifest.manifest import check_name
 from shardwise.plugins import find_plugins, load_plugin
 from shardwise.ports.binding import Bind, Binding, Context
-from shardwise.state.leaves import LocalState, Shards
+from shardwise.state.local_state import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue, Stateful
 
 State = MutableMapping[str, object]

@@ -22,7 +22,7 @@ from shardwise.adapters.optimizer_groups import Group
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
 from shardwise.ports.binding import Binding, Context
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, has_fsdp1
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.tensors import FlatRange, Parameter
 

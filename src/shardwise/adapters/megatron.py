@@ -36,7 +36,7 @@ from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding
 from shardwise.errors import StateError, user_code
 from shardwise.ports.binding import Binding, Context
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.tensors import Parameter

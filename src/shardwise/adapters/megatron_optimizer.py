@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardwise.adapters.optimizer_groups import STEP, Group
 from shardwise.boxes import Box
 from shardwise.errors import StateError
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import decode
 from shardwise.state.tensors import FlatRange

@@ -22,7 +22,7 @@ from shardwise.adapters.values import missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.ports.binding import Binding, Context
-from shardwise.state.leaves import LocalState, ParameterOrder
+from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.tensors import Parameter, tensor_of_array

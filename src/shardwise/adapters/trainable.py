@@ -15,7 +15,7 @@ from shardwise.adapters.modules import ModuleBinding
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import FROZEN
 from shardwise.ports.binding import Binding, Context
-from shardwise.state.leaves import LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.local_state import LocalState, TensorLeaf, view_for_numpy
 from shardwise.state.name_lookup import SavedNames, Selection, is_below
 from shardwise.state.plain_values import JsonValue, decode
 from shardwise.state.tensors import Parameter

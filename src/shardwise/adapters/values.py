@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import StateError, user_code
 from shardwise.ports.binding import Binding
-from shardwise.state.leaves import LocalState, Shards
+from shardwise.state.local_state import LocalState, Shards
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode

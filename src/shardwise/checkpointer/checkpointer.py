@@ -33,10 +33,10 @@ from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.checkpointer.start_from import StartFrom, start
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
+from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
-from shardwise.engine.options import check_integer
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import Recorder, Sink
@@ -46,8 +46,8 @@ from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.state.name_lookup import Rename
+from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.options import Mirror
-from shardwise.tiers.watch import MirrorWatch
 
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification

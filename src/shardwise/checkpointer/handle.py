@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwise.engine.save import SaveReport
 from shardwise.errors import StoreError
 from shardwise.memory.trainer.pending_saves import PendingSave
-from shardwise.tiers.watch import MirrorWatch
+from shardwise.tiers.mirror_watch import MirrorWatch
 
 
 class SaveHandle:

@@ -12,9 +12,9 @@ from shardwise.errors import add_note
 from shardwise.events import Recorder
 from shardwise.ports.hooks import RunHook
 from shardwise.store import Store, is_writable
+from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.mirroring import MirrorWorker
 from shardwise.tiers.options import StorageTask
-from shardwise.tiers.watch import MirrorWatch
 
 STOP_TIMEOUT = 10.0
 log = logging.getLogger("shardwise")

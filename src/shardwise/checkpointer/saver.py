@@ -17,8 +17,8 @@ from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.save import PlanCache
 from shardwise.store import Store
+from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.options import StorageTask
-from shardwise.tiers.watch import MirrorWatch
 
 
 class DirectSaver:

@@ -19,9 +19,9 @@ from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
 from shardwise.checkpointer.start_from import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
+from shardwise.engine.check_numbers import check_step
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
-from shardwise.engine.options import check_step
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.rounds import Round
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError

@@ -13,9 +13,9 @@ from typing import Literal, get_args
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.divergence.differences import DivergencePolicy
+from shardwise.engine.check_numbers import is_due
 from shardwise.engine.commit import remove_leftovers_below
 from shardwise.engine.group import Group
-from shardwise.engine.options import is_due
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from shardwise.data.random_order import MOST_ITEMS, ORDER_VERSION, Positions, permute
 from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
-from shardwise.engine.options import check_integer
+from shardwise.engine.check_numbers import check_integer
 from shardwise.errors import StateError
 
 log = logging.getLogger("shardwise")

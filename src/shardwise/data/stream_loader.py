@@ -10,14 +10,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
-from shardwise.data.stream_rows import decode_states, encode_states
+from shardwise.data.stream_states import decode_states, encode_states
 from shardwise.data.streams import (
     BatchPart,
     ElasticStreamDataset,
     StreamState,
     produce_parts,
 )
-from shardwise.engine.options import check_integer
+from shardwise.engine.check_numbers import check_integer
 from shardwise.errors import StateError
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.data.packing import Packer, Tokens
 from shardwise.data.sources import Place, Source, SourceReader
-from shardwise.engine.options import check_integer
+from shardwise.engine.check_numbers import check_integer
 from shardwise.errors import StateError, add_note
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15

@@ -43,7 +43,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.checksums import crc32
 from shardwise.plan.save import SavePlan
 from shardwise.plan.structure import Description
-from shardwise.state.leaves import Fragment
+from shardwise.state.local_state import Fragment
 from shardwise.store.store import Buffer
 
 CHECKSUM_TIMEOUT = 60.0  # seconds

@@ -23,7 +23,7 @@ from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, Pieces
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.state.leaves import same_bytes, view_for_numpy
+from shardwise.state.local_state import same_bytes, view_for_numpy
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
 from shardwise.store import Files

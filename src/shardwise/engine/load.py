@@ -31,7 +31,7 @@ from shardwise.events import format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
 from shardwise.plan.load import Ranges, Transfers, plan_load
-from shardwise.state.leaves import Fragment, TensorLeaf, same_bytes
+from shardwise.state.local_state import Fragment, TensorLeaf, same_bytes
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files

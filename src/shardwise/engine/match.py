@@ -12,7 +12,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
-from shardwise.state.leaves import LocalState, TensorLeaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection, is_below
 
 log = logging.getLogger("shardwise")

@@ -22,9 +22,9 @@ import numpy as np
 from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
+from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
-from shardwise.engine.options import check_step
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.rounds import Round, require_equal
 from shardwise.engine.tensors import describe_tensors
@@ -44,7 +44,7 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.plan.structure import Coordinates, Structure
-from shardwise.state.leaves import Fragment, LocalState
+from shardwise.state.local_state import Fragment, LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 

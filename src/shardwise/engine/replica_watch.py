@@ -11,7 +11,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.write_file import FileSource
 from shardwise.events import Recorder
 from shardwise.plan.save import SavePlan
-from shardwise.state.leaves import Fragment
+from shardwise.state.local_state import Fragment
 from shardwise.store.store import Buffer
 
 

@@ -21,7 +21,7 @@ from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PlanCache
-from shardwise.state.leaves import view_for_numpy
+from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it

@@ -16,7 +16,7 @@ from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Ranges, Transfers, assign_transfers
 from shardwise.plan.structure import Description, Structure, find_rules
-from shardwise.state.leaves import Fragment, TensorLeaf, memory_extent, view_for_numpy
+from shardwise.state.local_state import Fragment, TensorLeaf, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
 Array = npt.NDArray[np.generic]

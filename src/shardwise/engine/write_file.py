@@ -15,7 +15,7 @@ from shardwise.engine.tensors import TensorMemory, memory_of, wait_for_current_s
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PieceTable
-from shardwise.state.leaves import Fragment
+from shardwise.state.local_state import Fragment
 from shardwise.store import Store
 from shardwise.store.store import Buffer
 

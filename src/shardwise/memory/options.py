@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.engine.options import check_integer
+from shardwise.engine.check_numbers import check_integer
 from shardwise.errors import StoreError
 from shardwise.events import repr_of_set_fields
 

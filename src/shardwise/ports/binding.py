@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from torch.optim import Optimizer
 
 from shardwise.boxes import Box
-from shardwise.state.leaves import (
+from shardwise.state.local_state import (
     Fragment,
     LocalState,
     ParameterOrder,

@@ -12,7 +12,7 @@ from shardwise.errors import StateError, add_note
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import find_quantized
-from shardwise.state.leaves import LocalState
+from shardwise.state.local_state import LocalState
 
 MOST_COMPARED = 2000  # a comparison of two names takes about 0.1 ms
 Rename = Callable[[str], str] | Mapping[str, str]

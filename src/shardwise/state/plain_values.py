@@ -39,7 +39,7 @@ from shardwise.state.json_fields import (
     why_unsavable,
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
-from shardwise.state.leaves import Shards
+from shardwise.state.local_state import Shards
 from shardwise.state.tensors import detach_checked
 
 OnTensor = Callable[[str, Any], None]

@@ -29,7 +29,7 @@ from shardwise.boxes import (
 )
 from shardwise.errors import LayoutError, StateError
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.state.leaves import Fragment, Shards, TensorLeaf
+from shardwise.state.local_state import Fragment, Shards, TensorLeaf
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -14,7 +14,7 @@ import torch
 import shardwise as sw
 from shardwise.adapters import bind_state
 from shardwise.errors import MismatchError
-from shardwise.state.leaves import view_for_numpy
+from shardwise.state.local_state import view_for_numpy
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 State = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.options import check_integer
+from shardwise.engine.check_numbers import check_integer
 from shardwise.events import repr_of_set_fields
 from shardwise.manifest.manifest import Count
 from shardwise.retention import Keep, apply_retention

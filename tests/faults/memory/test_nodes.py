@@ -17,7 +17,7 @@ from shardwise.memory.files import read_record
 from shardwise.memory.home import Run
 from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.store.store import Buffer
 from tests.faults.memory.scenario import Cluster, Went, assert_tidy, begin, go_on, strays, train
 from tests.tools.agents import lose, signal_agents

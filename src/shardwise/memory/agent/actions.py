@@ -34,7 +34,7 @@ from shardwise.memory.records import (
     StagedFile,
     StageOutcome,
 )
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView
 from shardwise.retention import committed_steps

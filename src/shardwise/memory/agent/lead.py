@@ -38,8 +38,8 @@ from shardwise.memory.records import (
     StageOutcome,
 )
 from shardwise.memory.remote.assembled import AssembledStore
-from shardwise.memory.remote.nodes import Nodes, run_on_nodes
 from shardwise.memory.remote.search import Search, list_own_files
+from shardwise.memory.remote.snapshot_nodes import Nodes, run_on_nodes
 from shardwise.store import Store, open_store
 from shardwise.tiers.copy_file import FileCopier
 

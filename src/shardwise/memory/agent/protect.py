@@ -33,7 +33,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
     plan_protection,
 )
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.seal import MappedFiles
 from shardwise.store.store import Buffer
 

@@ -20,7 +20,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.rank_liveness import has_trainers, is_training
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import groups_of_node, plan_protection
-from shardwise.memory.remote.agent_watch import why_no_answer
+from shardwise.memory.remote.lost_agents import why_no_answer
 from shardwise.memory.spawn import running_agent
 from shardwise.memory.view import SnapshotView
 from shardwise.store import open_store

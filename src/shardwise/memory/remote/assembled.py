@@ -17,7 +17,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.redundancy.placement import Protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
-from shardwise.memory.remote.nodes import Nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.seal import map_file
 from shardwise.store import FileStatus, LocalStore, ReadableFile, ReadOnlyStore, Store
 from shardwise.store.store import Buffer

@@ -18,7 +18,7 @@ from shardwise.memory.identity import refuse_unreachable_agents
 from shardwise.memory.lineage import Lineage, read_or_create_lineage
 from shardwise.memory.options import Memory
 from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.agent_watch import why_no_answer
+from shardwise.memory.remote.lost_agents import why_no_answer
 from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
 from shardwise.store import Store
 

@@ -14,7 +14,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_outcome, why_retrying
 from shardwise.memory.records import StageOutcome
-from shardwise.memory.remote.agent_watch import AgentWatch, SaveAgents
+from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
 

@@ -26,7 +26,7 @@ from shardwise.memory.reclaim import (
     remove_other_runs,
 )
 from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.memory.remote.agent_watch import SaveAgents
+from shardwise.memory.remote.lost_agents import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch

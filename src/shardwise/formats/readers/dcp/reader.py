@@ -19,7 +19,7 @@ from shardwise.formats.reader import (
     UnknownObject,
     nest,
 )
-from shardwise.formats.readers.dcp.items import find_arrays, read_described_arrays, read_values
+from shardwise.formats.readers.dcp.data_files import find_arrays, read_described_arrays, read_values
 from shardwise.formats.readers.dcp.metadata import (
     METADATA,
     Ints,

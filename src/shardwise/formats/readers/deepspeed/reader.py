@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader
+from shardwise.formats.readers.deepspeed.all_ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
     has_native_files,
@@ -16,7 +17,6 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_param_groups,
     add_shards,
 )
-from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCALING_KEYS, ModelState
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader, StoredArray
+from shardwise.formats.readers.deepspeed.all_ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.files import (
     HYPERPARAMETERS_FILE,
     WEIGHTS_KEY,
@@ -19,7 +20,6 @@ from shardwise.formats.readers.deepspeed.manifest import (
     add_scalars,
     add_state,
 )
-from shardwise.formats.readers.deepspeed.ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
     CLASSES,

@@ -17,7 +17,7 @@ from shardwise.data.random_order import ORDER_VERSION
 from shardwise.data.sources import Place
 from shardwise.data.streams import ElasticStreamDataset, StreamState
 from shardwise.errors import StateError
-from shardwise.state.leaves import Shards
+from shardwise.state.local_state import Shards
 
 _COUNTS = 4
 """The first columns of `cursors`: the number of samples, used tokens and buffered tokens; and the
