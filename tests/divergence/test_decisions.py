@@ -37,12 +37,11 @@ from shardwise.divergence.replica_sets import (
 )
 from shardwise.events import Recorder
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.plan.save import plan_save
 from shardwise.plan.structure import Description
 from shardwise.state.local_state import Fragment
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
-from tests.plan.test_save import described, plan_of, plans_of, world_of, worlds
+from tests.plan.test_save import described, plan_of, plans_of, worlds
 from tests.tools.divisions import BoxesByRank, Tensor
 
 # The parts of replicas that are compared: all of them in a round, the same on all, and few.
@@ -324,15 +323,14 @@ def compare_for_a_round(case: World, flip: Flip | None) -> list[tuple[tuple[Dive
         described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
         for rank in range(world)
     ]
-    world_of_ranks = world_of(descriptions)
+    plans = plans_of(descriptions)
 
     def run(group: ThreadGroup) -> tuple[tuple[Divergence, ...], int]:
-        description = descriptions[group.rank]
         fragments = [each for _, each in fragments_of(case, group.rank)]
         if flip is not None and flip[0] == group.rank:
             data = fragments[flip[1]].data.view(-1).view(torch.uint8)
             data[flip[2]] ^= 1 << flip[3]
-        plan = plan_save(world_of_ranks, group.rank, description)
+        plan = plans[group.rank]
         comparison = ReplicaComparison(DivergencePolicy((("*", "warn"),)))
         for step in range(saves_per_round(world)):
             save_id = f"{0xFFFFFFFE:x}{step:08x}"
