@@ -154,8 +154,11 @@ class Table:
     @classmethod
     def empty(cls: type[Rows]) -> Rows:
         """Return a table without rows, of 0 dimensions."""
-        none = np.zeros(0, np.int64)
-        return cls(*(none.reshape(0, 0) if each.name in FILL else none for each in fields(cls)))
+        columns = []
+        for each in fields(cls):
+            shape = (0, 0) if each.name in FILL else (0,)
+            columns.append(np.zeros(shape, np.int64))
+        return cls(*columns)
 
     @classmethod
     def join(cls: type[Rows], tables: Sequence[Rows], dims: int = 0) -> Rows:

@@ -288,11 +288,13 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
-    sizes = [
-        (arena.read_size if mapped is None or file.name in mapped else arena.buffer_size)
-        - (BLOCK if file.entry is None else 0)  # for the bytes past the end; see `DataReader`
-        for file in layout.files
-    ]
+    sizes = []
+    for file in layout.files:
+        is_on_other_node = mapped is not None and file.name not in mapped
+        size = arena.buffer_size if is_on_other_node else arena.read_size
+        if file.entry is None:
+            size -= BLOCK  # for the bytes past the end; see `DataReader`
+        sizes.append(size)
     return np.array(sizes, np.int64)
 
 

@@ -59,6 +59,7 @@ def match_targets(
         The tensors to fill, the names that the checkpoint lacks, and a line for each mismatch.
     """
     leaves, absent, missing, problems = [], [], [], [*targets.problems]
+    filled_ties: set[object] = set()
     for leaf in targets.tensors:
         entry = saved.tensor(leaf.name)
         if entry is None:
@@ -69,14 +70,15 @@ def match_targets(
         problem = _describe_mismatch(leaf, entry, saved, cast=cast)
         if problem is None:
             leaves.append(leaf)
+            filled_ties.add(leaf.tie_key)
         else:
             problems.append(problem)
-    filled_ties = {leaf.tie_key for leaf in leaves} - {None}
-    kinds = {
-        **{leaf.name: "a tensor" for leaf in absent if leaf.tie_key not in filled_ties},
-        **dict.fromkeys([*targets.objects, *targets.grouped], "a plain value"),
-        **dict.fromkeys(targets.per_rank, "a per-rank value"),
-    }
+    kinds: dict[str, str] = {}
+    for leaf in absent:
+        if leaf.tie_key is None or leaf.tie_key not in filled_ties:
+            kinds[leaf.name] = "a tensor"
+    kinds |= dict.fromkeys([*targets.objects, *targets.grouped], "a plain value")
+    kinds |= dict.fromkeys(targets.per_rank, "a per-rank value")
     for name, kind in kinds.items():
         saved_kind = saved.kind(name)
         if saved_kind is None:
@@ -115,8 +117,10 @@ def make_report(
             filled.append(owner)
     claimed = set(map(saved.saved_name, [*names, *targets.unselected]))
     saved_keys = set(map(saved.saved_name, keys))
-    is_claimed = [name in claimed or not selection.selects(name) for name in saved_names]
-    is_under_keys = [is_below(name, saved_keys) for name in saved_names]
+    is_claimed, is_under_keys = [], []
+    for name in saved_names:
+        is_claimed.append(name in claimed or not selection.selects(name))
+        is_under_keys.append(is_below(name, saved_keys))
     return MatchReport(
         missing,
         problems,
@@ -215,7 +219,9 @@ def _find_unclaimed(
 ) -> tuple[list[str], list[str]]:
     """Return the names of the checkpoint that no rank claims; and those of them that are
     unexpected."""
-    bits = np.bitwise_or.reduce([np.frombuffer(report.bits, np.uint8) for report in reports])
+    bits = np.zeros(len(reports[0].bits), np.uint8)
+    for report in reports:
+        bits |= np.frombuffer(report.bits, np.uint8)
     names = np.array([*saved.all_names()], object)
     claimed, under_keys = np.unpackbits(bits, count=2 * len(names)).reshape(2, -1)
     is_unclaimed = claimed == 0

@@ -1,7 +1,7 @@
 """CRC-32 checksums of the blocks of a data file.
 
 The polynomial is zlib's, so that the standard libraries of most languages can check a file. The
-library isal computes it twenty times as fast as zlib.
+library isal computes it twenty times as fast as zlib; its `crc32` is called like `zlib.crc32`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from isal import isal_zlib
+from isal.isal_zlib import crc32 as crc32
 
 BLOCK = 64 * 1024
 """The size of a block in bytes. Each block has a checksum, and reads consist of whole blocks."""
@@ -33,16 +33,6 @@ class FileChecksums:
 
     file: str
     ranges: npt.NDArray[np.int64]
-
-
-def crc32(data: bytes | memoryview | Bytes, before: int = 0) -> int:
-    """Return the same CRC-32 as `zlib.crc32`.
-
-    Args:
-        data: the bytes.
-        before: the CRC-32 of preceding bytes, to continue from.
-    """
-    return isal_zlib.crc32(data, before)
 
 
 def add_checksum(fields: bytes) -> bytes:
@@ -76,7 +66,7 @@ def block_count(nbytes: int) -> int:
 def block_checksums(data: Bytes) -> Words:
     """Return the little-endian checksum of each block of `data`, which starts at a boundary."""
     view = data.data
-    sums = [isal_zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    sums = [crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     return np.array(sums, "<u4")
 
 

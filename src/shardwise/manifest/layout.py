@@ -105,11 +105,6 @@ class Layout:
     missing_files: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def dims(self) -> int:
-        """The largest number of dimensions of any tensor."""
-        return max((len(tensor.shape) for tensor in self.tensors), default=0)
-
-    @cached_property
     def tensor_of(self) -> IntArray:
         """For each index in `pieces.tensor`, the index of the tensor in `tensors`."""
         return np.array([*range(len(self.tensors)), *self.terms], np.int64)
@@ -123,7 +118,13 @@ class Layout:
     @cached_property
     def shapes(self) -> IntArray:
         """For each index in `pieces.tensor`, the shape of the tensor, padded with 1."""
-        return padded_rows([t.shape for t in self.tensors], self.dims, 1)[self.tensor_of]
+        shapes = [t.shape for t in self.tensors]
+        return padded_rows(shapes, max(map(len, shapes), default=0), 1)[self.tensor_of]
+
+    @property
+    def dims(self) -> int:
+        """The largest number of dimensions of any tensor."""
+        return int(self.shapes.shape[1])
 
     @cached_property
     def file_bounds(self) -> IntArray:

@@ -180,8 +180,11 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
     entries = []
     rows = []
     tensor_of_row = []
-    dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    check_table_size(sum(max(1, len(tensor.pieces)) for tensor in tensors), dims)
+    dims = count = 0
+    for tensor in tensors:
+        dims = max(dims, len(tensor.shape))
+        count += max(1, len(tensor.pieces))
+    check_table_size(count, dims)
     for index, tensor in enumerate(tensors):
         entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, tensor.same_as))
         ndim = len(tensor.shape)

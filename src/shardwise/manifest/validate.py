@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -108,8 +109,8 @@ def validate_layout(layout: Layout) -> Layout:
 
 def _check_names(layout: Layout) -> None:
     seen: set[str] = set()
-    names = [tensor.name for tensor in layout.tensors] + [each.name for each in layout.objects]
-    for name in (*names, *layout.per_rank):
+    entries = (*layout.tensors, *layout.objects)
+    for name in (*map(attrgetter("name"), entries), *layout.per_rank):
         if name in seen:
             raise FormatError(
                 f"the name {name[:200]!r} occurs twice when keys are joined by dots, so it is "

@@ -168,11 +168,12 @@ class Selection:
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Return the patterns that match none of these names."""
-        return [
-            pattern
-            for pattern in self._patterns
-            if not any(map(re.compile(translate(pattern)).match, names))
-        ]
+        unused = []
+        for pattern in self._patterns:
+            matches = re.compile(translate(pattern)).match
+            if not any(map(matches, names)):
+                unused.append(pattern)
+        return unused
 
     def select_from(self, local_state: LocalState) -> LocalState:
         """Return the selected part of a local state. Its `unselected` lists all other names."""
