@@ -179,12 +179,12 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
     ):
         return value
     if value_type is list:
-        return _encode_parts(enumerate(value), cursor)
+        return _convert_parts(enumerate(value), cursor, _encode)
     if value_type is dict and TAG not in value and set(map(type, value)) <= {str}:
         for key in value:
             if not key.isascii():
                 _check_text(key, cursor)
-        return dict(zip(value, _encode_parts(value.items(), cursor), strict=True))
+        return dict(zip(value, _convert_parts(value.items(), cursor, _encode), strict=True))
     tag = _TAG_BY_TYPE.get(value_type) or next(
         (tag for tag in _WITH_SUBCLASSES if isinstance(value, _KINDS[tag].value_type)), "pickle"
     )
@@ -196,14 +196,16 @@ def _encode(value: Any, cursor: _Cursor) -> JsonValue:
     return {TAG: tag, **fields}
 
 
-def _encode_parts(parts: Iterable[tuple[object, object]], cursor: _Cursor) -> list[JsonValue]:
-    """Encode the parts of a container, given with their keys or indices."""
-    encoded = []
+def _convert_parts(
+    parts: Iterable[tuple[object, Any]], cursor: _Cursor, convert: Callable[[Any, _Cursor], Any]
+) -> list[Any]:
+    """Encode or decode the parts of a container, given with their keys or indices."""
+    converted = []
     for key, part in parts:
         cursor.path.append(key)
-        encoded.append(_encode(part, cursor))
+        converted.append(convert(part, cursor))
         cursor.path.pop()
-    return encoded
+    return converted
 
 
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
@@ -214,11 +216,11 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if isinstance(encoded, list):
-        return _decode_parts(enumerate(encoded), cursor)
+        return _convert_parts(enumerate(encoded), cursor, _decode)
     if not isinstance(encoded, dict):
         raise StateError(f"{cursor.name}: {type(encoded).__name__} is not a JSON value")
     if TAG not in encoded:
-        return dict(zip(encoded, _decode_parts(encoded.items(), cursor), strict=True))
+        return dict(zip(encoded, _convert_parts(encoded.items(), cursor, _decode), strict=True))
     tag = encoded[TAG]
     if not isinstance(tag, str) or tag not in _KINDS:
         raise StateError(
@@ -235,16 +237,6 @@ def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
             f"{cursor.name}: the saved {tag} is invalid: "
             f"{'it has no ' if isinstance(error, KeyError) else ''}{error}; {advice}"
         ) from error
-
-
-def _decode_parts(parts: Iterable[tuple[object, JsonValue]], cursor: _Cursor) -> list[object]:
-    """Decode the parts of a container, given with their keys or indices."""
-    decoded = []
-    for key, part in parts:
-        cursor.path.append(key)
-        decoded.append(_decode(part, cursor))
-        cursor.path.pop()
-    return decoded
 
 
 def _require_list(value: object) -> list[Any]:
@@ -267,9 +259,9 @@ def _check_text(text: str, cursor: _Cursor) -> None:
 
 def _encode_pairs(value: Mapping[object, object], cursor: _Cursor) -> Fields:
     was_in_key, cursor.is_in_key = cursor.is_in_key, True
-    keys = _encode_parts([("<key>", key) for key in value], cursor)
+    keys = _convert_parts([("<key>", key) for key in value], cursor, _encode)
     cursor.is_in_key = was_in_key
-    items = _encode_parts(value.items(), cursor)
+    items = _convert_parts(value.items(), cursor, _encode)
     return {"v": [[*pair] for pair in zip(keys, items, strict=True)]}
 
 
@@ -278,11 +270,11 @@ def _decode_pairs(encoded: Fields, cursor: _Cursor) -> dict[object, object]:
     keys = KeyCounter()
     for pair in _require_list(encoded["v"]):
         key, item = _require_list(pair)
-        [decoded_key] = _decode_parts([("<key>", key)], cursor)
+        [decoded_key] = _convert_parts([("<key>", key)], cursor, _decode)
         keys.add([decoded_key])
         if decoded_key in pairs:
             raise ValueError(f"duplicate key {str(decoded_key)[:40]!r}")
-        [pairs[decoded_key]] = _decode_parts([(decoded_key, item)], cursor)
+        [pairs[decoded_key]] = _convert_parts([(decoded_key, item)], cursor, _decode)
     return pairs
 
 
