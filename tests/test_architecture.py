@@ -125,6 +125,7 @@ PUBLIC = [
     "StateError",
     "StoreError",
     "Tls",
+    "TreeGroup",
     "VerifyReport",
     "export",
     "list_checkpoints",
