@@ -72,24 +72,31 @@ def _make_check(group: dist.ProcessGroup, timeout: timedelta) -> Callable[[Deadl
     options = dist.BarrierOptions()
     options.timeout, options.device, options.asyncOp = timeout, torch.device("cpu"), True
 
-    work: dist.Work | None = None
     met: Deadline | None = None
+    rank = group.rank()
+    try:
+        work = group.barrier(options)  # here, so that all ranks call it equally often
+    except RuntimeError as error:
+        raise _lost_rank(error, rank) from error.with_traceback(None)
 
     def check(deadline: Deadline) -> None:
-        nonlocal work, met
+        nonlocal met
         try:
-            work = group.barrier(options) if work is None else work
             if met is None and work.is_completed():
                 work.wait()
                 met = Deadline(CONNECT_TIMEOUT.total_seconds())
         except RuntimeError as error:
-            # Drop the traceback: its frames refer to the group, and would keep connections open.
-            raise LostRankError(
-                "connecting the ranks (a rank died or failed: look for the first error in the logs "
-                "of all ranks; the rank listed here only noticed it)",
-                {group.rank(): str(error).splitlines()[0]},
-            ) from error.with_traceback(None)
+            raise _lost_rank(error, rank) from error.with_traceback(None)
         if met is not None and met.seconds_left() < deadline.seconds_left():
             deadline.extend(met.seconds_left() - deadline.seconds_left())
 
     return check
+
+
+def _lost_rank(error: RuntimeError, rank: int) -> LostRankError:
+    # The traceback must go: its frames refer to the group, and would keep connections open.
+    return LostRankError(
+        "connecting the ranks (a rank died or failed: look for the first error in the logs of all "
+        "ranks; the rank listed here only noticed it)",
+        {rank: str(error).splitlines()[0]},
+    )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,8 @@ PROTOCOL = 1
 OPERATION = "connecting the ranks"
 MOST_GUESTS = 256
 """Connections of which it is not known yet whose they are."""
-STORE_SECONDS = 0.5
-"""How long to wait in the store at once. Other threads cannot use the store meanwhile."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
+"""The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
@@ -92,6 +93,7 @@ class _Peer:
         return ""
 
 
+@cache
 def library_version() -> str:
     """Return the version of this library."""
     return version("shardwise")
@@ -243,16 +245,13 @@ def connect_upwards(
 
 def _find(store: Store, rank: int, deadline: Deadline, check: Check = nothing) -> _Place | None:
     """Return the place of a rank, once it is in the store; None at the deadline."""
-    while not deadline.has_passed():
+    for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
         check(deadline)
-        seconds = min(STORE_SECONDS, remaining(deadline))
-        began = time.monotonic()
         try:
-            store.wait([_key(rank)], timedelta(seconds=seconds))
-            return msgspec.json.decode(store.get(_key(rank)), type=_Place)
+            if store.check([_key(rank)]):
+                return msgspec.json.decode(store.get(_key(rank)), type=_Place)
         except RuntimeError as error:
-            if time.monotonic() - began < seconds / 2:  # not the time-out
-                raise _lost_store(error) from error
+            raise _lost_store(error) from error
         except msgspec.DecodeError as error:
             raise LostRankError(OPERATION, {rank: f"its address is damaged: {error}"}) from error
     return None
