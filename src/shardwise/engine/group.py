@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,11 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in errors: in a part of a group, its rank in the whole group."""
         ...
 
     @property
@@ -57,6 +63,17 @@ class Group(Protocol):
         """Send rank 0's data to all ranks, and return it."""
         ...
 
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> Group:
+        """Return a group of some of the ranks, in which the first of them is rank 0.
+
+        All ranks call this at the same time, each for a part to which it belongs.
+
+        Args:
+            ranks: the ranks of the part, the same on all of these.
+            cleanup: closes the connections of the part.
+        """
+        ...
+
 
 class SoloGroup:
     """A group of only this process, as `group=` of `save` and `load` in a job of several processes.
@@ -67,7 +84,7 @@ class SoloGroup:
             sw.save(path, state, group=sw.SoloGroup())
     """
 
-    rank = 0
+    rank = number = 0
     size = 1
     bytes_sent = bytes_received = 0
     timeout = TIMEOUT
@@ -79,6 +96,10 @@ class SoloGroup:
     def broadcast(self, data: bytes) -> bytes:
         """Return the data."""
         return data
+
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> SoloGroup:
+        """Return this group."""
+        return self
 
 
 def node_name() -> str:
