@@ -39,6 +39,7 @@ from shardwise.manifest.pieces import (
     decode_tensors,
     encode_tensors,
     expand_runs,
+    find_runs,
 )
 
 # Names of files: made here, taken apart here, and refused if a manifest has others.
@@ -272,18 +273,18 @@ def rows_of(pieces: Pieces) -> list[Row]:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
-    encoded = encode_tensors(entries, *columns_of(listed))
+    encoded = encode_tensors(entries, find_runs(*columns_of(listed)))
     tensors, runs = decode_tensors(encoded)
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
     assert rows_of(expand_runs(runs, DATA_AT)) == listed
-    assert all(count == 1 or count >= SHORTEST_RUN for count in runs.count.tolist())
+    assert ((runs.count == 1) | (runs.count >= SHORTEST_RUN)).all()
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     ranks = 16_384
     listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, *columns_of(listed)))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
     assert len(runs.count) == 1
     assert rows_of(expand_runs(runs, DATA_AT)) == listed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 
 from shardwise.boxes.box import IntArray, Table, padded_rows
+from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
 
@@ -60,6 +62,34 @@ class StoredFile:
     entry: FileEntry | None = None
 
 
+class StoredFiles(Sequence[StoredFile]):
+    """The data files of a checkpoint of shardwise, made on demand from a table.
+
+    Args:
+        table: the files.
+    """
+
+    def __init__(self, table: FileTable) -> None:
+        self.table = table
+
+    @overload
+    def __getitem__(self, index: int) -> StoredFile: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StoredFile]: ...
+    def __getitem__(self, index: int | slice) -> StoredFile | list[StoredFile]:
+        """Return the file with this index."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        entry = self.table[index]
+        return StoredFile(entry.name, entry.size, entry=entry)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[StoredFile]:
+        return (StoredFile(entry.name, entry.size, entry=entry) for entry in self.table)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """The tensors and plain values of a checkpoint, and where its bytes are.
@@ -89,7 +119,7 @@ class Layout:
     """
 
     format: str
-    files: tuple[StoredFile, ...]
+    files: Sequence[StoredFile]
     tensors: tuple[TensorEntry, ...]
     pieces: Pieces
     replicas: Pieces = field(default_factory=Pieces.empty)
@@ -129,6 +159,8 @@ class Layout:
     @cached_property
     def file_bounds(self) -> IntArray:
         """For each file, the start and end of the bytes for pieces, and where reads must end."""
+        if isinstance(self.files, StoredFiles):
+            return self.files.table.numbers[:, 2:5]
         bounds = []
         for file in self.files:
             entry, size = file.entry, file.size

@@ -15,14 +15,14 @@ from shardwise.boxes.box import BoolArray, IntArray, check_table_size
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
+from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.layout import Layout, Pieces, StoredFiles
 from shardwise.manifest.manifest import (
     LARGEST_INTEGER,
     LONGEST_NAME,
     RESERVED,
     Manifest,
-    check_file_name,
     check_save_id,
 )
 from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
@@ -50,9 +50,10 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
     """
     check_save_id(manifest.save_id)
     tensors, runs = decode_tensors(manifest.tensors)
+    files = FileTable.of(manifest.files, manifest.save_id)
     layout = Layout(
         format=manifest.format,
-        files=tuple(StoredFile(entry.name, entry.size, entry=entry) for entry in manifest.files),
+        files=StoredFiles(files),
         tensors=tensors,
         pieces=Pieces.empty(),
         objects=manifest.objects,
@@ -65,10 +66,11 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
         left_out=manifest.left_out,
     )
     _check_names(layout)
-    _check_files(layout)
+    _check_data_files(layout, files)
     _check_tensors(layout)
     _check_runs(layout, runs)
-    if store is not None and int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES:
+    pieces = int(runs.count.prod(axis=1).sum())
+    if store is not None and pieces * max(1, layout.dims) > MOST_UNCHECKED_PIECES:
         _check_file_sizes(layout, store)
     layout = replace(layout, pieces=expand_runs(runs, layout.file_bounds[:, 0]))
     _check_pieces(layout, layout.pieces)
@@ -126,10 +128,10 @@ def _check_names(layout: Layout) -> None:
 
 
 def _check_files(layout: Layout) -> None:
+    """Check the files of a foreign checkpoint."""
     names: set[str] = set()
-    ranks: set[int] = set()
     for file in layout.files:
-        name, entry, parts = file.name, file.entry, file.name.split("/")
+        name, parts = file.name, file.name.split("/")
         if name in names:
             raise FormatError(f"the file {name[:200]!r} is listed twice")
         names.add(name)
@@ -137,28 +139,26 @@ def _check_files(layout: Layout) -> None:
             raise FormatError(
                 f"{name[:200]!r}: the content has {len(file.content)} bytes instead of {file.size}"
             )
-        if entry is None:
-            if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
-                raise FormatError(
-                    f"{name[:200]!r} is not a path below the directory of the checkpoint"
-                )
-            continue
-        check_file_name(name)
-        if entry.rank in ranks:
-            raise FormatError(f"the manifest lists two files of rank {entry.rank}")
-        ranks.add(entry.rank)
-        ordered = 8 <= entry.data_at <= entry.objects_at <= entry.checksums_at <= entry.size
-        table_size = 4 * block_count(entry.checksums_at)
-        if not ordered or entry.size - entry.checksums_at != table_size:
-            raise FormatError(
-                f"the manifest lists the parts of file {name!r} at offsets that overlap or do not "
-                "fit its size"
-            )
-        if entry.rank >= layout.world_size:
-            raise FormatError(
-                f"the manifest lists the file {name!r} of rank {entry.rank}, but only "
-                f"{layout.world_size} ranks saved"
-            )
+        if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
+            raise FormatError(f"{name[:200]!r} is not a path below the directory of the checkpoint")
+
+
+def _check_data_files(layout: Layout, files: FileTable) -> None:
+    """Check the parts and the ranks of our data files. Their names follow from their ranks."""
+    rank, size, data_at, objects_at, checksums_at, _ = files.numbers.T
+    wrong = (data_at < 8) | (objects_at < data_at) | (checksums_at < objects_at)
+    wrong |= size - checksums_at != 4 * block_count(checksums_at)
+    if wrong.any():
+        name = files[int(np.argmax(wrong))].name
+        raise FormatError(
+            f"the manifest lists the parts of file {name!r} at offsets that overlap or do not fit "
+            "its size"
+        )
+    if len(rank) and rank[-1] >= layout.world_size:
+        raise FormatError(
+            f"the manifest lists the file {files[-1].name!r} of rank {int(rank[-1])}, but only "
+            f"{layout.world_size} ranks saved"
+        )
 
 
 def _check_tensors(layout: Layout) -> None:
@@ -195,14 +195,15 @@ def _check_runs(layout: Layout, runs: Runs) -> None:
 
     Floats cannot overflow. Exact checks follow when the runs are expanded.
     """
-    total = sum(runs.count.tolist())
+    counts = runs.count.prod(axis=1, dtype=np.float64)
+    total = int(counts.sum())
     if total > MOST_PIECES:
         raise FormatError(
             f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
         )
     check_table_size(total, layout.dims)
     tensors, files = layout.tensors, layout.files
-    claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
+    claimed = runs.shape.prod(axis=1, dtype=np.float64) * counts
     elements = layout.shapes.prod(axis=1, dtype=np.float64)
     has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
     if has_excess.any():
@@ -217,14 +218,16 @@ def _check_runs(layout: Layout, runs: Runs) -> None:
             "share bytes, or lie outside of their files"
         )
     # No sum may overflow when runs are expanded, so the last piece of each run is checked.
-    steps = (runs.count - 1).astype(np.float64)
-    for start, step, times, largest in (
-        (runs.file, runs.file_step, steps, len(files) - 1),
-        (runs.start, runs.start_step, steps, LARGEST_INTEGER),
-        (runs.offset, runs.offset_step, steps[:, None], LARGEST_INTEGER),
+    times = (runs.count - 1).astype(np.float64)
+    for start, step, steps, largest in (
+        (runs.file, runs.file_step, times, len(files) - 1),
+        (runs.start, runs.start_step, times, LARGEST_INTEGER),
+        (runs.offset, runs.offset_step, times[:, :, None], LARGEST_INTEGER),
     ):
-        end = start.astype(np.float64) + times * step
-        wrong = (end < 0) | (end > largest) | (start > largest)
+        moves = steps * step
+        low = start + np.minimum(moves, 0).sum(axis=1)
+        high = start + np.maximum(moves, 0).sum(axis=1)
+        wrong = (low < 0) | (high > largest)
         if wrong.any():
             name = tensors[int(runs.tensor[np.argwhere(wrong)[0, 0]])].name
             raise FormatError(

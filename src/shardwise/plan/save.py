@@ -23,7 +23,7 @@ from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
-from shardwise.manifest.pieces import encode_tensors
+from shardwise.manifest.pieces import encode_tensors, find_runs
 from shardwise.plan.structure import (
     Coordinates,
     Description,
@@ -154,14 +154,8 @@ class SavePlan:
         ends = np.append(0, self.end)
         start = ends[:-1] - ends[self.limits[ranks]]
         order = np.lexsort([*reversed(self.offset.T), self.tensor])
-        return encode_tensors(
-            self.tensors,
-            self.tensor[order],
-            file[order],
-            start[order],
-            self.offset[order],
-            self.shape[order],
-        )
+        columns = self.tensor, file, start, self.offset, self.shape
+        return encode_tensors(self.tensors, find_runs(*(column[order] for column in columns)))
 
 
 class PlanCache:
