@@ -13,12 +13,12 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=294,
-    statements=29910,
-    modules_of_api=69,
-    statements_of_api=6820,
-    record_types=231,
-    names_across_packages=323,  # the ports are used from everywhere
+    modules=301,
+    statements=30640,
+    modules_of_api=76,
+    statements_of_api=7540,
+    record_types=239,
+    names_across_packages=333,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=52,
 )

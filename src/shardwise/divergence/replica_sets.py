@@ -63,15 +63,14 @@ def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
     description = plan.description
     dtypes = description.structure.dtypes
     itemsizes = np.array([DTYPES[dtype].itemsize for dtype in dtypes], np.int64)
-    for number, (holders, fragment) in enumerate(plan.replicas):
-        if plan.rank not in holders:
-            continue
+    for each in plan.replicas:
+        fragment = each.fragment
         # Wider types come first, so that every offset in the sequence is aligned to its own type.
         itemsize = itemsizes[description.tensor[fragment]]
         order = np.argsort(-itemsize, kind="stable")
         sizes = description.shape[fragment].prod(axis=1) * itemsize
         start = np.concatenate([[0], np.cumsum(sizes[order])])
-        found.append(ReplicaSet(number, len(holders), fragment[order], start))
+        found.append(ReplicaSet(each.number, each.holders, fragment[order], start))
     return tuple(found)
 
 

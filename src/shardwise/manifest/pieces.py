@@ -7,7 +7,7 @@ A manifest stores evenly spaced pieces of a tensor as a run: one entry for the f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 import msgspec
@@ -96,6 +96,22 @@ class Runs(Table):
     file_step: IntArray
     start_step: IntArray
     offset_step: IntArray
+
+
+def join_runs(tables: Sequence[Runs]) -> Runs:
+    """Return the runs of all tables, which may have different numbers of axes."""
+    axes = max(runs.count.shape[1] for runs in tables)
+    columns: list[IntArray] = []
+    for each in fields(Runs):
+        parts = []
+        for runs in tables:
+            column = getattr(runs, each.name)
+            if each.name in ("count", "file_step", "start_step", "offset_step"):
+                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
+                column = np.pad(column, width, constant_values=int(each.name == "count"))
+            parts.append(column)
+        columns.append(np.concatenate(parts))
+    return Runs(*columns)
 
 
 def find_runs(
