@@ -16,9 +16,8 @@ from shardwise.boxes.box import padded_rows
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import decode_tensors, expand_runs
+from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
 from shardwise.plan.division import SMALLEST_DIVISION
 from shardwise.plan.replicas import divide_replicas, water_fill
 from shardwise.plan.save import SavePlan, plan_save
@@ -84,7 +83,7 @@ def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    return expand_runs(decode_tensors(plan.encoded_tensors)[1], np.zeros(1 << 16, np.int64))
+    return StoredRuns.of(decode_tensors(plan.encoded_tensors)[1]).expand()
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:

@@ -49,7 +49,6 @@ from shardwise.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.state.local_state import Fragment, LocalState
 from shardwise.store import Store, free_bytes
 
-
 LARGEST_STRUCTURE = 2**30
 """The most bytes of an encoded structure."""
 

@@ -268,7 +268,7 @@ class SpanCopier:
     Args:
         transfers: the boxes to copy.
         spans: the spans.
-        strides: the strides of all pieces, `(n, D)`, in elements.
+        strides: the strides of all runs of pieces, `(n, D)`, in elements.
         leaves: the tensors whose fragments `transfers` refers to.
         memory: the memory of each of these fragments.
     """
@@ -291,7 +291,7 @@ class SpanCopier:
         fragment_offsets = padded_rows(offsets, transfers.offset.shape[1], 0)
         itemsizes = np.array([*map(attrgetter("itemsize"), memory)], np.int64)
         start = transfers.offset - fragment_offsets[transfers.fragment]
-        stride = strides[transfers.piece] * itemsizes[transfers.fragment, np.newaxis]
+        stride = strides[transfers.run] * itemsizes[transfers.fragment, np.newaxis]
         first, rows = assign_transfers(transfers, spans)
         self._first = first.tolist()
         self._span_low = spans.low.tolist()

@@ -15,10 +15,9 @@ import numpy as np
 
 from shardwise.boxes import row_major_strides
 from shardwise.boxes.box import IntArray, Table, check_table_size, padded_rows
-from shardwise.boxes.grids import advance, expand_grids, split_runs
+from shardwise.boxes.grids import advance, count_boxes, expand_grids, split_runs
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import Count, Dims, SignedCount, TensorEntry, decode_json
 
 Row = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
@@ -70,6 +69,33 @@ class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unkn
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces(Table):
+    """Boxes of tensors, and the bytes of each box in a file, in columns of n rows.
+
+    For example, the rows of a float32 tensor of shape `[4, 6]`, which two ranks saved:
+
+        tensor  file  start  offset  shape   stride
+        0       0     0      [0, 0]  [2, 6]  [6, 1]
+        0       1     0      [2, 0]  [2, 6]  [6, 1]
+
+    Attributes:
+        tensor, file: indices of the tensor and of the file in the `Layout`, `(n,)`.
+        start: the offset of the first element in bytes, `(n,)`. It counts from the start of the
+            file's data section, which is the start of the file in a foreign checkpoint.
+        offset, shape: the box, `(n, D)`, padded on the right with 0 and 1.
+        stride: the strides in the file, in elements, `(n, D)`; 0 in padded dimensions. They are not
+            row-major if an array is transposed, or if the box is a part of an array.
+    """
+
+    tensor: IntArray
+    file: IntArray
+    start: IntArray
+    offset: IntArray
+    shape: IntArray
+    stride: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class Runs(Table):
     """Runs of pieces at constant distances along A axes, in columns of n rows.
 
@@ -78,9 +104,8 @@ class Runs(Table):
     more about axes.
 
     Attributes:
-        tensor, file, start, offset, shape: the first piece of each run, as in `Pieces`; but `start`
-            counts from the start of the file's data section. All pieces of a run have the same
-            tensor and shape.
+        tensor, file, start, offset, shape: the first piece of each run, as in `Pieces`. All pieces
+            of a run have the same tensor and shape.
         count: the number of pieces along each axis, the outermost axis first, `(n, A)`; 1 for an
             axis without effect.
         file_step, start_step, offset_step: the differences between one piece and the next along
@@ -112,6 +137,59 @@ def join_runs(tables: Sequence[Runs]) -> Runs:
             parts.append(column)
         columns.append(np.concatenate(parts))
     return Runs(*columns)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRuns(Runs):
+    """Runs whose pieces lie in their files with any strides.
+
+    Attributes:
+        stride: the strides of each run's pieces, as in `Pieces`, `(n, D)`.
+    """
+
+    stride: IntArray
+
+    @classmethod
+    def of(cls, runs: Runs) -> StoredRuns:
+        """Return runs of row-major pieces."""
+        columns = {each.name: getattr(runs, each.name) for each in fields(Runs)}
+        return cls(**columns, stride=row_major_strides(runs.shape))
+
+    @classmethod
+    def of_pieces(cls, pieces: Pieces) -> StoredRuns:
+        """Return runs without axes, of one piece each."""
+        n, dims = pieces.offset.shape
+        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
+        columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
+        return cls(*columns, none, none, none, no_steps, pieces.stride)
+
+    @property
+    def sizes(self) -> IntArray:
+        """The number of pieces of each run, `(n,)`."""
+        return count_boxes(self.count)
+
+    def at(self, rows: IntArray, k: IntArray) -> Pieces:
+        """Return the piece with the indices k, `(m, A)`, of each of some runs, `(m,)`."""
+        return Pieces(
+            self.tensor[rows],
+            advance(self.file[rows], k, self.file_step[rows]),
+            advance(self.start[rows], k, self.start_step[rows]),
+            advance(self.offset[rows], k, self.offset_step[rows]),
+            self.shape[rows],
+            self.stride[rows],
+        )
+
+    def expand(self) -> Pieces:
+        """Return every piece of every run.
+
+        Raises:
+            FormatError: there are too many.
+        """
+        if self.count.shape[1] == 0:
+            return Pieces(*(getattr(self, each.name) for each in fields(Pieces)))
+        total = int(self.count.prod(axis=1, dtype=np.float64).sum())
+        check_table_size(total, max(2, self.offset.shape[1]))
+        return self.at(*expand_grids(self.count))
 
 
 def find_runs(
@@ -155,25 +233,6 @@ def _fold(runs: Runs) -> Runs:
         file_step=np.column_stack([step[:, 0], inner.file_step]),
         start_step=np.column_stack([step[:, 1], inner.start_step]),
         offset_step=np.concatenate([step[:, None, 2:], inner.offset_step], axis=1),
-    )
-
-
-def expand_runs(runs: Runs, data_at: IntArray) -> Pieces:
-    """Return every piece of every run.
-
-    Args:
-        data_at: the start of the data section of each file.
-    """
-    rows, k = expand_grids(runs.count)
-    each = runs.select(rows)
-    file = advance(each.file, k, each.file_step)
-    return Pieces(
-        each.tensor,
-        file,
-        data_at[file] + advance(each.start, k, each.start_step),
-        advance(each.offset, k, each.offset_step),
-        each.shape,
-        row_major_strides(each.shape),
     )
 
 
