@@ -226,7 +226,7 @@ class _Offer(msgspec.Struct, array_like=True):
         settings: those that must be equal on all ranks, formatted for error messages.
         plans: the keys of plans that all of these ranks have in their caches, for their state.
         digests: the distinct digests of plain values; more than two are not kept.
-        sample: digests of the replicas that the ranks compared at the last save.
+        sample: tells whether the replicas that the ranks compared at the last save are equal.
         save_id: the id of the save, from rank 0.
         notes: the distinct notes in the requests, with the first rank of each.
     """
@@ -246,7 +246,7 @@ class _Agreement(msgspec.Struct, array_like=True):
     Attributes:
         plan: the key of a plan that all ranks have in their caches; None if there is none.
         values_differ: whether plain values of ranks differ.
-        sample: the digests of replicas that differ.
+        sample: as in the offers.
         save_id: the id of the save.
         notes: the distinct notes, in the order of their first ranks.
     """
@@ -310,7 +310,7 @@ def plan_together(
             _make_offer(request, known, group, watch),
             _Offer,
             partial(_combine_offers, watch=watch),
-            partial(_conclude, watch=watch),
+            _conclude,
             _Agreement,
         )
     if watch is not None:
@@ -346,7 +346,7 @@ def _make_offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
         digests=[_digest(encode_values(request.state, order="sorted"))],
-        sample=b"" if watch is None else watch.encode_message(group.rank),
+        sample=b"" if watch is None else watch.encode_message(),
         save_id=request.save_id if group.rank == 0 else "",
         notes={request.note: group.rank} if request.note else {},
     )
@@ -368,7 +368,7 @@ def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Of
     )
 
 
-def _conclude(offer: _Offer, watch: ReplicaWatch | None) -> _Agreement:
+def _conclude(offer: _Offer) -> _Agreement:
     refuse_unequal(
         "ranks do not save the same checkpoint in the same way; pass the same path, step and "
         "options on all ranks:",
@@ -377,7 +377,7 @@ def _conclude(offer: _Offer, watch: ReplicaWatch | None) -> _Agreement:
     return _Agreement(
         plan=offer.plans[0] if offer.plans else None,
         values_differ=len(offer.digests) > 1,
-        sample=b"" if watch is None else watch.conclude_message(offer.sample),
+        sample=offer.sample,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
     )

@@ -25,12 +25,14 @@ class Replicas:
     Attributes:
         number: the number of the set of ranks, which is equal on these ranks.
         holders: the number of these ranks.
+        is_first_holder: whether this rank is the first of them.
         fragment: for each box, the index of this rank's fragment that the box is, `(n,)`. The order
             is the same on all holders.
     """
 
     number: int
     holders: int
+    is_first_holder: bool
     fragment: IntArray
 
 
@@ -83,7 +85,8 @@ def find_replicas(
     sets = replicated_rows(boxes)
     for number, (ranks, rows) in enumerate(sets):
         if rank in ranks:
-            found.append(Replicas(number, len(ranks), boxes.fragment[rows]))
+            is_first = rank == ranks[0]
+            found.append(Replicas(number, len(ranks), is_first, boxes.fragment[rows]))
     for index, pool in enumerate(_pools_of(divisions)):
         holders = pool[0].holders
         for row in np.flatnonzero((holders == rank).any(axis=1)).tolist():
@@ -94,7 +97,8 @@ def find_replicas(
             )
             fragment = np.array([fragment_at[each] for each in held], np.int64)
             number = len(sets) + index * world + int(holders[row, 0])
-            found.append(Replicas(number, holders.shape[1], fragment))
+            is_first = rank == int(holders[row, 0])
+            found.append(Replicas(number, holders.shape[1], is_first, fragment))
     return found
 
 
