@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=294,
-    statements=29770,
+    modules=298,
+    statements=30012,
     modules_of_api=69,
     statements_of_api=6730,
-    record_types=230,
-    names_across_packages=317,  # the ports are used from everywhere
+    record_types=235,
+    names_across_packages=320,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=52,
+    test_files_with_inner_imports=55,
 )
 """Lower a limit when its figure has fallen."""
 

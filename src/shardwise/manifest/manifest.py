@@ -41,9 +41,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _DATA_FILE = re.compile(r"r\d{5,}-([0-9a-f]{16})\.safetensors")
+_TELEMETRY_FILE = re.compile(r"telemetry-([0-9a-f]{16})\.json\.gz")
 _FILE_OF_SAVE = re.compile(
-    rf"{_DATA_FILE.pattern}(\.part)?|saving-[0-9a-f]{{16}}\.lock"
-    r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
+    rf"{_DATA_FILE.pattern}(\.part)?|saving-[0-9a-f]{{16}}\.lock|{_TELEMETRY_FILE.pattern}"
+    rf"|\.(manifest\.json|{_TELEMETRY_FILE.pattern})\.[0-9a-f]{{8}}|removed\.json"
 )
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
@@ -140,9 +141,17 @@ def is_file_of_save(name: str) -> bool:
 
 
 def save_id_of_file(name: str) -> str | None:
-    """Return the save id in the name of a data file; None for any other name."""
-    match = _DATA_FILE.fullmatch(name)
+    """Return the save id in the name of a file of data or telemetry; None for any other name."""
+    match = _DATA_FILE.fullmatch(name) or _TELEMETRY_FILE.fullmatch(name)
     return match.group(1) if match else None
+
+
+def names_of_checkpoint(manifest: Manifest) -> set[str]:
+    """Return the names of the files of a checkpoint, besides the manifest.
+
+    They are the data files, and the telemetry of the save, which may be missing.
+    """
+    return {*(each.name for each in manifest.files), telemetry_file(manifest.save_id)}
 
 
 def new_save_id() -> str:
@@ -158,6 +167,11 @@ def data_file(rank: int, save_id: str) -> str:
 def lock_file(save_id: str) -> str:
     """Return the name of the file that is locked while a save runs."""
     return f"saving-{save_id}.lock"
+
+
+def telemetry_file(save_id: str) -> str:
+    """Return the name of the file with the telemetry of a save; see `shardwise.telemetry`."""
+    return f"telemetry-{save_id}.json.gz"
 
 
 def is_lock_file(name: str) -> bool:
