@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
@@ -138,7 +138,7 @@ class SnapshotSaver(Snapshots):
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
         self.fence()
-        group, sent_before = self._group, self._group.bytes_sent
+        group, sent_before = TimedGroup(self._group, recorder), self._group.bytes_sent
 
         def prepare() -> SaveRequest:
             save = make_save()
@@ -158,8 +158,9 @@ class SnapshotSaver(Snapshots):
         if request.check_replicas:
             check_replicas(planned, group)
         planned.choose_sample(self._comparison)
-        with recorder.stage("stage"):
+        with recorder.stage("stage") as stage:
             pending = self.stage(planned, storage, durable=durable)
+            stage.bytes = pending.nbytes
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
             step=request.step,
@@ -170,6 +171,7 @@ class SnapshotSaver(Snapshots):
             plan_cached=planned.cached,
             bytes_communicated=group.bytes_sent - sent_before,
             seconds=recorder.seconds(),
+            record=recorder.record(),
         )
         return SaveHandle(report, pending, self._mirror)
 

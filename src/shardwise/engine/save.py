@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import LostRankError, MismatchError, StoreError
-from shardwise.events import Recorder, format_bytes, format_count
+from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import MANIFEST, FileEntry
 from shardwise.plan.save import PlanCache
 from shardwise.state.local_state import view_for_numpy
-from shardwise.store import Store, abort_uploads
+from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 _Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -44,6 +44,7 @@ class SaveReport:
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
             write, publish), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -55,6 +56,7 @@ class SaveReport:
     plan_cached: bool
     bytes_communicated: int
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (
@@ -91,6 +93,7 @@ def save_all(
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
+    group = TimedGroup(group, recorder)
     sent_before = group.bytes_sent
     planned = plan_together(prepare, group, plan_cache, recorder, watch)
     request, plan = planned.request, planned.plan
@@ -108,12 +111,15 @@ def save_all(
         # manifest may exist. If the manifest does not exist, the next save here removes the files.
         with Round(group, "publishing a save", rank0_only=True):
             if group.rank == 0:
-                with recorder.stage("publish"):
+                with recorder.stage("publish") as stage:
+                    retries = count_retries(request.store)
                     names, manifest = [each.name for each in files], planned.manifest(files)
                     overwrite = request.overwrite
                     commit_save(
                         request.store, planned.save_id, manifest, names, overwrite=overwrite
                     )
+                    stage.bytes, stage.file = len(manifest), MANIFEST
+                    stage.retries = count_retries(request.store) - retries
     return SaveReport(
         path=str(request.store),
         step=request.step,
@@ -124,6 +130,7 @@ def save_all(
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
+        record=recorder.record(),
     )
 
 
@@ -200,10 +207,13 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[int,
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
-            with recorder.stage("write"):
+            with recorder.stage("write") as stage:
                 source = planned.source()
                 if source is not None:
+                    retries = count_retries(store)
                     own = write_data_file(store, source, planned.request.arena)
+                    stage.bytes, stage.file = own.size, own.name
+                    stage.retries = count_retries(store) - retries
             entries = all_ranks.all_gather(own, FileEntry | None)
     except LostRankError:
         raise
