@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=298,
-    statements=30012,
+    statements=30266,
     modules_of_api=69,
-    statements_of_api=6730,
-    record_types=235,
-    names_across_packages=320,  # the ports are used from everywhere
+    statements_of_api=6931,
+    record_types=238,
+    names_across_packages=329,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=55,
 )
