@@ -64,6 +64,7 @@ class OperationRecord:
         clock: the wall clock at that time, or else at the beginning, in seconds since 1970.
         events: the stages. A wait for other ranks after a stage is part of the stage.
         axes: the coordinate of this rank in each named axis of the meshes of its tensors.
+        save_id: the id of the save; "" for other operations.
     """
 
     began: float = 0.0
@@ -72,6 +73,7 @@ class OperationRecord:
     clock: float = 0.0
     events: tuple[Event, ...] = ()
     axes: dict[str, int] = field(default_factory=dict)
+    save_id: str = ""
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -90,7 +92,7 @@ class Recorder:
         watcher: called whenever the present stage changes, if it is not None.
 
     Attributes:
-        axes: as in `OperationRecord`.
+        axes, save_id: as in `OperationRecord`.
     """
 
     def __init__(self, sink: Sink | None = None, watcher: Watcher | None = None) -> None:
@@ -101,6 +103,7 @@ class Recorder:
         self._running: list[RunningStage] = []
         self._events: list[Event] = []
         self.axes: dict[str, int] = {}
+        self.save_id = ""
 
     @contextmanager
     def stage(self, name: str, nbytes: int = 0) -> Iterator[RunningStage]:
@@ -174,6 +177,7 @@ class Recorder:
             clock=self._clock,
             events=tuple(self._events),
             axes=dict(self.axes),
+            save_id=self.save_id,
         )
 
 

@@ -35,17 +35,18 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, own_group
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup, TorchGroup, own_group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
-from shardwise.events import Recorder, Sink
+from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.state.name_lookup import Rename
+from shardwise.telemetry.hook import TelemetryHook
 from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.options import Mirror
 
@@ -92,6 +93,7 @@ class Checkpointer:
             names to reactions: the first match decides.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
+        telemetry: store what each rank did in each save and restore, for `shardwise report`.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -125,6 +127,7 @@ class Checkpointer:
         staging_bytes: int | None = None,
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
+        telemetry: bool = True,
     ) -> None:
         self._closed, self._process = False, os.getpid()
         self._damaged: set[int] = set()
@@ -151,6 +154,7 @@ class Checkpointer:
                     save_at_end=save_at_end,
                     on_failure=on_failure,
                     on_divergence=DivergencePolicy.from_option(on_divergence),
+                    telemetry=telemetry,
                 )
                 self._signals = install_signals(save_on_signals, after_signal)
             self._comparison = ReplicaComparison(settings.on_divergence)
@@ -188,6 +192,9 @@ class Checkpointer:
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         hooks.add(DivergenceWatch(comparison, group, settings.on_event))
+        if settings.telemetry:
+            take_ended = None if isinstance(saver, DirectSaver) else saver.take_ended
+            hooks.add(TelemetryHook(run, group, take_ended))
         for hook in of_packages:
             hooks.add(hook)
         return saver, steps
@@ -401,7 +408,9 @@ class Checkpointer:
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
             self.prepare(state)
-        self.last_restore = report and replace(report, seconds=recorder.seconds())
+        self.last_restore = report and replace(
+            report, seconds=recorder.seconds(), record=_join(recorder.record(), report.load.record)
+        )
         if self.last_restore is not None:
             self._hooks.call("restored", self.last_restore)
         return start_step
@@ -443,7 +452,8 @@ class Checkpointer:
         Returns:
             The report, or None; and the step to continue from, or None.
         """
-        restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
+        group = TimedGroup(self._group, recorder)
+        restoring = Restoring(self._settings, group, self._saver, self._damaged, recorder)
         has_agents = self._settings.memory is not None
         for _ in range(MOST_RESTORES):
             report = restoring.restore(step, self._settings.keep.best, load)
@@ -471,3 +481,10 @@ class Checkpointer:
         self._refuse_forked()
         if self._closed:
             raise ShardwiseError(f"{self} is closed: create another one to save or restore")
+
+
+def _join(restore: OperationRecord, load: OperationRecord) -> OperationRecord:
+    """Return the record of a restore, with the stages of the load in it."""
+    agreed, clock = (restore.agreed, restore.clock) if restore.agreed else (load.agreed, load.clock)
+    events = (*restore.events, *load.events)
+    return replace(restore, agreed=agreed, clock=clock, events=events, axes=load.axes)

@@ -11,7 +11,7 @@ from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
-from shardwise.events import Recorder
+from shardwise.events import Event, Recorder
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -86,6 +86,10 @@ class DirectSaver:
         saved, self._saved = self._saved, []
         return saved
 
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of agents, for the saves that ended since the last call, by id."""
+        return {}
+
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
         return None
@@ -151,6 +155,7 @@ class SnapshotSaver(Snapshots):
         if not self.accept(planned.notes):
             return None
         request, plan = planned.request, planned.plan
+        recorder.save_id = planned.save_id
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:

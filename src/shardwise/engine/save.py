@@ -98,6 +98,7 @@ def save_all(
     sent_before = group.bytes_sent
     planned = plan_together(prepare, group, plan_cache, recorder, watch)
     request, plan = planned.request, planned.plan
+    recorder.save_id = planned.save_id
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", rank0_only=True):
             if group.rank == 0:
