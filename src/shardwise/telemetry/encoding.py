@@ -200,7 +200,9 @@ def _check(document: _Document) -> Telemetry:
         axes=document.axes,
         coordinates=np.array(coordinates, np.int64).reshape(len(document.axes), n),
         clock=_decode_column(document.clock, n, -LARGEST_INTEGER),
-        began=_decode_column(document.began, n, 0) if bytes(document.began) else zeros,
+        began=_decode_column(document.began, n, -LARGEST_INTEGER)
+        if bytes(document.began)
+        else zeros,
         stages=tuple(_check_stage(each, n) for each in document.stages),
         phases=document.phases,
     )

@@ -18,7 +18,6 @@ from shardwise.engine.save import SaveReport
 from shardwise.errors import LostRankError
 from shardwise.events import Event, OperationRecord
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
-from shardwise.telemetry.records import Telemetry
 from shardwise.telemetry.rows import Operation, combine_messages, encode_message, row_of
 from shardwise.telemetry.storing import TelemetryWriter
 
@@ -51,7 +50,7 @@ class TelemetryHook(RunHook):
         self._run, self._group, self._take_ended = run, group, take_ended
         self._host = socket.gethostname() if host is None else host
         self._waiting: dict[str, tuple[Operation, OperationRecord]] = {}
-        self._ready: list[Telemetry] = []
+        self._ready: list[tuple[Operation, OperationRecord]] = []
         self._restores = 0
         self._writer = TelemetryWriter(run.root) if group.rank == 0 else None
         self._has_failed = False
@@ -63,7 +62,7 @@ class TelemetryHook(RunHook):
             name=name, id=report.record.save_id, step=report.step, path=report.path
         )
         if self._take_ended is None:
-            self._add(operation, report.record)
+            self._ready.append((operation, report.record))
         else:
             self._waiting[operation.id] = operation, report.record
         self._gather()
@@ -81,7 +80,7 @@ class TelemetryHook(RunHook):
             phases={name: each for name, each in report.seconds.items() if name != "total"},
         )
         self._waiting.clear()  # agents discard what is newer
-        self._add(operation, report.record)
+        self._ready.append((operation, report.record))
         self._gather()
 
     def closed(self, *, completed: bool) -> None:
@@ -91,10 +90,6 @@ class TelemetryHook(RunHook):
         if self._writer is not None:
             self._writer.close(LONGEST_END if completed else 0.0)
 
-    def _add(self, operation: Operation, record: OperationRecord) -> None:
-        run = self._run
-        self._ready.append(row_of(operation, record, run.rank, run.world_size, self._host))
-
     def _take_rows(self) -> bytes:
         """Return the message of this rank; empty if there is nothing to send, or this fails."""
         try:
@@ -102,10 +97,15 @@ class TelemetryHook(RunHook):
             for save_id, events in ended.items():
                 if save_id in self._waiting:
                     operation, record = self._waiting.pop(save_id)
-                    self._add(operation, replace(record, events=(*record.events, *events)))
+                    record = replace(record, events=(*record.events, *events))
+                    self._ready.append((operation, record))
             while len(self._waiting) > MOST_WAITING:
-                self._add(*self._waiting.pop(next(iter(self._waiting))))
-            return encode_message(self._ready)
+                self._ready.append(self._waiting.pop(next(iter(self._waiting))))
+            run = self._run
+            return encode_message(
+                row_of(operation, record, run.rank, run.world_size, self._host)
+                for operation, record in self._ready
+            )
         except Exception:  # the other ranks wait for this rank's message
             log.exception("rank %d has no telemetry", self._run.rank)
             return b""
