@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=298,
-    statements=30266,
+    modules=303,
+    statements=30647,
     modules_of_api=69,
-    statements_of_api=6931,
-    record_types=238,
-    names_across_packages=329,  # the ports are used from everywhere
+    statements_of_api=6935,
+    record_types=239,
+    names_across_packages=332,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=55,
+    test_files_with_inner_imports=58,
 )
 """Lower a limit when its figure has fallen."""
 

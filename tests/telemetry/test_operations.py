@@ -180,13 +180,15 @@ def test_telemetry_can_be_off(tmp_path: Path) -> None:
 
 def test_a_mirror_gets_the_telemetry(tmp_path: Path) -> None:
     root, mirror = tmp_path / "root", tmp_path / "mirror"
-    with sw.Checkpointer(root, mirror=mirror, memory=None) as cp:
+    with sw.Checkpointer(root, memory=None) as cp:
         cp.save(1, {"w": torch.ones(9)})
-        cp.save(2, {"w": torch.ones(9)}).mirrored(60)  # type: ignore[union-attr]
-    step = root / "step-00000001"
-    (name,) = [each.name for each in step.glob("telemetry-*")]
-    found = mirror / "step-00000001" / name
-    assert not found.exists() or found.read_bytes() == (step / name).read_bytes()
+    with sw.Checkpointer(root, mirror=mirror, memory=None) as cp:
+        cp.restore({"w": torch.ones(9)})
+        handle = cp.save(2, {"w": torch.ones(9)})
+        assert handle is not None
+        handle.mirrored(60)
+    (found,) = (mirror / "step-00000001").glob("telemetry-*")
+    assert found.read_bytes() == (root / "step-00000001" / found.name).read_bytes()
 
 
 def test_retention_removes_the_telemetry(tmp_path: Path) -> None:

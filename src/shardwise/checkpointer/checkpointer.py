@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
+from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_other_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.restoring import Restoring
 from shardwise.checkpointer.saver import DirectSaver, Saver, SnapshotSaver
@@ -43,7 +43,7 @@ from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
-from shardwise.ports.hooks import RestoreReport, Run
+from shardwise.ports.hooks import MakeHook, RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.state.name_lookup import Rename
 from shardwise.telemetry.hook import TelemetryHook
@@ -94,6 +94,7 @@ class Checkpointer:
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
         telemetry: store what each rank did in each save and restore, for `shardwise report`.
+        hooks: functions that make further hooks of this run, as entry points do.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -128,6 +129,7 @@ class Checkpointer:
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
         telemetry: bool = True,
+        hooks: Sequence[MakeHook] = (),
     ) -> None:
         self._closed, self._process = False, os.getpid()
         self._damaged: set[int] = set()
@@ -158,7 +160,7 @@ class Checkpointer:
                 )
                 self._signals = install_signals(save_on_signals, after_signal)
             self._comparison = ReplicaComparison(settings.on_divergence)
-            self._saver, steps = self._open_saver(self._comparison)
+            self._saver, steps = self._open_saver(self._comparison, hooks)
         except BaseException:
             self._release()
             raise
@@ -171,7 +173,9 @@ class Checkpointer:
         )
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
-    def _open_saver(self, comparison: ReplicaComparison) -> tuple[Saver, list[int]]:
+    def _open_saver(
+        self, comparison: ReplicaComparison, make_hooks: Sequence[MakeHook]
+    ) -> tuple[Saver, list[int]]:
         """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
         settings, group, hooks = self._settings, self._group, self._hooks
         can_use_memory, steps = prepare_root_and_check_memory(
@@ -179,7 +183,7 @@ class Checkpointer:
         )
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
-            of_packages = make_plugin_hooks(run)
+            others = make_other_hooks(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, comparison, watch)
         if settings.memory is None or not can_use_memory:
@@ -195,7 +199,7 @@ class Checkpointer:
         if settings.telemetry:
             take_ended = None if isinstance(saver, DirectSaver) else saver.take_ended
             hooks.add(TelemetryHook(run, group, take_ended))
-        for hook in of_packages:
+        for hook in others:
             hooks.add(hook)
         return saver, steps
 

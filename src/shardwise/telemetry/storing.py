@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardwise.events import format_bytes
-from shardwise.manifest.manifest import MANIFEST, step_directory
+from shardwise.manifest.manifest import MANIFEST, step_directory, telemetry_file
 from shardwise.store import Store
 from shardwise.telemetry import files
 from shardwise.telemetry.records import StageColumns, Telemetry, combine
@@ -95,6 +95,8 @@ class TelemetryWriter:
             checkpoint = self._root.at(step_directory(table.step or 0))
             if MANIFEST in checkpoint.list():  # otherwise, it is removed already
                 files.write_of_save(checkpoint, table)
+                if MANIFEST not in checkpoint.list():  # it was removed meanwhile
+                    checkpoint.delete(telemetry_file(table.id))
             return
         if table.operation == "snapshot":
             last, now = self._snapshot_stored_at, self._clock()
