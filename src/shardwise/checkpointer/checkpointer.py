@@ -164,10 +164,6 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
-        self._load = partial(
-            api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
-            group=self._group, on_event=on_event,
-        )  # fmt: skip
         self._saving = Saving(
             self._settings, self._group, self._saver, self._hooks, self._damaged, steps
         )
@@ -403,9 +399,11 @@ class Checkpointer:
             StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
         """
         self._refuse_closed()
+        options = self._settings
         load = partial(
-            self._load, state=state, strict=strict, only=only, skip=skip, rename=rename,
-            cast=cast, spec=spec, read_once=read_once,
+            api.load, state=state, strict=strict, only=only, skip=skip, rename=rename,
+            cast=cast, spec=spec, read_once=read_once, allow_pickle=options.allow_pickle,
+            staging_bytes=options.staging_bytes, group=self._group, on_event=options.on_event,
         )  # fmt: skip
         self._saving.begin_restore()
         recorder = Recorder(self._settings.on_event)
