@@ -25,7 +25,7 @@ LAYERS = (
     ("convert",),
     ("checkpoint", "opening"),
     ("saved_tensor",),
-    ("notebook", "resizing"),
+    ("notebook", "resizing", "telemetry"),
     ("sharing",),
     ("ports",),
     ("formats.readers",),
