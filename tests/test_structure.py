@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=298,
-    statements=30012,
+    modules=312,
+    statements=30986,
     modules_of_api=69,
     statements_of_api=6730,
-    record_types=235,
-    names_across_packages=320,  # the ports are used from everywhere
+    record_types=247,
+    names_across_packages=330,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=55,
+    test_files_with_inner_imports=58,
 )
 """Lower a limit when its figure has fallen."""
 

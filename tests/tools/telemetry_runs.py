@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import torch
 
+import shardwise as sw
+from shardwise.store import open_store
+from shardwise.telemetry.files import write_of_save, write_operation
 from shardwise.telemetry.records import NOT_RUN, StageColumns, Telemetry
 
 SECONDS = {"describe": 0.12, "plan": 0.3, "write": 8.0, "publish": 0.4}
@@ -121,3 +126,22 @@ def without_stage(whole: Telemetry, name: str, ranks: Sequence[int]) -> Telemetr
         return replace(stage, start=start, duration=duration)
 
     return replace(whole, stages=tuple(map(changed, whole.stages)))
+
+
+def write_run(root: Path, saves: Sequence[Telemetry], others: Sequence[Telemetry] = ()) -> None:
+    """Make a run: a small checkpoint for each save, with its telemetry, and other operations."""
+    for each in saves:
+        place = root / f"step-{each.step or 0:08d}"
+        sw.save(place, {"model": {"w": torch.zeros(8, 4)}}, step=each.step)
+        save_id = sw.open(place).layout.save_id
+        for old in place.glob("telemetry-*"):
+            old.unlink()
+        write_of_save(open_store(place), replace(each, id=save_id, path=str(place)))
+    for at, each in enumerate(others):
+        write_operation(open_store(root), replace(each, id=f"{at:016x}"))
+
+
+def telemetry_of(place: Path) -> Path:
+    """Return the telemetry file of a checkpoint."""
+    (found,) = place.glob("telemetry-*.json.gz")
+    return found

@@ -43,7 +43,10 @@ def rank_data(telemetry: Telemetry, stragglers: Sequence[Straggler]) -> dict[str
         "rank": [as_json(each) for each in packer.add_exact(ranks)],
         "host": [as_json(each) for each in packer.add_exact(_hosts(telemetry, row))],
         "coordinates": [
-            [as_json(each) for each in packer.add_exact(np.where(present, column[row], NOT_RUN))]
+            [
+                as_json(each)
+                for each in packer.add_exact(_coordinates(telemetry, column, ranks, row))
+            ]
             for column in telemetry.coordinates
         ],
         "stages": [_stage(stage, row, packer, stragglers) for stage in shown],
@@ -71,6 +74,22 @@ def _stage(
     slow = [each.who for each in stragglers if each.stage == stage.name]
     more = f" and {len(slow) - NAMED} more" if len(slow) > NAMED else ""
     return {"name": stage.name, "slow": ", ".join(slow[:NAMED]) + more, **columns}
+
+
+def _coordinates(
+    telemetry: Telemetry, column: IntArray, ranks: IntArray, row: IntArray
+) -> IntArray:
+    """Return the coordinate of each row in one axis of the mesh, also of missing ranks.
+
+    Meshes usually number their ranks: the coordinate is `rank // stride % size`. If all known ranks
+    agree with this, so do the missing ones. Otherwise, theirs is -1.
+    """
+    stride = int(telemetry.ranks[column == 1].min(initial=telemetry.world_size))
+    size = int(column.max()) + 1
+    rule = ranks // stride % max(size, 1)
+    follows = (column == telemetry.ranks // stride % max(size, 1)).all()
+    found: IntArray = np.where(row >= 0, column[row], rule if follows else NOT_RUN)
+    return found
 
 
 def _hosts(telemetry: Telemetry, row: IntArray) -> IntArray:

@@ -46,7 +46,7 @@ def tensor_map(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "bytes": saved.nbytes,
         "boxes": len(boxes),
         "shown": len(shown),
-        "owners": _owners(checkpoint, owners.tolist()),
+        **_owners(checkpoint, owners.tolist()),
         "count": len(owners),
         "owner": [as_json(each) for each in packer.add_exact(owner.reshape(-1))],
         "corners": [[as_json(each) for each in packer.add_exact(column)] for column in columns],
@@ -54,13 +54,18 @@ def tensor_map(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     }
 
 
-def _owners(checkpoint: Checkpoint, numbers: Sequence[int]) -> list[str]:
-    """Return the names of ranks or files that hold boxes; the first 2,000."""
-    numbers = numbers[:MOST_OWNERS]
-    files = checkpoint.layout.files
-    if checkpoint.layout.format == "shardwise":
-        return [f"rank {number}" for number in numbers]
-    return [files[number].name[:LONGEST_NAME] for number in numbers]
+def _owners(checkpoint: Checkpoint, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the ranks that hold boxes, and the names of their files; of the first 2,000.
+
+    In a foreign checkpoint, files hold the boxes, because the ranks are not known.
+    """
+    numbers, files = numbers[:MOST_OWNERS], checkpoint.layout.files
+    names = {
+        at if file.entry is None else file.entry.rank: file.name[:LONGEST_NAME]
+        for at, file in enumerate(files)
+    }
+    kind = "rank" if checkpoint.layout.format == "shardwise" else "file"
+    return {"kind": kind, "owners": numbers, "files": [names.get(each, "") for each in numbers]}
 
 
 def _nbytes(entry: TensorEntry) -> int:

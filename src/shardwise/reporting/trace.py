@@ -87,7 +87,7 @@ def _rows(telemetry: Telemetry, every: int) -> IntArray:
 
 
 def _about(every: int) -> dict[str, str]:
-    ranks = "all ranks" if every == 1 else f"stragglers, and every {every}th of the other ranks"
+    ranks = "all ranks" if every == 1 else f"stragglers, and one of {every} others"
     return {"writer": "shardwise report", "ranks": ranks}
 
 

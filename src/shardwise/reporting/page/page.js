@@ -9,6 +9,9 @@ async function start() {
 
   const show = async (at) => {
     for (const each of document.querySelectorAll("[data-operation]")) each.hidden = Number(each.dataset.operation) !== at;
+    for (const body of document.querySelectorAll(".body:has(> [data-operation])")) {
+      body.parentElement.hidden = !body.querySelector(":scope > :not([hidden])");
+    }
     const operation = (decoded[at] ??= await decodeOperation(data.operations[at]));
     maps.show(operation);
     timeline.show(operation);

@@ -16,12 +16,16 @@ class TensorMap {
     [this.down, this.across] = d > 1 ? mappedDimensions(document.shape, this.offset) : [undefined, d ? 0 : undefined];
     const some = document.shown < document.boxes ? ` (${formatCount(document.shown)} of them are shown)` : "";
     const directions = d > 2 ? `; dimension ${this.down} runs down, dimension ${this.across} to the right` : "";
-    $("#tensor-about").textContent = `${document.dtype} [${document.shape.join(", ")}], ${formatBytes(document.bytes)} in ${formatCount(document.boxes)} ${document.boxes === 1 ? "box" : "boxes"}${some} of ${formatCount(document.count)} ${document.count === 1 ? "owner" : "owners"}${directions}`;
+    $("#tensor-about").textContent = `${document.dtype} [${document.shape.join(", ")}], ${formatBytes(document.bytes)} in ${formatCount(document.boxes)} ${document.boxes === 1 ? "box" : "boxes"}${some} of ${formatCount(document.count)} ${document.kind}${document.count === 1 ? "" : "s"}${directions}`;
     this.list();
     this.draw();
   }
 
-  name(k) { return this.tensor.owners[this.owner[k]] ?? `owner ${this.owner[k]}`; }
+  file(k) { return this.tensor.files[this.owner[k]] ?? ""; }
+  name(k) {
+    const { kind, owners } = this.tensor, number = owners[this.owner[k]];
+    return kind === "file" && this.file(k) ? this.file(k) : `${kind} ${number ?? "?"}`;
+  }
   box(k) { return `[${this.offset.map((each, d) => `${each[k]}:${each[k] + this.size[d][k]}`).join(", ")}]`; }
 
   list() {
@@ -59,7 +63,7 @@ class TensorMap {
     if (this.at >= 0) { context.strokeStyle = text; context.lineWidth = 2; context.strokeRect(...this.rectangle(this.at)); }
   }
 
-  hint(k, x, y) { showHint(x, y, this.name(k), [["box", this.box(k)]]); }
+  hint(k, x, y) { showHint(x, y, this.name(k), [["box", this.box(k)], ["file", this.file(k)]]); }
 
   point(event) {
     for (let k = 0; k < this.owner.length; k++) {
