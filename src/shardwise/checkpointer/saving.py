@@ -29,6 +29,7 @@ from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.manifest import step_directory
 from shardwise.plan.save import PlanCache
+from shardwise.state.tensors import mesh_axes
 from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds
@@ -174,7 +175,7 @@ class Saving:
         if self._saver.persist(call.step, removes_old=removes_old):
             return
         with Round(self._group, "saving the last step") as all_ranks:
-            has_stepped = any(all_ranks.all_gather(self._has_stepped, bool))
+            has_stepped = all_ranks.all_reduce(self._has_stepped, bool, any)
         if has_stepped:
             if self._group.rank == 0:
                 log.warning(
@@ -211,7 +212,7 @@ class Saving:
                 if not _is_storage_failure(failure):
                     raise failure
                 own = f"{type(failure).__name__}: {failure}"
-            reason = max(all_ranks.all_gather(own, str))
+            reason = all_ranks.all_reduce(own, str, max)
         if failure is not None and not reason:
             raise failure
         if reason:
@@ -236,7 +237,9 @@ class Saving:
             store, metrics = settings.root.at(step_directory(step)), call.metrics or {}
             if durable:
                 self._require_ranked_metric(step, metrics)
-            return self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            request = self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            recorder.axes = mesh_axes(request.state.tensors)
+            return request
 
         self._fence_optimizer_steps(call.state)
         damaged = self._damaged - ({call.step} if is_damaged else set())

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LostRankError
+from shardwise.events import Recorder
 
 TIMEOUT = timedelta(minutes=10)
 CONNECT_TIMEOUT = timedelta(minutes=1)
@@ -39,6 +40,7 @@ _KEEPALIVE = {
 
 Address = tuple[str, int]
 """A host and a port."""
+Combine = Callable[[list[bytes]], bytes]
 
 
 class Group(Protocol):
@@ -56,7 +58,12 @@ class Group(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that this rank has sent so far."""
+        """The bytes of the messages that this rank has sent so far."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of the messages that this rank has received so far."""
         ...
 
     @property
@@ -64,13 +71,57 @@ class Group(Protocol):
         """The longest time that ranks wait for each other."""
         ...
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the data of all ranks at rank 0, and an empty list on other ranks."""
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Combine the data of all ranks.
+
+        Args:
+            data: what this rank adds.
+            combine: makes one message of several. It must be associative, and must not depend on
+                the order of the messages.
+
+        Returns:
+            The combined data on rank 0, and `b""` on other ranks.
+        """
         ...
 
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         ...
+
+
+class TimedGroup:
+    """A group that counts the time of its methods as waits for other ranks.
+
+    Args:
+        group: the ranks.
+        recorder: gets the waits, and the time of the first agreement.
+    """
+
+    def __init__(self, group: Group, recorder: Recorder) -> None:
+        self._group, self._recorder = group, recorder
+        self.rank, self.size, self.timeout = group.rank, group.size, group.timeout
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Group.bytes_sent`."""
+        return self._group.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """See `Group.bytes_received`."""
+        return self._group.bytes_received
+
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """See `Group.reduce`."""
+        with self._recorder.waiting():
+            return self._group.reduce(data, combine)
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Group.broadcast`."""
+        with self._recorder.waiting():
+            received = self._group.broadcast(data)
+        self._recorder.note_agreement()
+        return received
 
 
 class SoloGroup:
@@ -84,12 +135,12 @@ class SoloGroup:
 
     rank = 0
     size = 1
-    bytes_sent = 0
+    bytes_sent = bytes_received = 0
     timeout = TIMEOUT
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Return the data of the only rank."""
-        return [data]
+        return data
 
     def broadcast(self, data: bytes) -> bytes:
         """Return the data."""
@@ -110,7 +161,7 @@ class TorchGroup:
         self._own = own
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)
         self.timeout: timedelta = getattr(options, "_timeout", TIMEOUT)
 
@@ -122,7 +173,13 @@ class TorchGroup:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Combine the data of all ranks on rank 0."""
+        gathered = self._gather(data)
+        self.bytes_received += sum(map(len, gathered))
+        return combine(gathered) if gathered else b""
+
+    def _gather(self, data: bytes) -> list[bytes]:
         """Gather the heads by a collective, then receive the rest of longer messages."""
         own_head = _head(data)
         heads = list(_empty(self.size, HEAD_SIZE)) if self.rank == 0 else None
@@ -144,7 +201,10 @@ class TorchGroup:
             rest = _tensor(data[FIRST_SIZE:] if self.rank == 0 else bytes(size - FIRST_SIZE))
             self._run(lambda group: dist.broadcast(rest, group=group, group_src=0))
             first += _bytes(rest)
-        self.bytes_sent += size if self.rank == 0 else 0
+        if self.rank == 0:
+            self.bytes_sent += size
+        else:
+            self.bytes_received += size
         return first
 
     def _receive_rest(self, head: torch.Tensor, rank: int) -> bytes:

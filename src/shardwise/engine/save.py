@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
 
 from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, concatenate
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import LostRankError, MismatchError, StoreError
-from shardwise.events import Recorder, format_bytes, format_count
+from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import MANIFEST, FileEntry
 from shardwise.plan.save import PlanCache
 from shardwise.state.local_state import view_for_numpy
-from shardwise.store import Store, abort_uploads
+from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
-_Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
-"""The tensor name, offset, shape and checksum of a box."""
+_Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
+"""A rank, and the tensor name, offset, shape and checksum of a box that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class SaveReport:
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
             write, publish), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -55,6 +57,7 @@ class SaveReport:
     plan_cached: bool
     bytes_communicated: int
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (
@@ -91,9 +94,11 @@ def save_all(
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
+    group = TimedGroup(group, recorder)
     sent_before = group.bytes_sent
     planned = plan_together(prepare, group, plan_cache, recorder, watch)
     request, plan = planned.request, planned.plan
+    recorder.save_id = planned.save_id
     with ExitStack() as lock:
         with Round(group, "locking the place of a save", rank0_only=True):
             if group.rank == 0:
@@ -108,12 +113,15 @@ def save_all(
         # manifest may exist. If the manifest does not exist, the next save here removes the files.
         with Round(group, "publishing a save", rank0_only=True):
             if group.rank == 0:
-                with recorder.stage("publish"):
+                with recorder.stage("publish") as stage:
+                    retries = count_retries(request.store)
                     names, manifest = [each.name for each in files], planned.manifest(files)
                     overwrite = request.overwrite
                     commit_save(
                         request.store, planned.save_id, manifest, names, overwrite=overwrite
                     )
+                    stage.bytes, stage.file = len(manifest), MANIFEST
+                    stage.retries = count_retries(request.store) - retries
     return SaveReport(
         path=str(request.store),
         step=request.step,
@@ -124,6 +132,7 @@ def save_all(
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
+        record=recorder.record(),
     )
 
 
@@ -137,10 +146,22 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
         description = planned.plan.description
         names, fragments = description.structure.names, planned.fragments
         rows: list[_Row] = [
-            (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
+            (
+                group.rank,
+                names[tensor],
+                fragment.box.offset,
+                fragment.box.shape,
+                _checksum(fragment.data),
+            )
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
-        all_ranks.all_reduce(rows, list[_Row], _compare_checksums, type(None))
+        all_ranks.all_reduce(
+            rows,
+            list[_Row],
+            concatenate,
+            _compare_checksums,
+            type(None),
+        )
 
 
 def _checksum(data: torch.Tensor) -> int:
@@ -148,15 +169,14 @@ def _checksum(data: torch.Tensor) -> int:
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
+def _compare_checksums(rows: list[_Row]) -> None:
     first_seen: dict[tuple[str, Box], tuple[int, int]] = {}
     problems = []
-    for rank, rows in enumerate(rows_of_ranks):
-        for name, offset, shape, checksum in rows:
-            box = Box(offset, shape)
-            first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
-            if first_checksum != checksum:
-                problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
+    for rank, name, offset, shape, checksum in sorted(rows, key=itemgetter(0)):
+        box = Box(offset, shape)
+        first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
+        if first_checksum != checksum:
+            problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
     if problems:
         raise MismatchError(
             "tensors that several ranks hold differ; make them equal before saving (for example, "
@@ -200,10 +220,13 @@ def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[int,
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
-            with recorder.stage("write"):
+            with recorder.stage("write") as stage:
                 source = planned.source()
                 if source is not None:
+                    retries = count_retries(store)
                     own = write_data_file(store, source, planned.request.arena)
+                    stage.bytes, stage.file = own.size, own.name
+                    stage.retries = count_retries(store) - retries
             entries = all_ranks.all_gather(own, FileEntry | None)
     except LostRankError:
         raise

@@ -22,6 +22,8 @@ from shardwise.manifest.dtypes import DTYPES
 FORMAT, VERSION = "shardwise", 1
 LARGEST_INTEGER = 2**62
 LARGEST_MANIFEST = 2**28
+LARGEST_TELEMETRY = 2**26
+"""Bytes of a compressed file; 131,072 ranks need less than 20 MB."""
 ALIGNMENT = 4096
 """Pieces begin at a multiple of this many bytes, and so do reads that bypass the page cache."""
 METADATA = "__metadata__"

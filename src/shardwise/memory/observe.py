@@ -36,6 +36,7 @@ from shardwise.memory.view import (
 )
 
 T = TypeVar("T")
+NODE_THEN_CLUSTER: tuple[records.RecordKind, ...] = ("done", "all")
 
 
 def _decode_save_id(data: bytes, record_type: type[str], label: object) -> str:
@@ -220,6 +221,23 @@ def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOut
     except StoreError as error:
         place.log_damage(name, error)
         return _damaged_outcome(stage, save_id, error)
+
+
+def read_stage_of_node(
+    place: SnapshotDirectory, stage: str, save_id: str
+) -> tuple[StageOutcome | None, float | None]:
+    """Return how a stage ended on this node, or else for the cluster.
+
+    Returns:
+        The outcome, and when it was recorded, in seconds since 1970; None and None if there is no
+        record any more.
+    """
+    for kind in NODE_THEN_CLUSTER:
+        path = place.path / records.save_record(stage, save_id, kind)
+        with suppress(OSError):
+            if outcome := read_record(path, StageOutcome):
+                return outcome, path.stat().st_mtime
+    return None, None
 
 
 def why_retrying(place: SnapshotDirectory, stage: str, save_id: str) -> str:

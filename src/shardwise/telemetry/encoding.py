@@ -19,8 +19,6 @@ from shardwise.manifest.manifest import LARGEST_INTEGER, Count, SignedCount
 from shardwise.telemetry.records import MOST_RANKS, NOT_RUN, NameArray, StageColumns, Telemetry
 
 FORMAT, VERSION = "shardwise-telemetry", 1
-LARGEST_FILE = 2**26
-"""Bytes of a compressed file; 131,072 ranks need less than 20 MB."""
 LARGEST_DOCUMENT = 2**27
 """Bytes of the JSON; 131,072 ranks need about 40 MB."""
 MOST_STAGES = 256
@@ -202,7 +200,9 @@ def _check(document: _Document) -> Telemetry:
         axes=document.axes,
         coordinates=np.array(coordinates, np.int64).reshape(len(document.axes), n),
         clock=_decode_column(document.clock, n, -LARGEST_INTEGER),
-        began=_decode_column(document.began, n, 0) if bytes(document.began) else zeros,
+        began=_decode_column(document.began, n, -LARGEST_INTEGER)
+        if bytes(document.began)
+        else zeros,
         stages=tuple(_check_stage(each, n) for each in document.stages),
         phases=document.phases,
     )

@@ -11,9 +11,9 @@ import re
 from contextlib import suppress
 from datetime import datetime
 
-from shardwise.manifest.manifest import telemetry_file
+from shardwise.manifest.manifest import LARGEST_TELEMETRY, telemetry_file
 from shardwise.store import Store
-from shardwise.telemetry.encoding import LARGEST_FILE, decode_file, encode_file
+from shardwise.telemetry.encoding import decode_file, encode_file
 from shardwise.telemetry.records import OPERATIONS, Telemetry
 
 DIRECTORY = "telemetry"
@@ -92,7 +92,7 @@ def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES
 
 def _read(store: Store, name: str) -> Telemetry | None:
     try:
-        data = store.read(name, limit=LARGEST_FILE)
+        data = store.read(name, limit=LARGEST_TELEMETRY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return decode_file(data, f"{store}/{name}")

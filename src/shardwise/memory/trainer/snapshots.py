@@ -13,6 +13,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
 from shardwise.errors import StoreError
+from shardwise.events import Event
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Home, Run, SnapshotDirectory
@@ -234,15 +235,19 @@ class Snapshots:
             self._raise_failures()
         with Round(self._group, "waiting for saves") as all_ranks:
             self._pending.wait_until_ended()
+            self._pending.note_ended()  # the records are deleted with the run
             self._pending.wait_for_retention()
             own = (
                 self._rank_lock.is_replaced(),
                 bool(self.run.steps()),
-                self._pending.is_last_durable(),
+                not self._pending.is_last_durable(),
             )
-            states = all_ranks.all_gather(own, tuple[bool, bool, bool])
-        is_replaced, has_steps, is_durable = zip(*states, strict=True)
-        if not any(is_replaced) and (all(is_durable) or not any(has_steps)):
+            is_replaced, has_steps, is_pending = all_ranks.all_reduce(
+                own,
+                tuple[bool, bool, bool],
+                _any_of_each,
+            )
+        if not is_replaced and not (is_pending and has_steps):
             self._delete_all()
         with Round(self._group, "deleting old checkpoints"):
             self._raise_failures()
@@ -278,8 +283,9 @@ class Snapshots:
         leads = self._group.rank == 0
         with Round(self._group, "looking for the last snapshot") as all_ranks:
             self.fence()
-            are_last = all_ranks.all_gather(self._pending.is_last_of_step(step), bool)
-        if not all(are_last):
+            is_last = self._pending.is_last_of_step(step)
+            is_last = all_ranks.all_reduce(is_last, bool, all)
+        if not is_last:
             return False
         with Round(self._group, "persisting the last snapshot"):
             self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
@@ -289,6 +295,13 @@ class Snapshots:
     def take_saved(self) -> list[int]:
         """Return the steps that became durable since the last call. One rank may call this."""
         return self._pending.take_saved()
+
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of agents, for the saves that ended since the last call, by id.
+
+        One rank may call this.
+        """
+        return self._pending.take_ended()
 
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
@@ -374,3 +387,9 @@ class Snapshots:
             wait=memory.wait,
             budget=memory.max_bytes_per_second,
         )
+
+
+def _any_of_each(states: Sequence[tuple[bool, bool, bool]]) -> tuple[bool, bool, bool]:
+    """Return for each position whether any of the values there is true."""
+    first, second, third = zip(*states, strict=True)
+    return any(first), any(second), any(third)
