@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=294,
-    statements=29770,
+    statements=29910,
     modules_of_api=69,
-    statements_of_api=6730,
-    record_types=230,
-    names_across_packages=317,  # the ports are used from everywhere
+    statements_of_api=6820,
+    record_types=231,
+    names_across_packages=323,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=52,
 )

@@ -22,9 +22,11 @@ from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
     SampleDetails,
-    SampleDigests,
+    SetDigest,
+    combine_digests,
     find_differing_sets,
     find_divergences,
+    keep_differing,
 )
 from shardwise.divergence.replica_sets import (
     ReplicaSet,
@@ -36,7 +38,7 @@ from shardwise.divergence.replica_sets import (
 )
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, unite
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
@@ -230,29 +232,36 @@ class ReplicaComparison:
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
         self._comparison_number, self._equal_at = None, {}
 
-    def encode_message(self) -> bytes:
+    def encode_message(self, rank: int) -> bytes:
         """Return this rank's message about its last sample, for `conclude`."""
         sample = self._sample
         if sample is None:
             return b""
         digests = {
-            number: hashlib.blake2b(checksums, digest_size=16).digest()
+            number: SetDigest(hashlib.blake2b(checksums, digest_size=16).digest(), rank)
             for number, checksums in sample.checksums().items()
         }
-        return msgspec.msgpack.encode(
-            SampleDigests(sample.save_id, sample.comparison_number, digests)
-        )
+        key = f"{sample.save_id} {sample.comparison_number}"
+        return msgspec.msgpack.encode({key: digests} if digests else {})
+
+    def combine_messages(self, messages: Sequence[bytes]) -> bytes:
+        """Return the message of some ranks together; the order does not matter."""
+        return combine_digests(messages)
+
+    def conclude_message(self, message: bytes) -> bytes:
+        """Return only the sets that differ of the combined message of all ranks."""
+        return keep_differing(message)
 
     def conclude(
         self,
-        messages: Sequence[bytes],
+        message: bytes,
         group: Group,
         recorder: Recorder,
     ) -> None:
         """End the comparison of the last sample. All ranks call this together.
 
         Args:
-            messages: the message of each rank.
+            message: the combined message of all ranks, or what `conclude_message` made of it.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -261,7 +270,7 @@ class ReplicaComparison:
         """
         sample, self._sample = self._sample, None
         self.divergences = ()
-        differing = find_differing_sets(messages)
+        differing = find_differing_sets(message)
         if differing:
             with recorder.stage("divergence"):
                 self.divergences = self._locate(sample, differing, group)
@@ -283,8 +292,14 @@ class ReplicaComparison:
         if group.size == 1 or self._policy.ignores_all:
             return
         with Round(group, "comparing replicas") as all_ranks:
-            messages = all_ranks.all_gather(self.encode_message(), bytes)
-        self.conclude(messages, group, recorder)
+            message = all_ranks.all_reduce(
+                self.encode_message(group.rank),
+                bytes,
+                self.combine_messages,
+                self.conclude_message,
+                bytes,
+            )
+        self.conclude(message, group, recorder)
 
     def forget(self) -> None:
         """Forget the last sample, because the state was replaced."""
@@ -295,11 +310,14 @@ class ReplicaComparison:
     ) -> tuple[Divergence, ...]:
         """Return which boxes differ, and on which ranks."""
         with Round(group, "locating replicas that differ") as all_ranks:
-            details = [] if sample is None else [self._describe(sample, differing, group.rank)]
+            details = dict[int, SampleDetails]()
+            if sample is not None:
+                details[group.rank] = self._describe(sample, differing, group.rank)
             return all_ranks.all_reduce(
                 details,
-                list[SampleDetails],
-                lambda messages: find_divergences(messages, differing),
+                dict[int, SampleDetails],
+                unite,
+                lambda all_details: find_divergences(all_details, differing),
                 tuple[Divergence, ...],
             )
 

@@ -26,7 +26,7 @@ from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
-from shardwise.engine.rounds import Round, require_equal
+from shardwise.engine.rounds import Round, combine_values, refuse_unequal, values_of
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError, StateError, StoreError
@@ -273,11 +273,11 @@ def plan_together(
         *map(msgspec.structs.astuple, offers), strict=True
     )
     if watch is not None:
-        watch.conclude(samples, group, recorder)
-    require_equal(
-        settings,
+        watch.conclude(watch.combine_messages(samples), group, recorder)
+    refuse_unequal(
         "ranks do not save the same checkpoint in the same way; pass the same path, step and "
         "options on all ranks:",
+        combine_values([values_of(rank, {"": each}) for rank, each in enumerate(settings)]),
     )
     key = _digest(msgspec.msgpack.encode((fingerprints, coordinates)))
     is_cached = all(key in keys for keys in cached_plans)
@@ -315,7 +315,7 @@ def _make_offer(
         coordinates=coordinates,
         cached_plans=plan_cache.fingerprints(group.rank),
         values_digest=_digest(msgspec.json.encode(values, order="sorted")),
-        sample=b"" if watch is None else watch.encode_message(),
+        sample=b"" if watch is None else watch.encode_message(group.rank),
         save_id=new_save_id() if group.rank == 0 else "",
         note=request.note,
     )

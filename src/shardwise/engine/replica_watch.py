@@ -53,15 +53,23 @@ class ReplicaSample(Protocol):
 class ReplicaWatch(Protocol):
     """Compares what several ranks hold, save after save. `divergence` has the implementation."""
 
-    def encode_message(self) -> bytes:
+    def encode_message(self, rank: int) -> bytes:
         """Return this rank's message about its last sample."""
         ...
 
-    def conclude(self, messages: Sequence[bytes], group: Group, recorder: Recorder) -> None:
-        """Compare the last samples of all ranks. All ranks call this together.
+    def combine_messages(self, messages: Sequence[bytes]) -> bytes:
+        """Return the message of some ranks together; the order does not matter."""
+        ...
+
+    def conclude_message(self, message: bytes) -> bytes:
+        """Return what all ranks need of the combined message of all ranks, on rank 0."""
+        ...
+
+    def conclude(self, message: bytes, group: Group, recorder: Recorder) -> None:
+        """Act on the differences between the last samples. All ranks call this together.
 
         Args:
-            messages: the message of each rank.
+            message: the combined message of all ranks, or what `conclude_message` made of it.
             group: the ranks.
             recorder: gets an event if replicas differ.
 

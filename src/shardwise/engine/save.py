@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, concatenate
 from shardwise.engine.write_file import write_data_file
 from shardwise.errors import LostRankError, MismatchError, StoreError
 from shardwise.events import Recorder, format_bytes, format_count
@@ -25,8 +26,8 @@ from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
-_Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
-"""The tensor name, offset, shape and checksum of a box."""
+_Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
+"""A rank, and the tensor name, offset, shape and checksum of a box that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +138,22 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
         description = planned.plan.description
         names, fragments = description.structure.names, planned.fragments
         rows: list[_Row] = [
-            (names[tensor], fragment.box.offset, fragment.box.shape, _checksum(fragment.data))
+            (
+                group.rank,
+                names[tensor],
+                fragment.box.offset,
+                fragment.box.shape,
+                _checksum(fragment.data),
+            )
             for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
         ]
-        all_ranks.all_reduce(rows, list[_Row], _compare_checksums, type(None))
+        all_ranks.all_reduce(
+            rows,
+            list[_Row],
+            concatenate,
+            _compare_checksums,
+            type(None),
+        )
 
 
 def _checksum(data: torch.Tensor) -> int:
@@ -148,15 +161,14 @@ def _checksum(data: torch.Tensor) -> int:
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _compare_checksums(rows_of_ranks: Sequence[list[_Row]]) -> None:
+def _compare_checksums(rows: list[_Row]) -> None:
     first_seen: dict[tuple[str, Box], tuple[int, int]] = {}
     problems = []
-    for rank, rows in enumerate(rows_of_ranks):
-        for name, offset, shape, checksum in rows:
-            box = Box(offset, shape)
-            first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
-            if first_checksum != checksum:
-                problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
+    for rank, name, offset, shape, checksum in sorted(rows, key=itemgetter(0)):
+        box = Box(offset, shape)
+        first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
+        if first_checksum != checksum:
+            problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
     if problems:
         raise MismatchError(
             "tensors that several ranks hold differ; make them equal before saving (for example, "
