@@ -22,6 +22,7 @@ from shardwise.memory.registry import (
     LONGEST_AGE,
     NODES_DIRECTORY,
     RETRY_PERIOD,
+    Entries,
     Registration,
     read_entries,
 )
@@ -56,18 +57,18 @@ def entries(tmp_path: Path) -> list[Path]:
 
 def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
     root, home = LocalStore(tmp_path), home_of_run(tmp_path)
-    assert read_entries(root, RUN) == ([], {})
+    assert read_entries(root, RUN) == Entries([], {}, {})
     for info in (HERE, THERE):
         Registration(home, info).update()
-    found, unreachable = read_entries(root, RUN)
-    assert {info.node: info.url for info in found} == {c.node: c.url for c in (HERE, THERE)}
-    assert {info.token for info in found} == {make_run_token(TOKEN, RUN)}
-    assert not unreachable
+    found = read_entries(root, RUN)
+    assert {i.node: i.url for i in found.agents} == {c.node: c.url for c in (HERE, THERE)}
+    assert {info.token for info in found.agents} == {make_run_token(TOKEN, RUN)}
+    assert not found.unreachable
     for path in entries(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN.encode() not in path.read_bytes()
-    assert [info.node for info in read_entries(root, RUN, [HERE.node])[0]] == [THERE.node]
-    assert read_entries(root, "f" * 16)[0] == [], "that is another run"
+    assert [i.node for i in read_entries(root, RUN, [HERE.node]).agents] == [THERE.node]
+    assert read_entries(root, "f" * 16).agents == [], "that is another run"
 
 
 def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
@@ -95,9 +96,9 @@ def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, 
     Registration(home_of_run(tmp_path), HERE).update()
     (path,) = entries(tmp_path)
     path.chmod(mode)
-    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
-    assert found == []
-    assert "others may read or write" in unreachable[HERE.node]
+    found = read_entries(LocalStore(tmp_path), RUN)
+    assert found.agents == []
+    assert "others may read or write" in found.unreachable[HERE.node]
 
 
 def test_no_token_is_written_where_files_are_not_private(
@@ -109,7 +110,7 @@ def test_no_token_is_written_where_files_are_not_private(
     assert "does not enforce file modes" in caplog.text
     (path,) = entries(tmp_path)
     assert make_run_token(TOKEN, RUN) not in path.read_text()
-    assert list(read_entries(LocalStore(tmp_path), RUN)[1]) == [HERE.node]
+    assert list(read_entries(LocalStore(tmp_path), RUN).unreachable) == [HERE.node]
 
 
 def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
@@ -117,19 +118,19 @@ def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
     Registration(home, HERE, lambda: 1e9).update()
     damaged = tmp_path / NODES_DIRECTORY / "damaged.json"
     damaged.touch(0o600)
-    found, unreachable = read_entries(root, RUN, now=1e9)
-    assert [info.node for info in found] == [HERE.node]
-    assert "is damaged" in unreachable["damaged"]
-    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1)[0] == []
+    found = read_entries(root, RUN, now=1e9)
+    assert [info.node for info in found.agents] == [HERE.node]
+    assert "is damaged" in found.unreachable["damaged"]
+    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1).agents == []
     assert entries(tmp_path) == [damaged]
 
 
 def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
     """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
     Registration(home_of_run(tmp_path), replace(HERE, host="elsewhere")).update()
-    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
-    assert found == []
-    assert "serves its own host only, elsewhere" in unreachable[HERE.node]
+    found = read_entries(LocalStore(tmp_path), RUN)
+    assert found.agents == []
+    assert "serves its own host only, elsewhere" in found.unreachable[HERE.node]
 
 
 def test_a_root_that_cannot_be_written_to_is_tried_again_later(

@@ -11,15 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+
+import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import (
     MANIFEST,
+    FileEntry,
     complete_manifest,
     decode_manifest,
     step_directory,
@@ -32,6 +35,7 @@ from shardwise.memory.lineage import read_lineage
 from shardwise.memory.node_tree import NodeTree
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, Retry, StageOutcome
+from shardwise.memory.redundancy.placement import plan_protection
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, list_own_files
 from shardwise.memory.remote.snapshot_nodes import Nodes
@@ -271,9 +275,11 @@ class _LeaderSave:
         run, step, node, tls = self.place.run, self.place.step, self.leader.node, self.leader.tls
         manifest = decode_manifest(self.place.read_file(MANIFEST))
         entries = [entry for entry in manifest.files if entry.name in names]
-        known = {info.node: info for info in agents_of(self.pending, run)}
-        search = Search(run, node, [list_own_files(run, node)], known, tls)
-        search.ask()
+        holders = self._find_holders(names, manifest.files)
+        infos = {info.node: info for info in agents_of(self.pending, run) if info.node in holders}
+        own = msgspec.structs.replace(list_own_files(run, node), known_nodes=[])
+        search = Search(run, node, [own], infos, tls, only=names)
+        search.ask(follows=False)
         assembly = search.choose_snapshot(step)
         if assembly.step is None:
             reasons = "; ".join(reason for _, reason in assembly.skipped)
@@ -286,6 +292,14 @@ class _LeaderSave:
             for entry in entries:
                 copier.copy(source, entry, store)
         return sum(entry.size for entry in entries)
+
+    def _find_holders(self, names: Collection[str], files: Sequence[FileEntry]) -> set[str]:
+        """Return the nodes that may have files: their own nodes, and those that protect them."""
+        holders = {node for name, node in self.pending.files if name in names}
+        for group in plan_protection(self.pending, files).groups:
+            if any(name in names for member in group.members for name, _ in member.files):
+                holders |= {member.node for member in group.members}
+        return holders
 
 
 def _describe_failures(replies: Replies) -> str:
