@@ -183,7 +183,7 @@ class Registration:
         with suppress(OSError):
             entries.delete(_file_of(self._info.node))
         if newest is not None:
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, RecursionError):
                 found = _read_file(entries, NEWEST_FILE, LARGEST_NEWEST, NewestNodes)
                 if [each.url for each in found.nodes] == [each.url for each in newest.nodes]:
                     entries.delete(NEWEST_FILE)
@@ -250,7 +250,7 @@ class Entries:
 
 def read_newest_nodes(root: Store, run: str) -> list[AgentInfo]:
     """Return some nodes of the newest snapshot of a run, as far as they are known."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         found = _read_file(root.at(NODES_DIRECTORY), NEWEST_FILE, LARGEST_NEWEST, NewestNodes)
         if found.run == run:
             return [info for info in found.nodes if not _why_unreachable(info)]
@@ -291,19 +291,24 @@ def read_entries(
     return Entries([each.info for each in found], epochs, unreachable)
 
 
-def remove_earlier(root: Store, entries: Entries, epoch: int) -> None:
-    """Remove the entries of nodes that have not taken part in the run since before an epoch.
+def remove_earlier(root: Store, run: str, epoch: int, excluding: Collection[str]) -> None:
+    """Remove the entries of nodes that have not taken part in a run since before an epoch.
 
     The `MOST_EARLIER` newest of them stay.
 
     Args:
         epoch: the epoch of a snapshot that is complete on other nodes. The nodes have no snapshot
             of a newer step, unless the run has superseded it.
+        excluding: the names of nodes whose entries stay.
     """
-    nodes = [info.node for info in entries.agents if entries.epochs[info.node] < epoch]
-    for node in nodes[MOST_EARLIER:]:
-        with suppress(OSError):
-            root.at(NODES_DIRECTORY).delete(_file_of(node))
+    directory, excluded = root.at(NODES_DIRECTORY), {_file_of(node) for node in excluding}
+    with suppress(OSError):
+        if len(set(directory.list()) - excluded) <= MOST_EARLIER:
+            return
+        entries = read_entries(root, run, excluding)
+        nodes = [info.node for info in entries.agents if entries.epochs[info.node] < epoch]
+        for node in nodes[MOST_EARLIER:]:
+            directory.delete(_file_of(node))
 
 
 def _why_unreachable(info: AgentInfo) -> str:

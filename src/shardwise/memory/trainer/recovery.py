@@ -158,7 +158,7 @@ def _search_nodes(
             for info in search.unanswered
         }
     if assembly.epoch is not None:
-        remove_earlier(snapshots.root, entries, assembly.epoch)
+        remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})
     return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)
 
 
