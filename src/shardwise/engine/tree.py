@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import TIMEOUT, Combine
-from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
+from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
 from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
 from shardwise.engine.tree_rendezvous import Check, Door, connect_upwards, nothing
 from shardwise.errors import LostRankError, RankError, StateError, name_ranks
@@ -36,10 +35,10 @@ FAN_OUT = 32
 OPERATION = "exchanging messages"
 REPORT_SECONDS = 1.0
 """How often a rank that waits tells others for whom."""
+LONGER_SECONDS = 3.0
+"""How much longer to wait for the rank above, which knows better than this rank who is missing."""
 MOST_MISSING = 64
 """How many missing ranks are named."""
-MOST_REASONS, MOST_TEXT = 16, 500
-"""Of how many failed ranks the reasons are told, and the most characters of each."""
 TELL_SECONDS = 2.0
 """The longest time to tell other ranks of a failure."""
 
@@ -61,26 +60,6 @@ def all_below(rank: int, size: int) -> Iterator[range]:
     while low < size:
         yield range(low, min(high, size))
         low, high = FAN_OUT * low + 1, FAN_OUT * high + 1
-
-
-@prepare_decoding
-class _Failure(msgspec.Struct, array_like=True):
-    """Why ranks cannot go on: the reasons by rank, and whether these ranks are lost."""
-
-    operation: str
-    reasons: dict[int, str]
-    is_lost: bool
-
-    def error(self) -> RankError:
-        """Return the error that says this."""
-        kind = LostRankError if self.is_lost else RankError
-        return kind(self.operation, self.reasons)
-
-    def shortened(self) -> _Failure:
-        """Return the part that fits into a message."""
-        first = sorted(self.reasons.items())[:MOST_REASONS]
-        reasons = {rank: text[:MOST_TEXT] for rank, text in first}
-        return _Failure(self.operation, reasons, self.is_lost)
 
 
 _Missing = list[tuple[int, str]]
@@ -158,9 +137,12 @@ class TreeGroup:
 
     def close(self) -> None:
         """Close the connections; a second call has no effect."""
+        self._close()
+
+    def _close(self, failure: Failure | None = None) -> None:
         self._is_closed = True
         if self._door is not None:
-            self._door.close()
+            self._door.close(failure)
             self._door = None
         for link in self._links:
             link.close()
@@ -186,7 +168,7 @@ class TreeGroup:
         with self._closing_on_error():
             self._check(data)
             if (above := self._above) is not None:
-                self._run(lambda: [] if above.inbox else above.missing())
+                self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
                 data = above.inbox.popleft()
             below = self._below.values()
             for link in below:
@@ -221,8 +203,12 @@ class TreeGroup:
         """Close the connections if the block fails or is interrupted."""
         try:
             yield
+        except RankError as error:
+            is_lost = isinstance(error, LostRankError)
+            self._close(Failure(error.operation, error.failures, is_lost))
+            raise
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     def _missing_below(self) -> _Missing:
@@ -238,6 +224,7 @@ class TreeGroup:
         self,
         find_missing: Callable[[], _Missing],
         *,
+        longer: float = 0.0,
         are_ending: bool = False,
         check: Check = nothing,
     ) -> None:
@@ -245,16 +232,18 @@ class TreeGroup:
 
         Args:
             find_missing: returns the ranks that this rank waits for.
+            longer: how many seconds to wait beyond the time-out.
             are_ending: whether other ranks may close their connections meanwhile.
             check: called again and again.
         """
-        deadline, next_report = Deadline(self.timeout.total_seconds()), Deadline(REPORT_SECONDS)
+        deadline = Deadline(self.timeout.total_seconds() + longer)
+        next_report = Deadline(REPORT_SECONDS)
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
             lost = {link.rank: link.ended for link in self._links if link.ended}
             if lost and not are_ending:
-                self._fail(_Failure(self._operation, lost, is_lost=True))
+                self._fail(Failure(self._operation, lost, is_lost=True))
             if deadline.has_passed():
                 self._fail(self._why_missing(missing, time.monotonic() - began))
             check(deadline)
@@ -281,9 +270,10 @@ class TreeGroup:
 
     def _admit(self, door: Door) -> None:
         try:
-            self._below |= {link.rank: link for link in door.admit()}
+            for link in door.admit():
+                self._below[link.rank] = link
         except RankError as error:
-            self._fail(_Failure(error.operation, error.failures, is_lost=False))
+            self._fail(Failure(error.operation, error.failures, is_lost=False))
         if not door.missing:
             self._door = None
             door.close()
@@ -294,11 +284,12 @@ class TreeGroup:
             kind, data = link.news.popleft()
             try:
                 if kind == Kind.FAILED:
-                    failure = msgspec.msgpack.decode(data, type=_Failure)
+                    failure = msgspec.msgpack.decode(data, type=Failure)
                     self._fail(failure.shortened(), heard_from=link)
                 link.reported = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
             except msgspec.DecodeError:
-                link.ended = "it sent something that is no message"
+                link.end("it sent something that is no message")
+                link.inbox.clear()
 
     def _report(self, missing: _Missing) -> None:
         """Tell other ranks for whom this rank waits, if they do not know yet."""
@@ -312,7 +303,7 @@ class TreeGroup:
     def _missing_above(self) -> _Missing:
         return [] if self._above is None else self._above.reported
 
-    def _why_missing(self, missing: _Missing, seconds: float) -> _Failure:
+    def _why_missing(self, missing: _Missing, seconds: float) -> Failure:
         """Describe ranks that did not answer in time."""
         reasons = {}
         for rank, host in missing:
@@ -321,9 +312,9 @@ class TreeGroup:
             reasons[rank] += f", on host {host}" if host else ""
             if through and rank:
                 reasons[rank] += f"; {name_ranks(through)} send their messages through it"
-        return _Failure(self._operation, reasons, is_lost=True)
+        return Failure(self._operation, reasons, is_lost=True)
 
-    def _fail(self, failure: _Failure, heard_from: Link | None = None) -> NoReturn:
+    def _fail(self, failure: Failure, heard_from: Link | None = None) -> NoReturn:
         """Tell the other ranks of a failure, and raise it."""
         message = msgspec.msgpack.encode(failure.shortened())
         told = [link for link in self._links if link is not heard_from and not link.ended]
@@ -334,5 +325,5 @@ class TreeGroup:
                 link.send_and_receive(can_receive=False)
             if not any(link.is_sending for link in told):
                 break
-        self.close()
+        self._close(failure)
         raise failure.error()

@@ -8,12 +8,18 @@ from collections import deque
 from contextlib import suppress
 from enum import IntEnum
 
+import msgspec
+
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.connections import watch_host
+from shardwise.errors import LostRankError, RankError
 
 MOST_BYTES = 1 << 30
 """The largest message, in bytes."""
 MOST_BYTES_OF_NEWS = 1 << 16
 """The largest message about failed or missing ranks, in bytes."""
+MOST_REASONS, MOST_TEXT = 16, 500
+"""Of how many failed ranks the reasons are told, and the most characters of each."""
 CHUNK = 1 << 20
 """The most bytes to receive at once. Memory grows with what arrives, not with what is announced."""
 _HEAD = struct.Struct("<4sBxxxQ")
@@ -31,6 +37,32 @@ class Kind(IntEnum):
     """Ranks that failed."""
     MISSING = 4
     """Ranks that others wait for."""
+
+
+@prepare_decoding
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why ranks cannot go on.
+
+    Attributes:
+        operation: what failed.
+        reasons: why, by rank.
+        is_lost: whether these ranks are lost.
+    """
+
+    operation: str
+    reasons: dict[int, str]
+    is_lost: bool
+
+    def error(self) -> RankError:
+        """Return the error that says this."""
+        kind = LostRankError if self.is_lost else RankError
+        return kind(self.operation, self.reasons)
+
+    def shortened(self) -> Failure:
+        """Return the part that fits into a message."""
+        first = sorted(self.reasons.items())[:MOST_REASONS]
+        reasons = {rank: text[:MOST_TEXT] for rank, text in first}
+        return Failure(self.operation, reasons, self.is_lost)
 
 
 class Link:
@@ -92,12 +124,16 @@ class Link:
                 self._receive()
             self._send()
         except OSError as error:
-            self._outgoing.clear()
-            self.ended = (
+            self.end(
                 f"it died, failed or ended, or its network failed ({error}"
                 f"{f', on host {self.host}' if self.host else ''}): look for the first error in "
                 "its log"
             )
+
+    def end(self, reason: str) -> None:
+        """Send and receive nothing from now on."""
+        self.ended = reason
+        self._outgoing.clear()
 
     def _send(self) -> None:
         while self._outgoing:

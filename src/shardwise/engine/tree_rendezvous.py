@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
@@ -32,7 +32,7 @@ from shardwise.engine.connections import (
     proof_of,
     remaining,
 )
-from shardwise.engine.tree_links import Link
+from shardwise.engine.tree_links import Failure, Link
 from shardwise.errors import LostRankError, RankError
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ MOST_GUESTS = 256
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
 """The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
+STALE_SECONDS = 5.0
+"""How long to wait until a rank replaces what it has said about an earlier attempt."""
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 ACCEPTED, REFUSED = 1, 2
@@ -63,11 +65,12 @@ def nothing(deadline: Deadline) -> None:
 
 @prepare_decoding
 class _Place(msgspec.Struct, array_like=True):
-    """Where a rank listens, in the store."""
+    """Where a rank listens, in the store; or why it no longer does."""
 
-    host: str
-    port: int
-    token: bytes
+    host: str = ""
+    port: int = 0
+    token: bytes = b""
+    failure: Failure | None = None
 
 
 class _Peer:
@@ -121,20 +124,22 @@ class Door:
         self._cleanup = ExitStack()
         (host, port), self._listener = listen_for_ranks(self._cleanup, store)
         self._listener.setblocking(False)
-        place = _Place(host, port, self._token)
         try:
-            store.set(_key(rank), msgspec.json.encode(place).decode())
+            self._put(_Place(host, port, self._token))
         except RuntimeError as error:
             self._cleanup.close()
             raise _lost_store(error) from error
+
+    def _put(self, place: _Place) -> None:
+        self._store.set(_key(self._rank), msgspec.json.encode(place).decode())
 
     def sockets(self) -> list[socket.socket]:
         """Return the sockets on which someone may say something."""
         is_full = len(self._guests) >= MOST_GUESTS
         return [*self._guests] if is_full else [self._listener, *self._guests]
 
-    def admit(self) -> list[Link]:
-        """Let those in who have said who they are, without waiting.
+    def admit(self) -> Iterator[Link]:
+        """Let those in who have said who they are, one after the other, without waiting.
 
         Raises:
             RankError: a rank has another version of the library, or belongs to more ranks or fewer.
@@ -144,7 +149,6 @@ class Door:
                 guest, _ = self._listener.accept()
                 guest.setblocking(False)
                 self._guests[guest] = bytearray(), Deadline(HELLO_TIMEOUT)
-        admitted = []
         for guest, (said, deadline) in list(self._guests.items()):
             try:
                 said += self._hear(guest, _HELLO.size - len(said))
@@ -153,10 +157,9 @@ class Door:
                 continue
             if len(said) == _HELLO.size:
                 del self._guests[guest]
-                admitted += self._answer(guest, _Peer(_HELLO.unpack(said)))
+                yield from self._answer(guest, _Peer(_HELLO.unpack(said)))
             elif deadline.has_passed():
                 self._turn_away(guest)
-        return admitted
 
     def _hear(self, guest: socket.socket, most: int) -> bytes:
         try:
@@ -185,10 +188,17 @@ class Door:
         self.missing.remove(peer.number)
         return [Link(peer.number, peer.host, guest)]
 
-    def close(self) -> None:
-        """Stop listening, and remove the address from the store."""
+    def close(self, failure: Failure | None = None) -> None:
+        """Stop listening, and remove the address from the store.
+
+        Args:
+            failure: what ranks that come later are told.
+        """
         with suppress(RuntimeError):  # the store may be gone, or cannot delete
-            self._store.delete_key(_key(self._rank))
+            if failure is None:
+                self._store.delete_key(_key(self._rank))
+            else:
+                self._put(_Place(failure=failure.shortened()))
         for guest in list(self._guests):
             self._turn_away(guest)
         self._cleanup.close()
@@ -213,13 +223,14 @@ def connect_upwards(
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
-        RankError: the rank has another version of the library, or another number of ranks.
+        RankError: the rank has another version of the library, or another number of ranks; or it
+            has failed.
     """
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
     reason = "it has not begun to connect"
+    lookup = _Lookup(store, above, check)
     for _ in deadline.attempts(longest_pause=1.0):
-        check(deadline)
-        place = _find(store, above, deadline, check)
+        place = lookup.find(deadline)
         if place is None:
             break
         try:
@@ -232,7 +243,7 @@ def connect_upwards(
         try:
             with suppress(OSError):
                 connection.sendall(_describe_self(place.token, rank, size))
-                peer = _hear_answer(connection, store, above, place, deadline)
+                peer = _hear_answer(connection, lookup, place, deadline)
                 if peer.number == ACCEPTED:
                     return Link(above, peer.host, connection.dup())
                 raise RankError(OPERATION, {above: f"on host {peer.host}: {peer.problem(size)}"})
@@ -243,22 +254,50 @@ def connect_upwards(
     raise LostRankError(OPERATION, {above: text})
 
 
-def _find(store: Store, rank: int, deadline: Deadline, check: Check = nothing) -> _Place | None:
-    """Return the place of a rank, once it is in the store; None at the deadline."""
-    for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
-        check(deadline)
+class _Lookup:
+    """Looks for the address of a rank in the store."""
+
+    def __init__(self, store: Store, rank: int, check: Check) -> None:
+        self._store, self._rank, self._check = store, rank, check
+        self._first: _Place | None = None
+        self._patience = Deadline(0.0)
+
+    def find(self, deadline: Deadline) -> _Place | None:
+        """Return the place of the rank, once it is in the store; None at the deadline.
+
+        Raises:
+            RankError: the rank has failed.
+            LostRankError: the store does not answer.
+        """
+        for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
+            self._check(deadline)
+            place = self._read()
+            if place.port:
+                return place
+            if place.failure is not None and self._is_new(place):
+                raise place.failure.error()
+        return None
+
+    def _read(self) -> _Place:
         try:
-            if store.check([_key(rank)]):
-                return msgspec.json.decode(store.get(_key(rank)), type=_Place)
+            if not self._store.check([_key(self._rank)]):
+                return _Place()
+            return msgspec.json.decode(self._store.get(_key(self._rank)), type=_Place)
         except RuntimeError as error:
             raise _lost_store(error) from error
         except msgspec.DecodeError as error:
-            raise LostRankError(OPERATION, {rank: f"its address is damaged: {error}"}) from error
-    return None
+            reason = f"its address is damaged: {error}"
+            raise LostRankError(OPERATION, {self._rank: reason}) from error
+
+    def _is_new(self, place: _Place) -> bool:
+        """Return whether a failure is of this attempt, not of an earlier one of the same ranks."""
+        if self._first is None:
+            self._first, self._patience = place, Deadline(STALE_SECONDS)
+        return place != self._first or self._patience.has_passed()
 
 
 def _hear_answer(
-    connection: socket.socket, store: Store, rank: int, place: _Place, deadline: Deadline
+    connection: socket.socket, lookup: _Lookup, place: _Place, deadline: Deadline
 ) -> _Peer:
     """Return the answer of the rank at a place.
 
@@ -275,7 +314,7 @@ def _hear_answer(
             if not received:
                 raise ConnectionResetError("closed")
             data += received
-        elif deadline.has_passed() or _find(store, rank, deadline) != place:
+        elif deadline.has_passed() or lookup.find(deadline) != place:
             raise TimeoutError("no answer")
     peer = _Peer(_ANSWER.unpack(data))
     if not is_token(peer.proof, proof_of(place.token)):
