@@ -233,7 +233,8 @@ class TreeGroup:
         Args:
             find_missing: returns the ranks that this rank waits for.
             longer: how many seconds to wait beyond the time-out.
-            are_ending: whether other ranks may close their connections meanwhile.
+            are_ending: whether other ranks may close their connections meanwhile. A rank whose
+                message was not taken yet may always do so, because the message may be its last one.
             check: called again and again.
         """
         deadline = Deadline(self.timeout.total_seconds() + longer)
@@ -241,7 +242,7 @@ class TreeGroup:
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
-            lost = {link.rank: link.ended for link in self._links if link.ended}
+            lost = {link.rank: link.ended for link in self._links if link.ended and not link.inbox}
             if lost and not are_ending:
                 self._fail(Failure(self._operation, lost, is_lost=True))
             if deadline.has_passed():
