@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=328,
-    statements=33000,
+    statements=33043,
     modules_of_api=77,
-    statements_of_api=7800,
-    record_types=269,
-    names_across_packages=358,  # the ports are used from everywhere
+    statements_of_api=7845,
+    record_types=270,
+    names_across_packages=359,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=66,
 )
