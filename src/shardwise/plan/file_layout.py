@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.boxes.box import IntArray, Table
+from shardwise.boxes.box import IntArray, Table, distinct_rows
 
 FEW_RANKS = 256
 """The layouts of so few files are computed one by one."""
@@ -131,25 +131,23 @@ def _refine(layout_of: IntArray, rows: PieceRows, groups: Iterable[PieceGroup]) 
             their rows have the same tensors and shapes.
     """
     numbers = layout_of.copy()
-    free = len(numbers)
+    free = int(numbers.max(initial=-1)) + 1
     for group in groups:
-        kinds, kind = np.unique(numbers[group.ranks], return_inverse=True)
-        numbers[group.ranks] = free + kind.reshape(-1)
-        free += len(kinds)
+        first, kind = distinct_rows(numbers[group.ranks, None])
+        numbers[group.ranks] = free + kind
+        free += len(first)
     ranks, first, count = np.unique(rows.rank, return_index=True, return_counts=True)
     if len(ranks) <= FEW_RANKS:
         numbers[ranks] = free + np.arange(len(ranks))
     else:
-        columns = np.column_stack([rows.tensor, rows.shape])
-        kind = np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
+        kind = distinct_rows(np.column_stack([rows.tensor, rows.shape]))[1]
         for i in range(int(count.max())):  # the rows of a rank follow each other
             left = count > i
             pairs = np.column_stack([numbers[ranks[left]], kind[first[left] + i]])
-            found, number = np.unique(pairs, axis=0, return_inverse=True)
-            numbers[ranks[left]] = free + number.reshape(-1)
+            found, number = distinct_rows(pairs)
+            numbers[ranks[left]] = free + number
             free += len(found)
-    refined: IntArray = np.unique(numbers, return_inverse=True)[1].reshape(-1)
-    return refined
+    return distinct_rows(numbers[:, None])[1]
 
 
 def _lay_out_section(
@@ -174,15 +172,14 @@ def _lay_out_section(
     nbytes.append(rows.nbytes)
     placed = []
     for group in groups:
-        found, first, layout = np.unique(
-            layout_of[group.ranks], return_index=True, return_inverse=True
-        )
-        t = len(group.tensors)
+        of_ranks = layout_of[group.ranks]
+        first, layout = distinct_rows(of_ranks[:, None])
+        found, t = of_ranks[first], len(group.tensors)
         layouts.append(np.repeat(found, t))
         tensors.append(np.tile(group.tensors, len(found)))
         offsets.append(np.repeat(group.offset[first], t, axis=0))
         nbytes.append(np.full(len(found) * t, group.nbytes))
-        placed.append((len(found), layout.reshape(-1)))
+        placed.append((len(found), layout))
     layout, tensor, size = np.concatenate(layouts), np.concatenate(tensors), np.concatenate(nbytes)
     offset = np.concatenate(offsets)
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], layout])
@@ -190,7 +187,7 @@ def _lay_out_section(
     begins = np.searchsorted(layout[order], np.arange(int(layout_of.max()) + 2))
     ends = np.append(0, end)
     size_of_layout = np.diff(ends[begins])
-    representative = np.unique(layout_of, return_index=True)[1]
+    representative = distinct_rows(layout_of[:, None])[0]
     start = np.empty(len(order), np.int64)
     start[order] = ends[:-1] + (sizes[representative] - ends[begins[:-1]])[layout[order]]
     sizes += size_of_layout[layout_of]
@@ -199,8 +196,8 @@ def _lay_out_section(
         high = low + count * len(group.tensors)
         starts = start[low:high].reshape(count, len(group.tensors))
         if count > 1:
-            starts, kind = np.unique(starts, axis=0, return_inverse=True)
-            layout_of_rank = kind.reshape(-1)[layout_of_rank]
+            first, kind = distinct_rows(starts)
+            starts, layout_of_rank = starts[first], kind[layout_of_rank]
         laid.append(replace(group, layout=layout_of_rank, starts=starts))
         low = high
     return replace(rows, start=start[: len(rows)]), laid
