@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -25,7 +26,7 @@ SHORTEST_RUN = 3
 MOST_AXES = 8
 
 
-class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Further pieces of the same shape, at constant distances.
 
     Attributes:
@@ -39,7 +40,9 @@ class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     start: SignedCount = 0
 
 
-class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class PieceEntry(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A box of a tensor, stored in row-major order.
 
     Attributes:
@@ -58,7 +61,9 @@ class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 @prepare_decoding
-class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorWithPieces(
+    TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A global tensor in a manifest.
 
     Attributes:
@@ -228,68 +233,65 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
             tensor; or there are too many pieces.
     """
     tensors = decode_json(encoded, tuple[TensorWithPieces, ...])
-    dims = count = 0
-    for tensor in tensors:
-        dims = max(dims, len(tensor.shape))
-        count += max(1, len(tensor.pieces))
-    check_table_size(count, dims)
-    entries, owners = [], []
-    rows: list[tuple[int, ...]] = []
-    moves: list[tuple[int, ...]] = []
-    for index, tensor in enumerate(tensors):
-        entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, tensor.same_as))
-        ndim = len(tensor.shape)
-        zeros, ones = (0,) * (dims - ndim), (1,) * (dims - ndim)
-        for piece in tensor.pieces:
-            if len(piece.offset) != ndim or len(piece.shape) != ndim:
-                raise FormatError(
-                    f"{tensor.name}: a piece has offset {list(piece.offset)} and shape "
-                    f"{list(piece.shape)}, but the tensor has {ndim} dimensions"
-                )
-            repeat = piece.repeat
-            for axis, step in enumerate((repeat,) if isinstance(repeat, Axis) else repeat):
-                if len(step.offset) != ndim:
-                    raise FormatError(
-                        f"{tensor.name}: a repeated piece moves by {list(step.offset)}, but the "
-                        f"tensor has {ndim} dimensions"
-                    )
-                moves.append(
-                    (len(rows), axis, step.count, step.file, step.start, *step.offset, *zeros)
-                )
-            rows.append((piece.file, piece.start, *piece.offset, *zeros, *piece.shape, *ones))
-            owners.append(index)
-    table = np.array(rows, np.int64).reshape(len(rows), 2 + 2 * dims)
-    file, start, offset, shape = (
-        table[:, 0],
-        table[:, 1],
-        table[:, 2 : 2 + dims],
-        table[:, 2 + dims :],
+    pieces = [piece for tensor in tensors for piece in tensor.pieces]
+    ndims = [len(tensor.shape) for tensor in tensors]
+    dims = max(ndims, default=0)
+    check_table_size(len(tensors) + len(pieces), dims)
+    owner = np.repeat(np.arange(len(tensors)), [len(tensor.pieces) for tensor in tensors])
+    ndim = np.array(ndims, np.int64)[owner]
+    runs = Runs(
+        owner,
+        np.array([piece.file for piece in pieces], np.int64),
+        np.array([piece.start for piece in pieces], np.int64),
+        _padded([piece.offset for piece in pieces], ndim, dims, 0),
+        _padded([piece.shape for piece in pieces], ndim, dims, 1),
+        *_decode_axes(pieces, ndim, dims),
     )
-    axes = _columns_of_axes(moves, len(rows), dims)
-    return tuple(entries), Runs(np.array(owners, np.int64), file, start, offset, shape, *axes)
+    return tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in tensors), runs
 
 
-def _columns_of_axes(
-    moves: Sequence[tuple[int, ...]], rows: int, dims: int
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the columns `count`, `file_step`, `start_step` and `offset_step` of `Runs`.
+def _padded(rows: Sequence[tuple[int, ...]], ndim: IntArray, dims: int, fill: int) -> IntArray:
+    """Return offsets, shapes or steps as an array `(n, dims)`, padded on the right.
 
     Args:
-        moves: the row, the number of the axis, the count and the steps of each axis of each row.
-        rows: the number of rows.
+        ndim: the number of dimensions that each row must have.
     """
-    table = np.array(moves, np.int64).reshape(len(moves), 5 + dims)
-    row, axis, count, file_step, start_step = table[:, :5].T
-    axes = int(axis.max(initial=-1)) + 1
-    check_table_size(rows * axes, dims)
+    wrong = np.fromiter(map(len, rows), np.int64, len(rows)) != ndim
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise FormatError(
+            f"a piece has the offset, shape or step {list(rows[row])}, but its tensor has "
+            f"{ndim[row]} dimensions"
+        )
+    found = np.full((len(rows), dims), fill, np.int64)
+    numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(ndim.sum()))
+    found[np.arange(dims) < ndim[:, None]] = numbers
+    return found
+
+
+def _decode_axes(
+    pieces: Sequence[PieceEntry], ndim: IntArray, dims: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the columns `count`, `file_step`, `start_step` and `offset_step` of `Runs`."""
+    repeats = [(row, piece.repeat) for row, piece in enumerate(pieces) if piece.repeat]
+    listed = [
+        (row, number, axis)
+        for row, repeat in repeats
+        for number, axis in enumerate((repeat,) if isinstance(repeat, Axis) else repeat)
+    ]
+    table = np.array([(r, a, axis.count, axis.file, axis.start) for r, a, axis in listed], np.int64)
+    row, number, count, file_step, start_step = table.reshape(-1, 5).T
+    n, axes = len(pieces), int(number.max(initial=-1)) + 1
+    check_table_size(n * axes, dims)
+    offset_step = _padded([axis.offset for _, _, axis in listed], ndim[row], dims, 0)
     columns = (
-        np.ones((rows, axes), np.int64),
-        np.zeros((rows, axes), np.int64),
-        np.zeros((rows, axes), np.int64),
-        np.zeros((rows, axes, dims), np.int64),
+        np.ones((n, axes), np.int64),
+        np.zeros((n, axes), np.int64),
+        np.zeros((n, axes), np.int64),
+        np.zeros((n, axes, dims), np.int64),
     )
-    for column, values in zip(columns, (count, file_step, start_step, table[:, 5:]), strict=True):
-        column[row, axis] = values
+    for column, values in zip(columns, (count, file_step, start_step, offset_step), strict=True):
+        column[row, number] = values
     return columns
 
 
