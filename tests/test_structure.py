@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=294,
-    statements=29770,
-    modules_of_api=69,
-    statements_of_api=6730,
-    record_types=230,
-    names_across_packages=317,  # the ports are used from everywhere
+    modules=302,
+    statements=30810,
+    modules_of_api=77,
+    statements_of_api=7680,
+    record_types=240,
+    names_across_packages=339,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=52,
+    test_files_with_inner_imports=54,
 )
 """Lower a limit when its figure has fallen."""
 

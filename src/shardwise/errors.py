@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+
+MOST_RANKS_SHOWN = 8
 
 
 class ShardwiseError(Exception):
@@ -131,18 +133,24 @@ class RankError(ShardwiseError):
 
     Attributes:
         operation: the name of the operation.
-        failures: the error message of each failed rank. The message shows the first 16.
+        failures: the error messages of failed ranks. If very many ranks failed, of the first ones.
+        count: the number of failed ranks.
     """
 
-    def __init__(self, operation: str, failures: dict[int, str]) -> None:
+    def __init__(
+        self, operation: str, failures: dict[int, str], *, count: int | None = None
+    ) -> None:
         self.operation = operation
         self.failures = failures
+        self.count = len(failures) if count is None else count
         shown = [f"  rank {rank}: {text}" for rank, text in list(failures.items())[:16]]
-        ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
+        if self.count > len(shown):
+            shown.append(f"  … and {self.count - len(shown)} more ranks")
+        ranks = "1 rank" if self.count == 1 else f"{self.count} ranks"
         super().__init__(f"{operation} failed on {ranks}:\n" + "\n".join(shown))
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, dict[int, str]]]:
-        return type(self), (self.operation, self.failures)
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), count=self.count), (self.operation, self.failures)
 
 
 class LostRankError(RankError):
@@ -173,6 +181,22 @@ def user_code(name: str, call: str) -> Iterator[None]:
     except Exception as error:
         add_note(error, f"{name}: raised by its {call}")
         raise
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return the names of ranks, ascending: `rank 3`, or `ranks 1-4, 7 and more`."""
+    ranges: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], rank
+        else:
+            ranges.append((rank, rank))
+    shown: list[str] = []
+    for low, high in ranges:
+        shown += [f"{low}-{high}"] if high > low + 1 else map(str, range(low, high + 1))
+    more = " and more" if len(shown) > MOST_RANKS_SHOWN else ""
+    is_one = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+    return f"rank{'' if is_one else 's'} {', '.join(shown[:MOST_RANKS_SHOWN])}{more}"
 
 
 def add_note(error: Exception, note: str) -> None:

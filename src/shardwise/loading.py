@@ -17,7 +17,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport, ReadAlone, plan_reads, read_per_rank
-from shardwise.engine.match import MatchReport, combine_reports, make_report, match_targets
+from shardwise.engine.match import MatchReport, agree_on_match, make_report, match_targets
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
@@ -102,11 +102,10 @@ def load_state(
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
             with Round(group, "matching names") as all_ranks:
-                targets, report = _match(bindings, saved, selection, state, cast=options.cast)
-                combine = partial(
-                    combine_reports, path=str(store), saved=saved, keys=state, strict=options.strict
+                targets, own = _match(bindings, saved, selection, state, options, group.rank)
+                unexpected = agree_on_match(
+                    all_ranks, own, str(store), saved, state, strict=options.strict
                 )
-                unexpected = all_ranks.all_reduce(report, MatchReport, combine, list[str])
         arena = Arena(options.staging_bytes, store.traits)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
@@ -120,7 +119,7 @@ def load_state(
                 _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
-    filled = set(report.filled)
+    filled = set(own.filled)
     return LoadReport(
         path=str(store),
         step=layout.step,
@@ -128,7 +127,7 @@ def load_state(
         bytes_read=reads.bytes_read,
         bytes_received=reads.bytes_received,
         files=len(set(reads.spans.file.tolist())),
-        missing=tuple(report.missing),
+        missing=tuple(own.missing),
         unexpected=tuple(unexpected),
         optimizers=tuple(b.name for b in bindings if b.kind == "optimizer" and b.name in filled),
         seconds=recorder.seconds(),
@@ -190,8 +189,8 @@ def _match(
     saved: SavedNames,
     selection: Selection,
     keys: Iterable[str],
-    *,
-    cast: bool,
+    options: LoadOptions,
+    rank: int,
 ) -> tuple[LocalState, MatchReport]:
     """Match the values of the state on this rank with the checkpoint.
 
@@ -207,8 +206,8 @@ def _match(
             names_by_owner[binding.name] = [leaf.name for leaf in part.tensors]
         elif binding.kind == "optimizer":
             names_by_owner[binding.name] = [*part.names()]
-    leaves, missing, problems = match_targets(targets, saved, cast=cast)
-    report = make_report(targets, saved, selection, names_by_owner, keys, missing, problems)
+    leaves, missing, problems = match_targets(targets, saved, cast=options.cast)
+    report = make_report(targets, saved, selection, names_by_owner, keys, missing, problems, rank)
     targets.tensors = leaves
     return targets, report
 
@@ -265,14 +264,14 @@ def name_parameters(
         return layout
 
     with Round(group, "naming parameters") as all_ranks:
-        known = all_ranks.all_reduce(dict(orders()), _Orders, _equal_or_none, _Orders)
+        known = all_ranks.all_reduce(dict(orders()), _Orders, _equal_or_none)
     for optimizer, positions in positional.items():
         if optimizer in known:
             layout = _name_parameters(layout, optimizer, positions, known[optimizer])
     return layout
 
 
-def _equal_or_none(orders: list[dict[str, ParameterOrder]]) -> dict[str, ParameterOrder]:
+def _equal_or_none(orders: Sequence[dict[str, ParameterOrder]]) -> dict[str, ParameterOrder]:
     """Return the orders if they are equal on all ranks, or nothing."""
     return orders[0] if all(each == orders[0] for each in orders) else {}
 

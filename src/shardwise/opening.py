@@ -12,11 +12,10 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round, require_equal
+from shardwise.engine.rounds import Round
 from shardwise.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -102,7 +101,7 @@ def agree_on_place(
         "ranks:"
     )
     text = f"{store}, step={options.step} {settings}"
-    all_ranks.all_reduce(text, str, partial(require_equal, summary=summary), type(None))
+    all_ranks.require_equal(text, summary)
 
 
 def open_any(

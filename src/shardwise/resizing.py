@@ -39,7 +39,7 @@ class ResizeTarget(msgspec.Struct, frozen=True, array_like=True):
 
 
 _Found = tuple[dict[str, ResizeTarget], list[str]]
-"""The tensors of a rank that match a pattern, and the names of its optimizers."""
+"""The tensors that match a pattern, and the names of the optimizers, of some ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,14 @@ class Resizing:
 
         with Round(group, "finding tensors to resize") as all_ranks:
             _check_patterns(resize)
-            found = all_ranks.all_gather(_find_targets(resize, bindings), _Found)
-        targets: dict[str, ResizeTarget] = {}
-        optimizers: dict[str, None] = {}
-        for each, names in found:
-            optimizers |= dict.fromkeys(names)
-            for name, target in each.items():
-                is_meta = target.is_meta or targets.get(name, target).is_meta
-                targets[name] = ResizeTarget(target.shape, target.name_in_module, is_meta)
+            own = _find_targets(resize, bindings)
+            targets, optimizers = all_ranks.all_reduce(own, _Found, _unite_found)
         unmatched = [each for each in resize if not any(fnmatchcase(n, each) for n in targets)]
         if unmatched:
             raise MismatchError(
                 "resize= has patterns that match no tensor of the state; correct them:", unmatched
             )
-        return cls(targets, [*optimizers])
+        return cls(targets, optimizers)
 
     def order_with_saved_shapes(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
         """Return the order of an optimizer's parameters, with their shapes in the checkpoint."""
@@ -164,6 +158,19 @@ class Resizing:
                         f"the optimizer's state, with skip=[{f'{optimizer}.*'!r}]"
                     )
                 yield entry.name
+
+
+def _unite_found(messages: Sequence[_Found]) -> _Found:
+    """Return the tensors and optimizers of some ranks together."""
+    targets: dict[str, ResizeTarget] = {}
+    for own, _ in messages:
+        for name, target in own.items():
+            other = targets.get(name, target)
+            first = min(target, other, key=lambda each: (each.shape, each.name_in_module))
+            is_meta = target.is_meta or other.is_meta
+            targets[name] = msgspec.structs.replace(first, is_meta=is_meta)
+    optimizers = {name for _, names in messages for name in names}
+    return dict(sorted(targets.items())), sorted(optimizers)
 
 
 def _check_patterns(resize: object) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import permutations
+from random import Random
 from unittest import mock
 
 import msgspec
@@ -20,10 +22,15 @@ from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
     SampleDetails,
-    SampleDigests,
+    SetDigest,
+    combine_digests,
+    combine_sums,
+    encode_sum,
     find_differing_sets,
     find_divergences,
     group_ranks,
+    has_difference,
+    keep_differing,
 )
 from shardwise.divergence.replica_sets import (
     SHARE,
@@ -213,7 +220,7 @@ def divergence(*groups: tuple[int, ...], boxes: int = 1, equal_at: int | None = 
     [
         (((0,), (1,)), (), "w[0:1,0:8]: rank 0 and rank 1 differ"),
         (((0, 2), (1,)), (1,), "w[0:1,0:8]: rank 1 differs from ranks 0, 2"),
-        (((1, 2, 3), (0,), (4,)), (0, 4), "w[0:1,0:8]: ranks 0, 4 differ from ranks 1, 2, 3"),
+        (((1, 2, 3), (0,), (4,)), (0, 4), "w[0:1,0:8]: ranks 0, 4 differ from ranks 1-3"),
         (((0, 1), (2, 3)), (), "w[0:1,0:8]: ranks 0, 1 and ranks 2, 3 differ"),
         (((0, 1), (2,), (3,)), (), "w[0:1,0:8]: ranks 0, 1 and rank 2 and rank 3 differ"),
     ],
@@ -230,7 +237,7 @@ def test_long_lists_are_shortened() -> None:
     found = divergence(tuple(range(1, 100)), (0,), boxes=5, equal_at=3)
     assert str(found) == (
         "w[0:1,0:8], [1:2,0:8], [2:3,0:8] and 2 more boxes: rank 0 differs from "
-        "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more (equal at step 3)"
+        "ranks 1-99 (equal at step 3)"
     )
 
 
@@ -240,30 +247,59 @@ def test_ranks_are_grouped_by_what_they_hold() -> None:
 
 
 def test_only_digests_of_the_same_set_and_save_are_compared() -> None:
-    def message(save_id: str, digests: dict[int, bytes], position: int = 3) -> bytes:
-        return msgspec.msgpack.encode(SampleDigests(save_id, position, digests))
+    def message(rank: int, save_id: str, digests: dict[int, bytes], position: int = 3) -> bytes:
+        of_set = {number: SetDigest(digest, rank) for number, digest in digests.items()}
+        return msgspec.msgpack.encode({f"{save_id} {position}": of_set})
 
     messages = [
         b"",
-        message("a", {0: b"x", 1: b"x", 2: b"x"}),
-        message("a", {0: b"x", 1: b"y"}),
-        message("b", {0: b"y", 1: b"z", 2: b"x"}),
-        message("a", {0: b"z"}, position=4),
+        message(1, "a", {0: b"x", 1: b"x", 2: b"x"}),
+        message(2, "a", {0: b"x", 1: b"y"}),
+        message(3, "b", {0: b"y", 1: b"z", 2: b"x"}),
+        message(4, "a", {0: b"z"}, position=4),
+        message(5, "a", {1: b"x"}),
     ]
-    assert find_differing_sets(messages) == {1: 1}
-    assert find_differing_sets([b"", b""]) == {}
+    for order in permutations(messages):
+        combined = combine_digests(
+            [combine_digests(order[:2]), *order[2:4], combine_digests(order[4:])]
+        )
+        assert find_differing_sets(combined) == {1: 1}
+        assert find_differing_sets(keep_differing(combined)) == {1: 1}
+    assert find_differing_sets(combine_digests([b"", b""])) == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 5), st.integers(0, 6)), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_sums_tell_whether_all_digests_of_a_set_are_equal(
+    sets: list[tuple[int, int]], random: Random
+) -> None:
+    """Of each set with m holders, one holder has another digest, if its index is below m."""
+    for changed in (False, True):
+        of_rank: dict[int, dict[int, tuple[bytes, int, bool]]] = {}
+        for number, (holders, odd) in enumerate(sets):
+            for i in range(holders):
+                digest = b"other" if changed and i == odd else b"digest"
+                of_rank.setdefault(i, {})[number] = digest, holders, i == 0
+        messages = [b"", *(encode_sum("save 1", each) for each in of_rank.values())]
+        random.shuffle(messages)
+        combined = combine_sums([combine_sums(messages[:2]), *messages[2:]])
+        assert has_difference(combined) == (changed and any(odd < m for m, odd in sets))
+        assert has_difference(combine_sums([combined, encode_sum("save 1", {9: (b"d", 2, True)})]))
+    assert not has_difference(b"")
 
 
 def test_boxes_of_a_tensor_that_differ_on_the_same_ranks_are_reported_together() -> None:
     boxes = [("a", (0,), (4,)), ("a", (4,), (4,)), ("a", (8,), (4,)), ("b", (), ())]
 
-    def details(rank: int, *checksums: int) -> list[SampleDetails]:
+    def details(rank: int, *checksums: int) -> SampleDetails:
         table = {5: np.array(checksums, np.uint32).tobytes()}
         is_first = rank == 1
-        return [SampleDetails(9, table, {5: boxes} if is_first else {}, {5: 3} if is_first else {})]
+        return SampleDetails(9, table, {5: boxes} if is_first else {}, {5: 3} if is_first else {})
 
-    messages = [[], details(1, 1, 2, 3, 4), details(2, 7, 2, 7, 7), details(3, 1, 2, 3, 4)]
-    first, second = find_divergences(messages, {5: 1})
+    of_ranks = {3: details(3, 1, 2, 3, 4), 1: details(1, 1, 2, 3, 4), 2: details(2, 7, 2, 7, 7)}
+    first, second = find_divergences(of_ranks, {5: 1})
     assert (first.tensor, first.boxes) == ("a", (Box((0,), (4,)), Box((8,), (4,))))
     assert (second.tensor, second.boxes) == ("b", (Box((), ()),))
     assert {each.minority for each in (first, second)} == {(2,)}

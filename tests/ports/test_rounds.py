@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+
 import pytest
 
 from shardwise import LostRankError, MismatchError, RankError, ShardwiseError, StateError
@@ -21,13 +24,24 @@ def test_each_rank_gets_the_messages_of_all() -> None:
     assert run_ranks(1, run) == [expected[:1]]
 
 
-def test_what_rank_0_makes_of_all_messages_is_the_result_on_all() -> None:
+def test_what_all_messages_are_together_is_the_result_on_all() -> None:
     def run(group: ThreadGroup) -> int:
         with Round(group, "adding") as all_ranks:
-            return all_ranks.all_reduce(group.rank + 1, int, sum, int)
+            return all_ranks.all_reduce(group.rank + 1, int, sum)
 
     assert run_ranks(WORLD, run) == [6] * WORLD
     assert run_ranks(1, run) == [1]
+
+
+def test_what_rank_0_concludes_is_the_result_on_all() -> None:
+    def run(group: ThreadGroup) -> str:
+        with Round(group, "adding") as all_ranks:
+            return all_ranks.all_reduce(
+                group.rank + 1, int, sum, lambda all_: f"{all_} apples", str
+            )
+
+    assert run_ranks(WORLD, run) == ["6 apples"] * WORLD
+    assert run_ranks(1, run) == ["1 apples"]
 
 
 def test_the_value_of_rank_0_is_shared() -> None:
@@ -120,17 +134,56 @@ def test_a_failure_of_rank_0_alone_is_the_same_error_on_all() -> None:
     assert [(type(each), str(each)) for each in errors] == [(StateError, "bad on rank 0")] * WORLD
 
 
-def test_a_failure_of_the_function_that_combines_is_the_same_error_on_all() -> None:
-    def refuse(ranks: list[int]) -> int:
-        raise MismatchError("ranks differ:", [f"rank {each}" for each in ranks])
+@pytest.mark.parametrize("fails", ["combine", "conclude"])
+def test_a_failure_of_a_function_that_reduces_is_the_same_error_on_all(fails: str) -> None:
+    def refuse(ranks: Sequence[int] | int) -> int:
+        raise MismatchError("ranks differ:", ["rank 0", "rank 1"])
 
     def run(group: ThreadGroup) -> int:
         with Round(group, "comparing") as all_ranks:
-            return all_ranks.all_reduce(group.rank, int, refuse, int)
+            if fails == "combine":
+                return all_ranks.all_reduce(group.rank, int, refuse)
+            return all_ranks.all_reduce(group.rank, int, max, refuse, int)
 
     for error in run_ranks_and_catch(WORLD, run):
         assert isinstance(error, MismatchError)
-        assert error.problems == ["rank 0", "rank 1", "rank 2"]
+        assert error.problems == ["rank 0", "rank 1"]
+
+
+def test_the_errors_of_very_many_ranks_are_counted() -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "meeting"):
+            if group.rank % 2:
+                fail(group)
+
+    first, *_ = run_ranks_and_catch(50, run)
+    assert type(first) is RankError
+    assert sorted(first.failures) == list(range(1, 33, 2))
+    assert first.count == 25
+    assert "failed on 25 ranks" in str(first)
+    assert "and 9 more ranks" in str(first)
+    assert pickle.loads(pickle.dumps(first)).count == 25
+
+
+def test_ranks_with_different_values_are_named() -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "comparing") as all_ranks:
+            all_ranks.require_equal("a" if group.rank in {3, 5} else "b", "values differ:")
+
+    run_ranks(3, run)
+    for error in run_ranks_and_catch(7, run):
+        assert isinstance(error, MismatchError)
+        assert error.problems == ["ranks 0-2, 4, 6: b", "ranks 3, 5: a"]
+
+
+def test_only_the_first_different_values_are_named() -> None:
+    def run(group: ThreadGroup) -> None:
+        with Round(group, "comparing") as all_ranks:
+            all_ranks.require_equal(f"value {group.rank}", "values differ:")
+
+    for error in run_ranks_and_catch(40, run):
+        assert isinstance(error, MismatchError)
+        assert error.problems == [f"rank {rank}: value {rank}" for rank in range(16)]
 
 
 def test_ranks_that_take_different_steps_are_told() -> None:

@@ -12,11 +12,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
-from shardwise.engine.rounds import Round, require_equal
+from shardwise.engine.rounds import MOST_FAILURES, Round, unite
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -39,6 +42,21 @@ LoadFromStore = Callable[[Store], LoadReport]
 
 log = logging.getLogger("shardwise")
 _DAMAGE_ERRORS = (CorruptionError, CheckpointNotFoundError)
+
+
+@prepare_decoding
+class _Failures(msgspec.Struct, array_like=True):
+    """Why some ranks could not restore a checkpoint.
+
+    Attributes:
+        damage: what is damaged, on the first rank that noticed.
+        others: the other errors of the first ranks, by rank.
+        count: the number of ranks with other errors.
+    """
+
+    damage: dict[int, str] = {}
+    others: dict[int, str] = {}
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +153,10 @@ class Restoring:
         with self._recorder.stage("asking"):
             with Round(self._group, "choosing a step") as all_ranks:
                 choice = parse_choice(step, best)
-                choices = all_ranks.all_gather(f"step={choice!r}", str)
-            summary = "ranks asked to restore different steps; pass the same step= on all ranks:"
-            require_equal(choices, summary)
+                all_ranks.require_equal(
+                    f"step={choice!r}",
+                    "ranks asked to restore different steps; pass the same step= on all ranks:",
+                )
             with Round(self._group, "listing steps", rank0_only=True) as all_ranks:
                 stored_steps = list[int]()
                 if self._group.rank == 0 and isinstance(choice, Best):
@@ -291,18 +310,18 @@ class Restoring:
             failure = error
 
         with Round(self._group, "restoring") as all_ranks:
-            damage = other = ""
+            own = _Failures()
             if isinstance(failure, _DAMAGE_ERRORS):
-                damage = str(failure)
+                own.damage[self._group.rank] = str(failure)
             elif failure is not None and not isinstance(failure, RankError):
-                other = describe_error(failure)
-            ranks = all_ranks.all_gather((damage, other), tuple[str, str])
-        others = {rank: other for rank, (_, other) in enumerate(ranks) if other}
-        damage = "" if others else next((damage for damage, _ in ranks if damage), "")
+                own.others[self._group.rank] = describe_error(failure)
+                own.count = 1
+            failures = all_ranks.all_reduce(own, _Failures, _combine_failures)
+        damage = "" if failures.others else next(iter(failures.damage.values()), "")
         if failure is not None and not damage:
             raise failure
-        if others:
-            raise RankError("restoring", others)
+        if failures.others:
+            raise RankError("restoring", failures.others, count=failures.count)
         return (None if damage else report), damage
 
     def _none_is_intact(
@@ -321,3 +340,13 @@ def _describe_first_nodes(reasons: Mapping[str, str]) -> str:
     if len(reasons) > len(shown):
         shown.append(f"and {len(reasons) - len(shown)} more")
     return "; ".join(shown)
+
+
+def _combine_failures(messages: Sequence[_Failures]) -> _Failures:
+    damage = unite([each.damage for each in messages])
+    others = unite([each.others for each in messages])
+    return _Failures(
+        dict(sorted(damage.items())[:1]),
+        dict(sorted(others.items())[:MOST_FAILURES]),
+        sum(each.count for each in messages),
+    )

@@ -174,7 +174,7 @@ class Saving:
         if self._saver.persist(call.step, removes_old=removes_old):
             return
         with Round(self._group, "saving the last step") as all_ranks:
-            has_stepped = any(all_ranks.all_gather(self._has_stepped, bool))
+            has_stepped = all_ranks.all_reduce(self._has_stepped, bool, any)
         if has_stepped:
             if self._group.rank == 0:
                 log.warning(
@@ -211,7 +211,7 @@ class Saving:
                 if not _is_storage_failure(failure):
                     raise failure
                 own = f"{type(failure).__name__}: {failure}"
-            reason = max(all_ranks.all_gather(own, str))
+            reason = all_ranks.all_reduce(own, str, max)
         if failure is not None and not reason:
             raise failure
         if reason:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -17,7 +17,7 @@ from shardwise.engine.check_numbers import is_due
 from shardwise.engine.commit import remove_leftovers_below
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import MismatchError, StateError, StoreError, StoreUnavailableError
+from shardwise.errors import StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.manifest import step_of_directory
 from shardwise.memory.options import Memory
@@ -243,8 +243,10 @@ def prepare_root_and_check_memory(
             }
         own = {**settings.shared_options(), **signal_options}
         own["start_from"] = "given" if has_start else "None"
-        options = all_ranks.all_gather(own, dict[str, str])
-    _refuse_unequal(options)
+        all_ranks.require_equal_values(
+            own,
+            "the options of the Checkpointer differ between ranks; pass the same on all ranks:",
+        )
     with Round(group, "opening a root", rank0_only=True) as all_ranks:
         found = False, list[int]()
         if group.rank == 0:
@@ -281,21 +283,6 @@ def _with_snapshot_in_memory(
         "while the root does not answer, because the root records whether the run has continued "
         "elsewhere: start the training again when the root answers"
     )
-
-
-def _refuse_unequal(options_of_ranks: Sequence[Mapping[str, str]]) -> None:
-    names = dict.fromkeys(name for options in options_of_ranks for name in options)
-    problems = []
-    for name in names:
-        values = [options.get(name, "no value") for options in options_of_ranks]
-        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if rank is not None:
-            problems.append(f"{name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}")
-    if problems:
-        raise MismatchError(
-            "the options of the Checkpointer differ between ranks; pass the same on all ranks:",
-            problems,
-        )
 
 
 def call_at_exit(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -71,7 +71,7 @@ class Signals:
     def find_received_signal(self, group: Group) -> int:
         """Return a signal that any rank has received, or 0. All ranks call this together."""
         with Round(group, "asking for signals") as all_ranks:
-            return all_ranks.all_reduce(self._pending, kind=int, combine=max, result_kind=int)
+            return all_ranks.all_reduce(self._pending, int, max)
 
     def act_on_signal(self, number: int, group: Group) -> None:
         """Act on a signal after its save. All ranks call this together."""

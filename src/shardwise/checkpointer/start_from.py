@@ -51,9 +51,8 @@ def start(
                 "with `return sw.load(path, state)`"
             )
         has_optimizers = any(True for _ in torch_optimizers_in(state))
-        any_continues = any(
-            all_ranks.all_gather(bool(loaded.optimizers) or not has_optimizers, bool)
-        )
+        continues = bool(loaded.optimizers) or not has_optimizers
+        any_continues = all_ranks.all_reduce(continues, bool, any)
     origins = with_all_origins({START: loaded.bytes_read})
     report = RestoreReport(loaded.step, START, loaded, (), origins)
     return report, loaded.step if any_continues else None

@@ -32,7 +32,7 @@ from shardwise.convert.plan import (
 )
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, unite
 from shardwise.errors import CheckpointExistsError, CorruptionError
 from shardwise.events import Recorder, format_bytes, format_count
 from shardwise.store import Store, store_below, why_no_directory
@@ -105,17 +105,17 @@ def write_files(
     """
     own_files = _divide_among_ranks(files.tensor_files, group.size)[group.rank]
 
+    def publish(sums: dict[str, list[int]]) -> None:
+        with recorder.stage("publish"):
+            _publish(files, sums, target)
+
     with ExitStack() as lock:
         with Round(group, "starting an export", rank0_only=True):
             if group.rank == 0:
                 lock.enter_context(_lock(target))
         with Round(group, "exporting") as all_ranks:
             own_sums = _write_own_files(own_files, source, target, recorder)
-            sums = all_ranks.all_gather(own_sums, dict[str, list[int]])
-        with Round(group, "publishing an export", rank0_only=True):
-            if group.rank == 0:
-                with recorder.stage("publish"):
-                    _publish(files, {n: each for own in sums for n, each in own.items()}, target)
+            all_ranks.all_reduce(own_sums, dict[str, list[int]], unite, publish, type(None))
     return ConversionReport(
         path=str(target),
         files=len(files.tensor_files),

@@ -22,9 +22,14 @@ from shardwise.divergence.differences import (
     Divergence,
     DivergencePolicy,
     SampleDetails,
-    SampleDigests,
+    SetDigest,
+    combine_digests,
+    combine_sums,
+    encode_sum,
     find_differing_sets,
     find_divergences,
+    has_difference,
+    keep_differing,
 )
 from shardwise.divergence.replica_sets import (
     ReplicaSet,
@@ -36,7 +41,7 @@ from shardwise.divergence.replica_sets import (
 )
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, unite
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder
@@ -235,24 +240,27 @@ class ReplicaComparison:
         sample = self._sample
         if sample is None:
             return b""
-        digests = {
-            number: hashlib.blake2b(checksums, digest_size=16).digest()
-            for number, checksums in sample.checksums().items()
-        }
-        return msgspec.msgpack.encode(
-            SampleDigests(sample.save_id, sample.comparison_number, digests)
+        digests = _digests_of(sample)
+        sets = [each for each in sample.sets if each.number in digests]
+        return encode_sum(
+            _key_of(sample),
+            {s.number: (digests[s.number], s.holders, s.is_first_holder) for s in sets},
         )
+
+    def combine_messages(self, messages: Sequence[bytes]) -> bytes:
+        """Return the message of some ranks together; the order does not matter."""
+        return combine_sums(messages)
 
     def conclude(
         self,
-        messages: Sequence[bytes],
+        message: bytes,
         group: Group,
         recorder: Recorder,
     ) -> None:
         """End the comparison of the last sample. All ranks call this together.
 
         Args:
-            messages: the message of each rank.
+            message: the combined message of all ranks.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -261,7 +269,7 @@ class ReplicaComparison:
         """
         sample, self._sample = self._sample, None
         self.divergences = ()
-        differing = find_differing_sets(messages)
+        differing = _find_differing(sample, group) if has_difference(message) else {}
         if differing:
             with recorder.stage("divergence"):
                 self.divergences = self._locate(sample, differing, group)
@@ -283,8 +291,8 @@ class ReplicaComparison:
         if group.size == 1 or self._policy.ignores_all:
             return
         with Round(group, "comparing replicas") as all_ranks:
-            messages = all_ranks.all_gather(self.encode_message(), bytes)
-        self.conclude(messages, group, recorder)
+            message = all_ranks.all_reduce(self.encode_message(), bytes, self.combine_messages)
+        self.conclude(message, group, recorder)
 
     def forget(self) -> None:
         """Forget the last sample, because the state was replaced."""
@@ -295,11 +303,14 @@ class ReplicaComparison:
     ) -> tuple[Divergence, ...]:
         """Return which boxes differ, and on which ranks."""
         with Round(group, "locating replicas that differ") as all_ranks:
-            details = [] if sample is None else [self._describe(sample, differing, group.rank)]
+            details = dict[int, SampleDetails]()
+            if sample is not None:
+                details[group.rank] = self._describe(sample, differing, group.rank)
             return all_ranks.all_reduce(
                 details,
-                list[SampleDetails],
-                lambda messages: find_divergences(messages, differing),
+                dict[int, SampleDetails],
+                unite,
+                lambda all_details: find_divergences(all_details, differing),
                 tuple[Divergence, ...],
             )
 
@@ -339,6 +350,28 @@ class ReplicaComparison:
             return False
         self._logged_at[key] = self._comparisons
         return True
+
+
+def _key_of(sample: ReplicaSample) -> str:
+    """Return a key that is equal for samples of the same boxes."""
+    return f"{sample.save_id} {sample.comparison_number}"
+
+
+def _digests_of(sample: ReplicaSample) -> dict[int, bytes]:
+    """Return a digest of the checksums of each set, by its number."""
+    checksums = sample.checksums().items()
+    return {number: hashlib.blake2b(sums, digest_size=16).digest() for number, sums in checksums}
+
+
+def _find_differing(sample: ReplicaSample | None, group: Group) -> dict[int, int]:
+    """Return the numbers of the sets that differ, with the first rank of each, on all ranks."""
+    with Round(group, "finding replicas that differ") as all_ranks:
+        own = b""
+        if sample is not None and (digests := _digests_of(sample)):
+            sets = {number: SetDigest(each, group.rank) for number, each in digests.items()}
+            own = msgspec.msgpack.encode({_key_of(sample): sets})
+        message = all_ranks.all_reduce(own, bytes, combine_digests, keep_differing, bytes)
+    return find_differing_sets(message)
 
 
 def _summarize(divergences: Sequence[Divergence]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,10 +13,11 @@ import numpy as np
 
 from shardwise.boxes import Box
 from shardwise.decoding import prepare_decoding
+from shardwise.errors import name_ranks
 
 Reaction = Literal["warn", "raise", "ignore"]
 OnDivergence = Reaction | Mapping[str, Reaction]
-MOST_BOXES_SHOWN, MOST_RANKS_SHOWN, MOST_NAMES_SHOWN = 3, 8, 8
+MOST_BOXES_SHOWN, MOST_NAMES_SHOWN = 3, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +52,12 @@ class Divergence:
             shown += f" and {len(self.boxes) - MOST_BOXES_SHOWN} more boxes"
         if self.minority:
             one = len(self.minority) == 1
-            differ = f"{_name_ranks(self.minority)} {'differs' if one else 'differ'} from "
-            differ += _name_ranks(self.groups[0])
+            differ = f"{name_ranks(self.minority)} {'differs' if one else 'differ'} from "
+            differ += name_ranks(self.groups[0])
         else:
-            differ = f"{' and '.join(map(_name_ranks, self.groups))} differ"
+            differ = f"{' and '.join(map(name_ranks, self.groups))} differ"
         equal = "" if self.equal_at is None else f" (equal at step {self.equal_at})"
         return f"{self.tensor}{shown}: {differ}{equal}"
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_RANKS_SHOWN]))
-    more = len(ranks) - MOST_RANKS_SHOWN
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f" and {more} more" * (more > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +104,28 @@ class DivergencePolicy:
         return next(matching, "warn")
 
 
-@prepare_decoding
-class SampleDigests(msgspec.Struct, array_like=True):
-    """A rank's message about its last sample: a digest of the checksums of each set, by number.
+_SUM_SIZE = 16
+"""The size of a sum of hashes, in bytes."""
 
-    Samples of the same save and comparison are of the same boxes.
+
+@prepare_decoding
+class SetDigest(msgspec.Struct, array_like=True):
+    """A digest of the checksums of a set of boxes.
+
+    Attributes:
+        digest: of the first rank that sent one.
+        rank: that rank.
+        differs: whether a digest of another rank differs.
     """
 
-    save_id: str
-    comparison_number: int
-    of_set: dict[int, bytes]
+    digest: bytes
+    rank: int
+    differs: bool = False
+
+
+_Digests = dict[str, dict[int, SetDigest]]
+"""The digests of samples of some ranks, by the samples' save and comparison, and by the number of
+the set. Samples of the same save and comparison are of the same boxes."""
 
 
 @prepare_decoding
@@ -137,43 +145,96 @@ class SampleDetails(msgspec.Struct, array_like=True):
     equal_at: dict[int, int]
 
 
-def find_differing_sets(messages: Sequence[bytes]) -> dict[int, int]:
-    """Compare the digests of all ranks.
+def encode_sum(key: str, digests: Mapping[int, tuple[bytes, int, bool]]) -> bytes:
+    """Return a short message that tells whether the digests of a rank equal those of other ranks.
+
+    The first of m holders of a set adds `(m - 1) * h`, where h is a hash of the set and its digest.
+    The other holders subtract h. If all digests are equal, the sum over all ranks is 0. Otherwise,
+    it is 0 with a probability of 2^-128.
 
     Args:
-        messages: the encoded `SampleDigests` of each rank; empty for a rank without a sample.
-
-    Returns:
-        The numbers of the sets that differ, with the first rank of each.
+        key: the save and the comparison of the sample.
+        digests: for each set, by its number: the digest, the number m of holders, and whether the
+            rank is the first of them.
     """
-    first: dict[tuple[str, int, int], tuple[int, bytes]] = {}
-    differing: dict[int, int] = {}
-    for rank, data in enumerate(messages):
-        if not data:
-            continue
-        message = msgspec.msgpack.decode(data, type=SampleDigests)
-        for number, digest in message.of_set.items():
-            key = message.save_id, message.comparison_number, number
-            first_rank, expected = first.setdefault(key, (rank, digest))
-            if digest != expected:
-                differing[number] = first_rank
-    return differing
+    total = 0
+    for number, (digest, holders, is_first) in digests.items():
+        hashed = hashlib.blake2b(number.to_bytes(8, "little") + digest, digest_size=_SUM_SIZE)
+        total += int.from_bytes(hashed.digest(), "little") * (holders - 1 if is_first else -1)
+    return msgspec.msgpack.encode({key: _encode_sum(total)})
+
+
+def _encode_sum(total: int) -> bytes:
+    return (total % (1 << 8 * _SUM_SIZE)).to_bytes(_SUM_SIZE, "little")
+
+
+def combine_sums(messages: Sequence[bytes]) -> bytes:
+    """Add up the sums of some ranks. A message is empty if a rank has no sample."""
+    totals: dict[str, int] = {}
+    for message in filter(None, messages):
+        for key, total in msgspec.msgpack.decode(message, type=dict[str, bytes]).items():
+            totals[key] = totals.get(key, 0) + int.from_bytes(total, "little")
+    return msgspec.msgpack.encode({key: _encode_sum(total) for key, total in totals.items()})
+
+
+def has_difference(message: bytes) -> bool:
+    """Return whether digests differ, or some are missing, from the sums of all ranks."""
+    sums = msgspec.msgpack.decode(message, type=dict[str, bytes]) if message else {}
+    return any(any(total) for total in sums.values())
+
+
+def combine_digests(messages: Sequence[bytes]) -> bytes:
+    """Combine the encoded digests of some ranks. A message is empty if a rank has no sample."""
+    combined: _Digests = {}
+    for message in messages:
+        for key, sets in _decode_digests(message).items():
+            own = combined.setdefault(key, {})
+            for number, digest in sets.items():
+                other = own.get(number, digest)
+                first = min(digest, other, key=lambda each: each.rank)
+                differs = digest.differs or other.differs or digest.digest != other.digest
+                own[number] = SetDigest(first.digest, first.rank, differs)
+    return msgspec.msgpack.encode(combined)
+
+
+def keep_differing(message: bytes) -> bytes:
+    """Return the combined digests of all ranks without the sets that are equal."""
+    differing = {
+        key: {number: each for number, each in sets.items() if each.differs}
+        for key, sets in _decode_digests(message).items()
+    }
+    return msgspec.msgpack.encode({key: sets for key, sets in differing.items() if sets})
+
+
+def find_differing_sets(message: bytes) -> dict[int, int]:
+    """Return the numbers of the sets that differ, with the first rank of each.
+
+    Args:
+        message: the combined digests of all ranks.
+    """
+    sets = _decode_digests(message).values()
+    return {
+        number: each.rank for own in sets for number, each in sorted(own.items()) if each.differs
+    }
+
+
+def _decode_digests(message: bytes) -> _Digests:
+    return msgspec.msgpack.decode(message, type=_Digests) if message else {}
 
 
 def find_divergences(
-    messages: Sequence[Sequence[SampleDetails]], differing: Mapping[int, int]
+    details: Mapping[int, SampleDetails], differing: Mapping[int, int]
 ) -> tuple[Divergence, ...]:
     """Compare the checksums of all ranks.
 
     Args:
-        messages: the details of each rank; empty for a rank without a sample.
+        details: the details of each rank that has a sample, by rank.
         differing: the sets that differ, with the first rank of each.
     """
-    details = {rank: each for rank, own in enumerate(messages) for each in own}
     found: list[Divergence] = []
     for number, first_rank in sorted(differing.items()):
         first = details[first_rank]
-        ranks = [rank for rank, each in details.items() if number in each.checksums]
+        ranks = sorted(rank for rank, each in details.items() if number in each.checksums)
         table = np.stack([np.frombuffer(details[r].checksums[number], np.uint32) for r in ranks])
         boxes: dict[tuple[str, tuple[tuple[int, ...], ...]], list[Box]] = {}
         for column in np.flatnonzero((table != table[0]).any(axis=0)).tolist():

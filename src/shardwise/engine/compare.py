@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardwise.boxes.box import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import read_boxes, read_per_rank
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, concatenate
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
@@ -332,8 +333,13 @@ def check_all_together(
             tensors={saved.stored_index(name) for name in names},
             share=(group.rank, group.size),
         )
-        differences = all_ranks.all_gather(own, list[str])
-    refuse_differences(str(store), [line for lines in differences for line in lines])
+        all_ranks.all_reduce(
+            own,
+            list[str],
+            lambda parts: sorted(concatenate(parts)),
+            partial(refuse_differences, str(store)),
+            type(None),
+        )
 
 
 def refuse_differences(path: str, differences: list[str]) -> None:

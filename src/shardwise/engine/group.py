@@ -39,6 +39,7 @@ _KEEPALIVE = {
 
 Address = tuple[str, int]
 """A host and a port."""
+Combine = Callable[[list[bytes]], bytes]
 
 
 class Group(Protocol):
@@ -56,7 +57,12 @@ class Group(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that this rank has sent so far."""
+        """The bytes of the messages that this rank has sent so far."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of the messages that this rank has received so far."""
         ...
 
     @property
@@ -64,8 +70,17 @@ class Group(Protocol):
         """The longest time that ranks wait for each other."""
         ...
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the data of all ranks at rank 0, and an empty list on other ranks."""
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Combine the data of all ranks.
+
+        Args:
+            data: what this rank adds.
+            combine: makes one message of several. It must be associative, and must not depend on
+                the order of the messages.
+
+        Returns:
+            The combined data on rank 0, and `b""` on other ranks.
+        """
         ...
 
     def broadcast(self, data: bytes) -> bytes:
@@ -84,12 +99,12 @@ class SoloGroup:
 
     rank = 0
     size = 1
-    bytes_sent = 0
+    bytes_sent = bytes_received = 0
     timeout = TIMEOUT
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Return the data of the only rank."""
-        return [data]
+        return data
 
     def broadcast(self, data: bytes) -> bytes:
         """Return the data."""
@@ -110,7 +125,7 @@ class TorchGroup:
         self._own = own
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)
         self.timeout: timedelta = getattr(options, "_timeout", TIMEOUT)
 
@@ -122,7 +137,13 @@ class TorchGroup:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Combine the data of all ranks on rank 0."""
+        gathered = self._gather(data)
+        self.bytes_received += sum(map(len, gathered))
+        return combine(gathered) if gathered else b""
+
+    def _gather(self, data: bytes) -> list[bytes]:
         """Gather the heads by a collective, then receive the rest of longer messages."""
         own_head = _head(data)
         heads = list(_empty(self.size, HEAD_SIZE)) if self.rank == 0 else None
@@ -144,7 +165,10 @@ class TorchGroup:
             rest = _tensor(data[FIRST_SIZE:] if self.rank == 0 else bytes(size - FIRST_SIZE))
             self._run(lambda group: dist.broadcast(rest, group=group, group_src=0))
             first += _bytes(rest)
-        self.bytes_sent += size if self.rank == 0 else 0
+        if self.rank == 0:
+            self.bytes_sent += size
+        else:
+            self.bytes_received += size
         return first
 
     def _receive_rest(self, head: torch.Tensor, rank: int) -> bytes:

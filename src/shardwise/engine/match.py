@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from shardwise.decoding import prepare_decoding
+from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
@@ -23,8 +25,9 @@ class MatchReport(msgspec.Struct, array_like=True):
     """What a rank found when it matched its targets with a checkpoint.
 
     Attributes:
-        missing: the names of the target that the checkpoint lacks.
-        problems: the mismatches; one line for each name.
+        missing: the names of the target that the checkpoint lacks, each with the first rank that
+            has it and its position there.
+        problems: the mismatches, likewise; one line for each name.
         unused_patterns: the patterns of `only` and `skip` that match no name.
         wanted: the modules and optimizers that have targets, and "" if there is any target.
         filled: those of `wanted` of which the checkpoint has a name.
@@ -34,8 +37,8 @@ class MatchReport(msgspec.Struct, array_like=True):
             does with `model`.
     """
 
-    missing: list[str]
-    problems: list[str]
+    missing: dict[str, tuple[int, int]]
+    problems: dict[str, tuple[int, int]]
     unused_patterns: list[str]
     wanted: list[str]
     filled: list[str]
@@ -96,8 +99,9 @@ def make_report(
     keys: Iterable[str],
     missing: list[str],
     problems: list[str],
+    rank: int,
 ) -> MatchReport:
-    """Return what `combine_reports` needs of this rank.
+    """Return what `agree_on_match` needs of this rank.
 
     Args:
         targets: the selected targets.
@@ -107,6 +111,7 @@ def make_report(
         keys: the keys of the state. Names of the checkpoint below these keys are unexpected if they
             fill no target on any rank.
         missing, problems: as returned by `match_targets`.
+        rank: this rank.
     """
     names, saved_names = [*targets.names()], saved.all_names()
     wanted, filled = [], []
@@ -122,8 +127,8 @@ def make_report(
         is_claimed.append(name in claimed or not selection.selects(name))
         is_under_keys.append(is_below(name, saved_keys))
     return MatchReport(
-        missing,
-        problems,
+        {name: (rank, at) for at, name in enumerate(missing)},
+        {line: (rank, at) for at, line in enumerate(problems)},
         selection.unused_patterns([*names, *targets.unselected, *saved_names]),
         wanted,
         filled,
@@ -152,18 +157,20 @@ def _describe_mismatch(
     return None if cast else f"{dtypes} (cast=True converts)"
 
 
-def combine_reports(
-    reports: Sequence[MatchReport],
+def agree_on_match(
+    all_ranks: Round,
+    report: MatchReport,
     path: str,
     saved: SavedNames,
     keys: Collection[str],
     *,
     strict: bool,
 ) -> list[str]:
-    """Combine what matches on all ranks, before any target is written.
+    """Decide whether the targets of all ranks match, before any target is written.
 
     Args:
-        reports: the reports of all ranks.
+        all_ranks: the round that ends with this call.
+        report: the report of this rank.
         path: the path of the checkpoint, for errors.
         saved: the contents of the checkpoint.
         keys: the keys of the state.
@@ -176,22 +183,54 @@ def combine_reports(
         MismatchError: a target does not match; names are missing or unexpected, and `strict` is
             set; or the checkpoint has no name of a module or optimizer.
     """
-    problems: dict[str, None] = {}
-    missing: dict[str, None] = {}
-    wanted, filled, unused = set(), set(), set(reports[0].unused_patterns)
+    conclude = partial(_conclude, path=path, saved=saved, keys=keys, strict=strict)
+    return all_ranks.all_reduce(report, MatchReport, _combine_reports, conclude, list[str])
+
+
+def _combine_reports(reports: Sequence[MatchReport]) -> MatchReport:
+    """Return the report of some ranks together."""
+    missing: dict[str, tuple[int, int]] = {}
+    problems: dict[str, tuple[int, int]] = {}
+    bits = np.zeros(len(reports[0].bits), np.uint8)
     for report in reports:
-        problems |= dict.fromkeys(report.problems)
-        missing |= dict.fromkeys(report.missing)
-        wanted.update(report.wanted)
-        filled.update(report.filled)
-        unused.intersection_update(report.unused_patterns)
-    unclaimed, unexpected = _find_unclaimed(reports, saved)
+        for own, lines in ((missing, report.missing), (problems, report.problems)):
+            for line, place in lines.items():
+                own[line] = min(place, own.get(line, place))
+        bits |= np.frombuffer(report.bits, np.uint8)
+    unused = set.intersection(*({*each.unused_patterns} for each in reports))
+    return MatchReport(
+        missing,
+        problems,
+        sorted(unused),
+        sorted({owner for each in reports for owner in each.wanted}),
+        sorted({owner for each in reports for owner in each.filled}),
+        bits.tobytes(),
+    )
+
+
+def _conclude(
+    report: MatchReport,
+    path: str,
+    saved: SavedNames,
+    keys: Collection[str],
+    *,
+    strict: bool,
+) -> list[str]:
+    """Return the unexpected names, given the combined report of all ranks.
+
+    Raises:
+        MismatchError: as for `agree_on_match`.
+    """
+    # In the order of the ranks.
+    problems = dict.fromkeys(sorted(report.problems, key=report.problems.__getitem__))
+    missing = dict.fromkeys(sorted(report.missing, key=report.missing.__getitem__))
+    unclaimed, unexpected = _find_unclaimed(report, saved)
     if not strict:
-        problems |= dict.fromkeys(_describe_unfilled(wanted - filled))
+        problems |= dict.fromkeys(_describe_unfilled({*report.wanted} - {*report.filled}))
     elif missing or unexpected:
         problems |= dict.fromkeys(_describe_missing(saved, missing))
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
-    for pattern in sorted(unused):
+    for pattern in report.unused_patterns:
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
         from shardwise.engine.rename_hints import suggest  # only errors need it
@@ -214,14 +253,10 @@ def combine_reports(
     return unexpected
 
 
-def _find_unclaimed(
-    reports: Sequence[MatchReport], saved: SavedNames
-) -> tuple[list[str], list[str]]:
+def _find_unclaimed(report: MatchReport, saved: SavedNames) -> tuple[list[str], list[str]]:
     """Return the names of the checkpoint that no rank claims; and those of them that are
     unexpected."""
-    bits = np.zeros(len(reports[0].bits), np.uint8)
-    for report in reports:
-        bits |= np.frombuffer(report.bits, np.uint8)
+    bits = np.frombuffer(report.bits, np.uint8)
     names = np.array([*saved.all_names()], object)
     claimed, under_keys = np.unpackbits(bits, count=2 * len(names)).reshape(2, -1)
     is_unclaimed = claimed == 0

@@ -57,11 +57,15 @@ class ReplicaWatch(Protocol):
         """Return this rank's message about its last sample."""
         ...
 
-    def conclude(self, messages: Sequence[bytes], group: Group, recorder: Recorder) -> None:
-        """Compare the last samples of all ranks. All ranks call this together.
+    def combine_messages(self, messages: Sequence[bytes]) -> bytes:
+        """Return the message of some ranks together; the order does not matter."""
+        ...
+
+    def conclude(self, message: bytes, group: Group, recorder: Recorder) -> None:
+        """Act on the differences between the last samples. All ranks call this together.
 
         Args:
-            messages: the message of each rank.
+            message: the combined message of all ranks.
             group: the ranks.
             recorder: gets an event if replicas differ.
 

@@ -14,9 +14,11 @@ ranks needs no round, because it fails on all ranks or on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -24,49 +26,64 @@ from shardwise import errors
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.errors import (
+    MOST_RANKS_SHOWN,
     LostRankError,
     MismatchError,
     RankError,
     ShardwiseError,
     SpecError,
     describe_error,
+    name_ranks,
     text_of,
 )
 
 T = TypeVar("T")
 R = TypeVar("R")
+K = TypeVar("K")
 _NO_REASON = "RankError: "
 """A rank that failed only because another rank failed describes its error in this way. The text
 explains nothing, so it is left out."""
+MOST_FAILURES = 16
+"""Of how many failed ranks each rank learns the errors. Of the others, it learns the number."""
+MOST_VALUES = 16
+"""How many different values an error lists, if ranks should have the same value."""
+MOST_TEXT = 4000
+"""The most characters of the text of an error that are sent."""
+Values = dict[str, dict[str, list[int]]]
+"""By name, the different values of ranks, each with its first ranks."""
+
+
+@prepare_decoding
+class _Error(msgspec.Struct, array_like=True):
+    """An error that is the same on all ranks: the name of its class, and its text."""
+
+    name: str
+    text: str
+    problems: list[str] = []
 
 
 @prepare_decoding
 class _Message(msgspec.Struct, array_like=True):
-    """What a rank sends to rank 0: the name of the operation, and the rank's data or error."""
-
-    operation: str
-    data: bytes = b""
-    failure: str | None = None
-
-
-@prepare_decoding
-class _Reply(msgspec.Struct, array_like=True):
-    """What rank 0 sends to all ranks.
+    """What some ranks together send to rank 0, and what rank 0 sends to all ranks.
 
     Attributes:
-        operation: the name of the operation on rank 0.
-        data: the result, if all ranks succeeded.
-        error_class: the name of the class of an error; None if all ranks succeeded.
-        message, problems: the text of an error that rank 0 raised.
-        failures: for each failed rank, its error.
+        operations: the names of the operations, with the first rank of each.
+        data: the combined data of the ranks; empty if any of them failed.
+        failures: the errors of the first failed ranks.
+        failed: the number of failed ranks.
+        error: an error that combining the data has raised.
     """
 
-    operation: str = ""
+    operations: dict[str, int]
     data: bytes = b""
-    error_class: str | None = None
-    message: str = ""
-    problems: list[str] = []
     failures: dict[int, str] = {}
+    failed: int = 0
+    error: _Error | None = None
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the data of all ranks could be combined."""
+        return not self.failed and self.error is None and len(self.operations) == 1
 
 
 class Round:
@@ -84,8 +101,8 @@ class Round:
     Raises:
         Exception: the block failed on this rank.
         RankError: the block failed on other ranks. The error says why.
-        ShardwiseError: rank 0 failed in a round with `rank0_only`, or in the function passed to
-            `all_reduce`: the same error on all ranks.
+        ShardwiseError: rank 0 failed in a round with `rank0_only`, or a function passed to
+            `all_reduce` failed: the same error on all ranks.
         MismatchError: ranks take different steps.
         LostRankError: a rank died or did not answer in time.
     """
@@ -113,15 +130,20 @@ class Round:
             self._exchange(b"", lambda _: b"")
             return
         try:
-            failures = self._report(error)
+            reply = self._report(error)
         except LostRankError as lost:
             raise error from lost  # the error of this rank explains more
-        reasons = {rank: text for rank, text in failures.items() if not text.startswith(_NO_REASON)}
+        reasons = {
+            rank: text for rank, text in reply.failures.items() if not text.startswith(_NO_REASON)
+        }
         if type(error) is RankError and reasons:  # it only says that another rank has failed
             raise RankError(self._operation, reasons) from error
 
     def all_gather(self, message: T, kind: Any) -> list[T]:
         """Send a message, and return the messages of all ranks.
+
+        Every rank receives all messages. Use `all_reduce` where a result that does not grow with
+        the number of ranks is enough.
 
         Args:
             message: a value that msgspec encodes.
@@ -130,34 +152,94 @@ class Round:
         if self._group.size == 1:
             self._is_over = True
             return [message]
-        encoded = self._exchange(msgspec.msgpack.encode(message), msgspec.msgpack.encode)
-        messages = msgspec.msgpack.decode(encoded, type=list[bytes])
-        return [msgspec.msgpack.decode(each, type=kind) for each in messages]
+        encoded = self.all_reduce(
+            [(self._group.rank, msgspec.msgpack.encode(message))],
+            list[tuple[int, bytes]],
+            concatenate,
+            lambda messages: [data for _, data in sorted(messages)],
+            list[bytes],
+        )
+        return [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+
+    @overload
+    def all_reduce(self, message: T, kind: Any, combine: Callable[[Sequence[T]], T]) -> T: ...
+
+    @overload
+    def all_reduce(
+        self,
+        message: T,
+        kind: Any,
+        combine: Callable[[Sequence[T]], T],
+        conclude: Callable[[T], R],
+        result_kind: Any,
+    ) -> R: ...
 
     def all_reduce(
-        self, message: T, kind: Any, combine: Callable[[list[T]], R], result_kind: Any
-    ) -> R:
-        """Send a message, and return what `combine` makes of the messages of all ranks.
+        self,
+        message: T,
+        kind: Any,
+        combine: Callable[[Sequence[T]], T],
+        conclude: Callable[[T], R] | None = None,
+        result_kind: Any = None,
+    ) -> T | R:
+        """Send a message, and return what all messages are together.
 
-        Use it instead of `all_gather` if the result is much smaller than all messages.
+        Messages are combined on their way to rank 0, on several ranks. For example,
+        `all_reduce(loss, float, max)` returns the greatest loss of all ranks.
 
         Args:
             message: a value that msgspec encodes.
             kind: the type of the messages.
-            combine: a pure function of the messages, which runs on rank 0.
-            result_kind: the type of its result, which msgspec encodes.
+            combine: makes one message of some. It must be associative, and the order of the
+                messages must not matter: `max`, or the union of sets.
+            conclude: makes the result of the combined messages. It runs on rank 0 only. Without
+                it, the combined message is the result.
+            result_kind: the type of what `conclude` returns, a value that msgspec encodes.
         """
-
-        def reply(messages: list[bytes]) -> bytes:
-            decoded = [msgspec.msgpack.decode(each, type=kind) for each in messages]
-            return msgspec.msgpack.encode(combine(decoded))
-
         if self._group.size == 1:
             self._is_over = True
-            return combine([message])
-        data = self._exchange(msgspec.msgpack.encode(message), reply)
-        result: R = msgspec.msgpack.decode(data, type=result_kind)
+            combined = combine([message])
+            return combined if conclude is None else conclude(combined)
+
+        def combine_data(parts: Sequence[bytes]) -> bytes:
+            messages = [msgspec.msgpack.decode(each, type=kind) for each in parts]
+            return msgspec.msgpack.encode(combine(messages))
+
+        def conclude_data(data: bytes) -> bytes:
+            if conclude is None:
+                return data
+            return msgspec.msgpack.encode(conclude(msgspec.msgpack.decode(data, type=kind)))
+
+        data = self._exchange(msgspec.msgpack.encode(message), combine_data, conclude_data)
+        result: T | R = msgspec.msgpack.decode(data, type=kind if conclude is None else result_kind)
         return result
+
+    def require_equal(self, value: str, summary: str) -> None:
+        """Require that all ranks have the same value.
+
+        Args:
+            value: the value of this rank, formatted for an error message.
+            summary: the first line of the error.
+
+        Raises:
+            MismatchError: the values differ. The error lists the different values with their
+                first ranks.
+        """
+        self.require_equal_values({"": value}, summary)
+
+    def require_equal_values(self, values: Mapping[str, str], summary: str) -> None:
+        """Require that all ranks have the same values.
+
+        Args:
+            values: the values of this rank by name, formatted for an error message.
+            summary: the first line of the error.
+
+        Raises:
+            MismatchError: values differ. The error lists the different values of each name with
+                their first ranks.
+        """
+        own = values_of(self._group.rank, values)
+        self.all_reduce(own, Values, combine_values, partial(refuse_unequal, summary), type(None))
 
     def broadcast(self, value: T, kind: Any) -> T:
         """Return the value of rank 0 on all ranks. Only for rounds with `rank0_only`.
@@ -174,99 +256,188 @@ class Round:
         shared: T = msgspec.msgpack.decode(data, type=kind)
         return shared
 
-    def _exchange(self, data: bytes, reply: Callable[[list[bytes]], bytes]) -> bytes:
-        """Send this rank's data to rank 0, and return its reply."""
+    def _exchange(
+        self,
+        data: bytes,
+        combine: Callable[[Sequence[bytes]], bytes],
+        conclude: Callable[[bytes], bytes] = bytes,
+    ) -> bytes:
+        """Send this rank's data, and return what rank 0 concludes from the data of all ranks."""
         self._is_over = True
-        answer, error = _Reply(self._operation), None
-        if self._first_only:
-            if self._group.rank == 0:
-                answer.data = reply([data])
-        else:
-            answer, error = self._gather(_Message(self._operation, data), reply)
-        answer = self._broadcast(answer)
-        if error is not None:
-            raise error
-        if self._first_only:  # otherwise, rank 0 has compared the operations
-            _refuse_different_operations([answer.operation, self._operation])
-        _raise_failure(answer, self._operation)
-        return answer.data
+        message, raised = self._message(data=data), list[Exception]()
+        if not self._first_only:
+            message = self._reduce(message, combine, raised)
+        if self._group.rank == 0 and message.has_data:
+            try:
+                message.data = conclude(message.data)
+            except Exception as error:  # raised below, after the other ranks know
+                raised.append(error)
+                message = self._message(error=_encode_error(error))
+        reply = self._broadcast(message)
+        if raised:
+            raise raised[0]
+        _refuse_different_operations(
+            _first_ranks([reply.operations, {self._operation: self._group.rank}])
+        )
+        _raise_failure(reply, self._operation)
+        return reply.data
 
-    def _report(self, error: Exception) -> dict[int, str]:
-        """Tell the other ranks that this rank has failed, and return the errors of all ranks."""
+    def _report(self, error: Exception) -> _Message:
+        """Tell the other ranks that this rank has failed, and return the reply to all ranks."""
         self._is_over = True
         if self._first_only:
-            return self._broadcast(self._reply_of(error)).failures
-        failed = _Message(self._operation, failure=describe_error(error))
-        return self._broadcast(self._gather(failed, lambda _: b"")[0]).failures
+            return self._broadcast(self._message(error=_encode_error(error)))
+        text = describe_error(error)[:MOST_TEXT]
+        message = self._message(failures={self._group.rank: text}, failed=1)
+        return self._broadcast(self._reduce(message, lambda _: b"", []))
 
-    def _gather(
-        self, message: _Message, reply: Callable[[list[bytes]], bytes]
-    ) -> tuple[_Reply, Exception | None]:
-        """Gather the messages of all ranks.
+    def _message(
+        self,
+        *,
+        data: bytes = b"",
+        failures: dict[int, str] | None = None,
+        failed: int = 0,
+        error: _Error | None = None,
+    ) -> _Message:
+        operations = {self._operation: self._group.rank}
+        return _Message(operations, data, failures or {}, failed, error)
 
-        Returns:
-            On rank 0, the reply to all ranks, and the error of `reply` if it failed.
+    def _reduce(
+        self,
+        message: _Message,
+        combine: Callable[[Sequence[bytes]], bytes],
+        raised: list[Exception],
+    ) -> _Message:
+        """Return the combined messages of all ranks on rank 0, and `message` on other ranks.
+
+        Args:
+            message: the message of this rank.
+            combine: combines the data of some ranks.
+            raised: gets an exception that combining messages on this rank has raised.
         """
-        encoded = self._group.gather(msgspec.msgpack.encode(message))
-        messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
-        failures = {rank: m.failure for rank, m in enumerate(messages) if m.failure is not None}
-        if failures:
-            return _Reply(self._operation, error_class="RankError", failures=failures), None
-        if not messages:
-            return _Reply(self._operation), None
-        try:
-            _refuse_different_operations([each.operation for each in messages])
-            return _Reply(self._operation, reply([each.data for each in messages])), None
-        except Exception as error:  # the caller raises it, after the other ranks know
-            return self._reply_of(error), error
 
-    def _broadcast(self, reply: _Reply) -> _Reply:
+        def combine_encoded(encoded: Sequence[bytes]) -> bytes:
+            try:
+                messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
+                combined = _combine(messages)
+                if combined.has_data:
+                    combined.data = combine([each.data for each in messages])
+            except Exception as error:  # the caller raises it, after the other ranks know
+                raised.append(error)
+                combined = self._message(error=_encode_error(error))
+            return msgspec.msgpack.encode(combined)
+
+        data = self._group.reduce(msgspec.msgpack.encode(message), combine_encoded)
+        return msgspec.msgpack.decode(data, type=_Message) if self._group.rank == 0 else message
+
+    def _broadcast(self, reply: _Message) -> _Message:
         data = msgspec.msgpack.encode(reply) if self._group.rank == 0 else b""
-        return msgspec.msgpack.decode(self._group.broadcast(data), type=_Reply)
-
-    def _reply_of(self, error: Exception) -> _Reply:
-        name = type(error).__name__
-        if isinstance(error, MismatchError):
-            problems = [text_of(each) for each in error.problems]
-            return _Reply(self._operation, b"", name, text_of(error.summary), problems)
-        return _Reply(self._operation, b"", name, text_of(error))
+        return msgspec.msgpack.decode(self._group.broadcast(data), type=_Message)
 
 
-def require_equal(values: Sequence[str], summary: str) -> None:
-    """Require that all ranks have the same value.
+def unite(messages: Sequence[dict[K, T]]) -> dict[K, T]:
+    """Return all items of some dicts, for `Round.all_reduce`. Their keys must differ."""
+    return {key: value for message in messages for key, value in message.items()}
+
+
+def concatenate(messages: Sequence[list[T]]) -> list[T]:
+    """Return all elements of some lists, for `Round.all_reduce`. Their order is not defined."""
+    return list(chain.from_iterable(messages))
+
+
+def values_of(rank: int, values: Mapping[str, str]) -> Values:
+    """Return the values of one rank, for `combine_values`."""
+    return {name: {value: [rank]} for name, value in values.items()}
+
+
+def combine_values(messages: Sequence[Values]) -> Values:
+    """Return the values of some ranks together: the first different values, and their ranks."""
+    combined: Values = {}
+    for message in messages:
+        for name, values in message.items():
+            own = combined.setdefault(name, {})
+            for value, ranks in values.items():
+                own[value] = sorted([*own.get(value, []), *ranks])[: MOST_RANKS_SHOWN + 1]
+    return {
+        name: dict(sorted(values.items(), key=lambda each: each[1])[:MOST_VALUES])
+        for name, values in combined.items()
+    }
+
+
+def refuse_unequal(summary: str, values: Values) -> None:
+    """Raise if ranks have different values.
 
     Args:
-        values: the value of each rank, formatted for an error message.
         summary: the first line of the error.
+        values: the values of all ranks, from `combine_values`.
 
     Raises:
-        MismatchError: the values differ. The error lists the value of each rank.
+        MismatchError: values differ. The error lists the different values with their first ranks.
     """
-    if len(set(values)) > 1:
-        raise MismatchError(summary, [f"rank {rank}: {each}" for rank, each in enumerate(values)])
+    problems = []
+    for name, own in values.items():
+        if len(own) > 1 and name:
+            having = (
+                f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+                for value, ranks in own.items()
+            )
+            problems.append(f"{name}: {', '.join(having)}")
+        elif len(own) > 1:
+            problems += [f"{name_ranks(ranks)}: {value}" for value, ranks in own.items()]
+    if problems:
+        raise MismatchError(summary, problems)
 
 
-def _refuse_different_operations(operations: Sequence[str]) -> None:
+def _combine(messages: Sequence[_Message]) -> _Message:
+    """Combine all but the data of the messages of some ranks."""
+    failures = [each for message in messages for each in message.failures.items()]
+    # A rank that failed because another one did says less than the other one.
+    failures.sort(key=lambda each: (each[1].startswith(_NO_REASON), each[0]))
+    return _Message(
+        operations=_first_ranks([each.operations for each in messages]),
+        failures=dict(sorted(failures[:MOST_FAILURES])),
+        failed=sum(each.failed for each in messages),
+        error=next((each.error for each in messages if each.error is not None), None),
+    )
+
+
+def _first_ranks(messages: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the first rank of each operation, for the operations with the lowest first ranks."""
+    first: dict[str, int] = {}
+    for operations in messages:
+        for operation, rank in operations.items():
+            first[operation] = min(rank, first.get(operation, rank))
+    return dict(sorted(first.items(), key=lambda each: each[1])[:MOST_VALUES])
+
+
+def _refuse_different_operations(first_ranks: Mapping[str, int]) -> None:
     """Refuse messages of different operations, which cannot be decoded together."""
-    if len(set(operations)) > 1:
-        first_ranks = sorted(operations.index(each) for each in set(operations))
+    if len(first_ranks) > 1:
         raise MismatchError(
             "ranks called different operations: all must make the same calls, with the same steps "
             "and options, in the same order:",
-            [f"rank {rank}: {operations[rank]}" for rank in first_ranks],
+            [f"rank {rank}: {operation}" for operation, rank in first_ranks.items()],
         )
 
 
-def _raise_failure(reply: _Reply, operation: str) -> None:
-    if reply.error_class is None:
+def _encode_error(error: Exception) -> _Error:
+    name = type(error).__name__
+    if isinstance(error, MismatchError):
+        return _Error(name, text_of(error.summary), [text_of(each) for each in error.problems])
+    return _Error(name, text_of(error))
+
+
+def _raise_failure(reply: _Message, operation: str) -> None:
+    if reply.failed:
+        raise RankError(operation, reply.failures, count=reply.failed)
+    error = reply.error
+    if error is None:
         return
-    if reply.failures:
-        raise RankError(operation, reply.failures)
-    error_class: Any = getattr(errors, reply.error_class, None)
+    error_class: Any = getattr(errors, error.name, None)
     if error_class is MismatchError:
-        raise MismatchError(reply.message, reply.problems)
+        raise MismatchError(error.text, error.problems)
     # The others need more than a text.
     takes_text = isinstance(error_class, type) and issubclass(error_class, ShardwiseError)
     if takes_text and not issubclass(error_class, (RankError, SpecError)):
-        raise error_class(reply.message)
-    raise RankError(operation, {0: f"{reply.error_class}: {reply.message}"})
+        raise error_class(error.text)
+    raise RankError(operation, {0: f"{error.name}: {error.text}"})

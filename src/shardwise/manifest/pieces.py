@@ -128,6 +128,22 @@ class Runs(Table):
     offset_step: IntArray
 
 
+def join_runs(tables: Sequence[Runs]) -> Runs:
+    """Return the runs of all tables, which may have different numbers of axes."""
+    axes = max(runs.count.shape[1] for runs in tables)
+    columns: list[IntArray] = []
+    for each in fields(Runs):
+        parts = []
+        for runs in tables:
+            column = getattr(runs, each.name)
+            if each.name in ("count", "file_step", "start_step", "offset_step"):
+                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
+                column = np.pad(column, width, constant_values=int(each.name == "count"))
+            parts.append(column)
+        columns.append(np.concatenate(parts))
+    return Runs(*columns)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRuns(Runs):
     """Runs whose pieces lie in their files with any strides.

@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -23,7 +23,7 @@ import numpy as np
 from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group, listen, own_address
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.plan.load import Ranges
 from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
@@ -121,7 +121,11 @@ def agree_on_reading_once(
                 wanted = b""
         offer = _Offer(node.ranks[0], address, wanted, secrets.token_bytes(TOKEN_SIZE))
         found = all_ranks.all_reduce(
-            offer, _Offer, lambda all_: _divide(all_, node.largest_read, least), list[_Division]
+            {group.rank: offer},
+            dict[int, _Offer],
+            unite,
+            lambda offers: _divide(dict(sorted(offers.items())), node.largest_read, least),
+            list[_Division],
         )
     if not found:
         if read_once and group.rank == 0:
@@ -141,16 +145,16 @@ def agree_on_reading_once(
             if read_once:
                 raise
             failure = str(error)
-        failures = [each for each in all_ranks.all_gather(failure, str) if each]
-    if failures and group.rank == 0:
-        log.warning("every node reads alone, because %s", failures[0])
-    return None if failures or links is None else (reads, links)
+        failure = all_ranks.all_reduce(failure, str, max)
+    if failure and group.rank == 0:
+        log.warning("every node reads alone, because %s", failure)
+    return None if failure or links is None else (reads, links)
 
 
-def _divide(offers: Sequence[_Offer], largest_read: IntArray, least: int) -> list[_Division]:
+def _divide(offers: Mapping[int, _Offer], largest_read: IntArray, least: int) -> list[_Division]:
     """Return the division of the reads; nothing if sharing spares fewer bytes than `least`."""
     ranks_of: dict[int, list[int]] = {}
-    for rank, offer in enumerate(offers):
+    for rank, offer in offers.items():
         ranks_of.setdefault(offer.first, []).append(rank)
     lists = [offers[first].wanted for first in ranks_of]
     if not all(lists):
@@ -160,7 +164,7 @@ def _divide(offers: Sequence[_Offer], largest_read: IntArray, least: int) -> lis
         lists=list(numbers),
         list_of_node=[numbers[each] for each in lists],
         ranks=list(ranks_of.values()),
-        addresses=[offer.address for offer in offers],
+        addresses=[offer.address for offer in offers.values()],
         largest_read=largest_read.tobytes(),
         token=offers[0].token,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
+from shardwise.engine.group import Combine
 from shardwise.errors import LostRankError, RankError
 
 T = TypeVar("T")
@@ -58,15 +60,17 @@ class ThreadGroup:
     """One rank of a group of threads; implements `shardwise.engine.group.Group`.
 
     Every operation raises `LostRankError` if another rank has ended or does not call it within the
-    timeout.
+    timeout. `reduce` combines few messages at a time, in an order that changes from call to call,
+    so that tests find functions whose result depends on the order.
     """
 
     def __init__(self, rank: int, table: _SharedTable) -> None:
         self.rank = rank
         self.size = table.size
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         self.timeout = timedelta(seconds=table.timeout)
         self._table = table
+        self._calls = 0
 
     @classmethod
     def of_size(cls, size: int, *, timeout: float = TIMEOUT) -> list[ThreadGroup]:
@@ -74,14 +78,19 @@ class ThreadGroup:
         table = _SharedTable(size, timeout)
         return [cls(rank, table) for rank in range(size)]
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the data of all ranks on rank 0, and an empty list on the others."""
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Return the combined data of all ranks on rank 0, and `b""` on the others."""
         self._table.parts[self.rank] = data
         self._wait_for_all()
-        gathered = list(self._table.parts) if self.rank == 0 else []
+        combined = b""
+        if self.rank == 0:
+            self._calls += 1
+            combined = _combine_in_steps(self._table.parts, combine, random.Random(self._calls))
+            self.bytes_received += sum(map(len, self._table.parts[1:]))
+        else:
+            self.bytes_sent += len(data)
         self._wait_for_all()
-        self.bytes_sent += len(data) if self.rank else 0
-        return gathered
+        return combined
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's data on all ranks."""
@@ -90,6 +99,7 @@ class ThreadGroup:
             self.bytes_sent += len(data)
         self._wait_for_all()
         received = self._table.parts[0]
+        self.bytes_received += len(received) if self.rank else 0
         self._wait_for_all()
         return received
 
@@ -101,6 +111,16 @@ class ThreadGroup:
         failures = self._table.wait_for_all(self.rank)
         if failures:
             raise LostRankError("communicating with the other ranks", failures)
+
+
+def _combine_in_steps(parts: Sequence[bytes], combine: Combine, choice: random.Random) -> bytes:
+    """Combine messages as a tree of ranks does, at most three at a time, in a random order."""
+    waiting = list(parts)
+    while len(waiting) > 1:
+        choice.shuffle(waiting)
+        count = choice.randint(2, 3)
+        waiting[:count] = [combine(waiting[:count])]
+    return waiting[0]
 
 
 def run_ranks_and_catch(

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.engine.group import Group, own_address
@@ -50,8 +51,8 @@ def choose_interface(options: Memory, group: Group) -> Memory:
     All ranks call this together.
     """
     with Round(group, "finding hosts") as all_ranks:
-        hosts = all_ranks.all_gather(socket.gethostname(), str)
-    if len(set(hosts)) > 1 and not options.interface:
+        hosts = all_ranks.all_reduce({socket.gethostname()}, set[str], _two_of)
+    if len(hosts) > 1 and not options.interface:
         return replace(options, interface=own_address())
     return options
 
@@ -67,13 +68,44 @@ def join_run(root: Store, options: Memory, group: Group) -> tuple[Home, Membersh
     """
     with Round(group, "finding the agents of the nodes") as all_ranks:
         home = Home(options.dir)
-        infos = all_ranks.all_gather(ensure_agent(home, options), AgentInfo)
-    refuse_unreachable_agents(infos)
+        info = ensure_agent(home, options)
+        found = all_ranks.all_reduce(
+            {info.node: (info, [group.rank])}, dict[str, tuple[AgentInfo, list[int]]], _unite_nodes
+        )
+    # In the order of their first ranks.
+    in_order = sorted(found.values(), key=lambda each: min(each[1]))
+    nodes = [info for info, _ in in_order]
+    node_of = [""] * group.size
+    for info, ranks in in_order:
+        for rank in ranks:
+            node_of[rank] = info.node
+    refuse_unreachable_agents(nodes)
     with Round(group, "reading the lineage of the run", rank0_only=True) as all_ranks:
         lineage = read_or_create_lineage(root) if group.rank == 0 else Lineage("")
         lineage = all_ranks.broadcast(lineage, Lineage)
-    nodes = {info.node: info for info in infos}
-    return home, Membership(lineage, list(nodes.values()), [info.node for info in infos])
+    return home, Membership(lineage, nodes, node_of)
+
+
+def _two_of(messages: Sequence[set[str]]) -> set[str]:
+    """Return the first two different names."""
+    return set(sorted(set().union(*messages))[:2])
+
+
+def _unite_nodes(
+    messages: Sequence[dict[str, tuple[AgentInfo, list[int]]]],
+) -> dict[str, tuple[AgentInfo, list[int]]]:
+    """Return the agents of all nodes, each with the ranks of the node.
+
+    If ranks know different agents of a node, because it was restarted meanwhile, the agent that the
+    last rank knows counts.
+    """
+    found: dict[str, tuple[AgentInfo, list[int]]] = {}
+    for message in messages:
+        for node, (info, ranks) in message.items():
+            own, own_ranks = found.get(node, (info, []))
+            last = max(ranks) > max(own_ranks, default=-1)
+            found[node] = info if last else own, [*own_ranks, *ranks]
+    return found
 
 
 class AgentSupervisor:

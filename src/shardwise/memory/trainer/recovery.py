@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator
 from contextlib import closing
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, concatenate
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory.home import Run
 from shardwise.memory.observe import RecordCache, read_run_view
@@ -71,12 +72,19 @@ def _find_assembly(
         if snapshots.is_first_of_node:
             _wait_for_commits(run, complete_saves)
             own = list_own_files(run, here)
-        nodes = [each for each in all_ranks.all_gather(own, NodeFiles | None) if each is not None]
-    with Round(group, "looking for snapshots", rank0_only=True) as all_ranks:
-        found = Assembly()
-        if group.rank == 0:
-            found = _search_nodes(snapshots, nodes, step, damaged_step, nodes_read)
-        return all_ranks.broadcast(found, Assembly)
+        return all_ranks.all_reduce(
+            [] if own is None else [(group.rank, own)],
+            list[tuple[int, NodeFiles]],
+            concatenate,
+            lambda found: _search_nodes(
+                snapshots,
+                [files for _, files in sorted(found, key=itemgetter(0))],
+                step,
+                damaged_step,
+                nodes_read,
+            ),
+            Assembly,
+        )
 
 
 def _search_nodes(
@@ -123,9 +131,22 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
             for pending in place.pending_manifests()
         ]
         own = staged_files, files_of_saves
-        lists = all_ranks.all_gather(own, tuple[list[str], list[tuple[str, list[str]]]])
-    staged = {name for names, _ in lists for name in names}
-    return {save for _, saves in lists for save, files in saves if staged.issuperset(files)}
+        return all_ranks.all_reduce(
+            own,
+            tuple[list[str], list[tuple[str, list[str]]]],
+            lambda parts: (
+                concatenate([names for names, _ in parts]),
+                concatenate([saves for _, saves in parts]),
+            ),
+            _complete_saves,
+            set[str],
+        )
+
+
+def _complete_saves(staged: tuple[list[str], list[tuple[str, list[str]]]]) -> set[str]:
+    """Return the ids of the saves of which all files are staged."""
+    names, saves = set(staged[0]), staged[1]
+    return {save for save, files in saves if names.issuperset(files)}
 
 
 def _wait_for_commits(run: Run, saves: set[str]) -> None:

@@ -238,11 +238,14 @@ class Snapshots:
             own = (
                 self._rank_lock.is_replaced(),
                 bool(self.run.steps()),
-                self._pending.is_last_durable(),
+                not self._pending.is_last_durable(),
             )
-            states = all_ranks.all_gather(own, tuple[bool, bool, bool])
-        is_replaced, has_steps, is_durable = zip(*states, strict=True)
-        if not any(is_replaced) and (all(is_durable) or not any(has_steps)):
+            is_replaced, has_steps, is_pending = all_ranks.all_reduce(
+                own,
+                tuple[bool, bool, bool],
+                _any_of_each,
+            )
+        if not is_replaced and not (is_pending and has_steps):
             self._delete_all()
         with Round(self._group, "deleting old checkpoints"):
             self._raise_failures()
@@ -278,8 +281,9 @@ class Snapshots:
         leads = self._group.rank == 0
         with Round(self._group, "looking for the last snapshot") as all_ranks:
             self.fence()
-            are_last = all_ranks.all_gather(self._pending.is_last_of_step(step), bool)
-        if not all(are_last):
+            is_last = self._pending.is_last_of_step(step)
+            is_last = all_ranks.all_reduce(is_last, bool, all)
+        if not is_last:
             return False
         with Round(self._group, "persisting the last snapshot"):
             self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
@@ -374,3 +378,9 @@ class Snapshots:
             wait=memory.wait,
             budget=memory.max_bytes_per_second,
         )
+
+
+def _any_of_each(states: Sequence[tuple[bool, bool, bool]]) -> tuple[bool, bool, bool]:
+    """Return for each position whether any of the values there is true."""
+    first, second, third = zip(*states, strict=True)
+    return any(first), any(second), any(third)
