@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
+    from shardwise.reporting.report import Report as Report
+    from shardwise.reporting.report import report as report
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
@@ -89,6 +91,7 @@ _MODULE_OF_NAME = {
     "PartialSave": "partial_save",
     "PerRank": "state.per_rank",
     "RankError": "errors",
+    "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
     "RunStatus": "memory.agent.status",
@@ -112,6 +115,7 @@ _MODULE_OF_NAME = {
     "load": "api",
     "open": "api",
     "remove": "listing",
+    "report": "reporting.report",
     "save": "api",
     "spec": "formats.specification",
     "trainable": "adapters.trainable",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LostRankError
+from shardwise.events import Recorder
 
 TIMEOUT = timedelta(minutes=10)
 CONNECT_TIMEOUT = timedelta(minutes=1)
@@ -86,6 +87,41 @@ class Group(Protocol):
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         ...
+
+
+class TimedGroup:
+    """A group that counts the time of its methods as waits for other ranks.
+
+    Args:
+        group: the ranks.
+        recorder: gets the waits, and the time of the first agreement.
+    """
+
+    def __init__(self, group: Group, recorder: Recorder) -> None:
+        self._group, self._recorder = group, recorder
+        self.rank, self.size, self.timeout = group.rank, group.size, group.timeout
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Group.bytes_sent`."""
+        return self._group.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """See `Group.bytes_received`."""
+        return self._group.bytes_received
+
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """See `Group.reduce`."""
+        with self._recorder.waiting():
+            return self._group.reduce(data, combine)
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Group.broadcast`."""
+        with self._recorder.waiting():
+            received = self._group.broadcast(data)
+        self._recorder.note_agreement()
+        return received
 
 
 class SoloGroup:

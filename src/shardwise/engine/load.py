@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from shardwise.engine.tensors import (
     split_ties,
 )
 from shardwise.errors import CorruptionError, MismatchError
-from shardwise.events import format_bytes, format_count
+from shardwise.events import OperationRecord, format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.plan.load import Ranges, Transfers, plan_load
@@ -54,6 +54,7 @@ class LoadReport:
         unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
         optimizers: the names of the optimizers whose state was loaded on this rank.
         seconds: the time of each stage (open, match, plan, read, restore), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -66,6 +67,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     optimizers: tuple[str, ...]
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (

@@ -56,14 +56,17 @@ def find_divisions(
 ) -> list[Division]:
     """Find the tensors that are split alike into many parts.
 
-    Other tensors are in no division: those with listed boxes, with strided shards, with different
-    rules in different structures, and those whose parts do not cover them exactly once.
+    Other tensors are in no division: those that are not split, those with listed boxes, with
+    strided shards, with different rules in different structures, and those whose parts do not cover
+    them exactly once.
 
     Args:
         structures: the distinct structures, and the ranks that have each of them.
         tensors: all tensors by name, in the order of their indices.
         smallest: the fewest parts of a division, counting the parts of each tensor.
     """
+    if not any(any(each.structure.rules) for each in structures):
+        return []  # no tensor is split by a rule
     dims = max((len(entry.shape) for entry in tensors.values()), default=0)
     alike = _find_alike(structures, tensors)
     parts_of: dict[_Occurrences, list[tuple[IntArray, IntArray]]] = {}
@@ -71,7 +74,7 @@ def find_divisions(
     divisions = []
     for (occurrences, shape, dtype), indices in alike.items():
         splits = _splits_of(structures, occurrences)
-        if splits is None or len(indices) * math.prod(parts for _, parts in splits) < smallest:
+        if not splits or len(indices) * math.prod(parts for _, parts in splits) < smallest:
             continue
         if occurrences not in parts_of:
             parts_of[occurrences] = list(_parts_and_holders(structures, occurrences))

@@ -198,7 +198,9 @@ def _lay_out_section(
     for group, (count, layout_of_rank) in zip(groups, placed, strict=True):
         high = low + count * len(group.tensors)
         starts = start[low:high].reshape(count, len(group.tensors))
-        starts, kind = np.unique(starts, axis=0, return_inverse=True)
-        laid.append(replace(group, layout=kind.reshape(-1)[layout_of_rank], starts=starts))
+        if count > 1:
+            starts, kind = np.unique(starts, axis=0, return_inverse=True)
+            layout_of_rank = kind.reshape(-1)[layout_of_rank]
+        laid.append(replace(group, layout=layout_of_rank, starts=starts))
         low = high
     return replace(rows, start=start[: len(rows)]), laid
