@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=328,
-    statements=33000,
-    modules_of_api=77,
-    statements_of_api=7800,
-    record_types=269,
+    modules=329,
+    statements=33060,
+    modules_of_api=78,
+    statements_of_api=7860,
+    record_types=270,
     names_across_packages=358,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=66,
+    test_files_with_inner_imports=67,
 )
 """Lower a limit when its figure has fallen."""
 
