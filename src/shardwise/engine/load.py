@@ -287,8 +287,12 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
-    if mapped is None and isinstance(layout.files, StoredFiles):
-        return np.full(len(layout.files), arena.read_size, np.int64)
+    if isinstance(layout.files, StoredFiles):
+        size = arena.read_size if mapped is None else arena.buffer_size
+        found = np.full(len(layout.files), size, np.int64)
+        indices = map(layout.files.table.index_of, mapped or ())
+        found[[index for index in indices if index is not None]] = arena.read_size
+        return found
     sizes = []
     for file in layout.files:
         is_on_other_node = mapped is not None and file.name not in mapped
