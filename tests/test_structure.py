@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=329,
-    statements=33060,
+    statements=33110,
     modules_of_api=78,
-    statements_of_api=7860,
+    statements_of_api=7910,
     record_types=270,
     names_across_packages=358,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=67,
+    test_files_with_inner_imports=68,
 )
 """Lower a limit when its figure has fallen."""
 

@@ -272,6 +272,8 @@ def compare_copies(
         first place that differs.
     """
     replicas = layout.replicas
+    if not len(replicas):
+        return 0, []
     tensor_of = layout.tensor_of[replicas.tensor]
     rows = np.arange(len(replicas))
     # Several copies of a tensor have the same boxes, so each copy is read as a tensor of its own.

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shardwise.boxes import row_major_strides
-from shardwise.boxes.box import IntArray, Table, check_table_size, padded_rows
+from shardwise.boxes.box import BoolArray, IntArray, Table, check_table_size, padded_rows
 from shardwise.boxes.grids import advance, count_boxes, expand_grids, split_runs
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
@@ -203,13 +203,16 @@ def find_runs(
     """Find the runs in plain rows of pieces, which must be sorted by tensor; see `Runs`.
 
     Pieces that follow each other at equal distances form a run. Then, equal runs that follow each
-    other at equal distances form a run of one more axis, and so on.
+    other at equal distances form a run of one more axis, and so on. For example, the 16 rows of a
+    matrix are each cut in two: the 32 pieces become 16 pairs, and these one run of two axes.
     """
     n, dims = offset.shape
     none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
     runs = Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
-    while runs.count.shape[1] < MOST_AXES:
+    while runs.count.shape[1] < MOST_AXES - 1:
         folded = _fold(runs)
+        if len(folded) == len(runs):
+            folded = _fold(_pair(runs))
         if len(folded) == len(runs):
             break
         runs = folded
@@ -218,26 +221,67 @@ def find_runs(
 
 def _fold(runs: Runs) -> Runs:
     """Return runs of these runs, with one more axis, which is the outermost."""
+    positions, alike = _compare_neighbours(runs)
+    steps = np.diff(positions, axis=0)
+    continues = np.zeros(len(runs), bool)
+    continues[2:] = alike[1:] & alike[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
+    first, counts = split_runs(continues, SHORTEST_RUN)
+    step = np.zeros((len(first), positions.shape[1]), np.int64)
+    step[counts > 1] = steps[first[counts > 1]]
+    return _add_axis(runs.select(first), counts, step)
+
+
+def _pair(runs: Runs) -> Runs:
+    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances."""
+    positions, alike = _compare_neighbours(runs)
+    distances = positions[2:] - positions[:-2]
+    continues = np.zeros(len(distances), bool)
+    continues[1:] = (distances[1:] == distances[:-1]).all(axis=1)
+    continues &= alike[1:] & alike[:-1]
+    rows = np.flatnonzero(continues)
+    starts = rows[np.flatnonzero(np.diff(rows, prepend=-2) != 1)] - 1
+    stops = rows[np.flatnonzero(np.diff(rows, append=-2) != 1)] + 3
+    is_first = np.zeros(len(runs), bool)
+    free = 0
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        start = max(start, free)
+        free = start + (stop - start) // 2 * 2
+        if free - start >= 2 * SHORTEST_RUN:
+            is_first[start:free:2] = True
+        else:
+            free = start
+    kept = np.ones(len(runs), bool)
+    kept[1:] = ~is_first[:-1]
+    step = np.zeros_like(positions)
+    step[is_first] = positions[1:][is_first[:-1]] - positions[is_first]
+    return _add_axis(runs.select(kept), 1 + is_first[kept], step[kept])
+
+
+def _compare_neighbours(runs: Runs) -> tuple[IntArray, BoolArray]:
+    """Return the file, start and offset of each run, `(n, 2 + D)`; and whether each run and the
+    next one have the same tensor, shape and axes, `(n - 1,)`."""
     n, dims = runs.offset.shape
-    positions = np.column_stack([runs.file, runs.start, runs.offset])
     moves = runs.offset_step.reshape(n, runs.offset_step.shape[1] * dims)
     keys = np.column_stack(
         [runs.tensor, runs.shape, runs.count, runs.file_step, runs.start_step, moves]
     )
-    is_alike = (np.diff(keys, axis=0) == 0).all(axis=1)
-    steps = np.diff(positions, axis=0)
-    continues = np.zeros(n, bool)
-    continues[2:] = is_alike[1:] & is_alike[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
-    first, counts = split_runs(continues, SHORTEST_RUN)
-    step = np.zeros((len(first), 2 + dims), np.int64)
-    step[counts > 1] = steps[first[counts > 1]]
-    inner = runs.select(first)
+    positions = np.column_stack([runs.file, runs.start, runs.offset])
+    return positions, (np.diff(keys, axis=0) == 0).all(axis=1)
+
+
+def _add_axis(runs: Runs, count: IntArray, step: IntArray) -> Runs:
+    """Return the runs with a further axis, which is the outermost.
+
+    Args:
+        count: the number of pieces along this axis, `(n,)`.
+        step: the differences of file, start and offset, `(n, 2 + D)`.
+    """
     return replace(
-        inner,
-        count=np.column_stack([counts, inner.count]),
-        file_step=np.column_stack([step[:, 0], inner.file_step]),
-        start_step=np.column_stack([step[:, 1], inner.start_step]),
-        offset_step=np.concatenate([step[:, None, 2:], inner.offset_step], axis=1),
+        runs,
+        count=np.column_stack([count, runs.count]),
+        file_step=np.column_stack([step[:, 0], runs.file_step]),
+        start_step=np.column_stack([step[:, 1], runs.start_step]),
+        offset_step=np.concatenate([step[:, None, 2:], runs.offset_step], axis=1),
     )
 
 
