@@ -126,6 +126,7 @@ PUBLIC = [
     "StateError",
     "StoreError",
     "Tls",
+    "TreeGroup",
     "VerifyReport",
     "export",
     "list_checkpoints",

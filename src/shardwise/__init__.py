@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
     from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -105,6 +106,7 @@ _MODULE_OF_NAME = {
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",
+    "TreeGroup": "engine.tree",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
