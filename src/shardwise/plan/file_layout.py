@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.boxes.box import IntArray, Table, distinct_rows
+from shardwise.boxes.box import BoolArray, IntArray, Table, count_up, distinct_rows
 
 FEW_RANKS = 256
 """The layouts of so few files are computed one by one."""
@@ -166,10 +166,13 @@ def _lay_out_section(
     Returns:
         The rows and the groups, with their offsets.
     """
-    # A row of the table is a piece in all files of one layout: for rows, which are the only ones of
-    # their layout, and for groups, in which the first rank of each layout stands for the others.
-    layouts, tensors, offsets, nbytes = [layout_of[rows.rank]], [rows.tensor], [rows.offset], []
-    nbytes.append(rows.nbytes)
+    # A row of the table is a piece in all files of one layout. The first rank of each layout stands
+    # for the others.
+    representative = np.unique(layout_of, return_index=True)[1]
+    stands_for_others, table_row = _rows_of_layouts(rows.rank, layout_of, representative)
+    listed = rows.select(stands_for_others)
+    layouts, tensors = [layout_of[listed.rank]], [listed.tensor]
+    offsets, nbytes = [listed.offset], [listed.nbytes]
     placed = []
     for group in groups:
         of_ranks = layout_of[group.ranks]
@@ -187,11 +190,10 @@ def _lay_out_section(
     begins = np.searchsorted(layout[order], np.arange(int(layout_of.max()) + 2))
     ends = np.append(0, end)
     size_of_layout = np.diff(ends[begins])
-    representative = distinct_rows(layout_of[:, None])[0]
     start = np.empty(len(order), np.int64)
     start[order] = ends[:-1] + (sizes[representative] - ends[begins[:-1]])[layout[order]]
     sizes += size_of_layout[layout_of]
-    laid, low = [], len(rows)
+    laid, low = [], len(listed)
     for group, (count, layout_of_rank) in zip(groups, placed, strict=True):
         high = low + count * len(group.tensors)
         starts = start[low:high].reshape(count, len(group.tensors))
@@ -200,4 +202,25 @@ def _lay_out_section(
             starts, layout_of_rank = starts[first], kind[layout_of_rank]
         laid.append(replace(group, layout=layout_of_rank, starts=starts))
         low = high
-    return replace(rows, start=start[: len(rows)]), laid
+    return replace(rows, start=start[table_row]), laid
+
+
+def _rows_of_layouts(
+    rank: IntArray, layout_of: IntArray, representative: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Return which rows are those of the first rank of a layout; and for each row, which one of
+    these lies at the same place in its file.
+
+    Args:
+        rank: the rank of each row, sorted. Ranks of one layout have rows of the same kinds, in the
+            same order.
+        layout_of: the layout of each rank.
+        representative: the first rank of each layout.
+    """
+    ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
+    first_rank = representative[layout_of[rank]]
+    stands_for_others: BoolArray = first_rank == rank
+    first_row = np.zeros(len(layout_of), np.int64)
+    first_row[ranks] = first
+    same_place = first_row[first_rank] + count_up(count)
+    return stands_for_others, (np.cumsum(stands_for_others) - 1)[same_place]
