@@ -137,6 +137,9 @@ def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on
     gang.run(go_on, cluster, 1, world=4)
     for node, pattern, when in records:
         die_and_go_on(gang, cluster, node, pattern, when, world=4)
+    last = 1 + 2 * len(records)
+    went = gang.run(go_on, cluster, last + 3, world=4, by="columns")
+    assert {(each.step, each.source) for each in went} == {(last, "memory")}
     assert_tidy(shm, 4)
 
 
