@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=302,
-    statements=30810,
-    modules_of_api=77,
-    statements_of_api=7680,
-    record_types=240,
-    names_across_packages=339,  # the ports are used from everywhere
+    modules=333,
+    statements=33430,
+    modules_of_api=82,
+    statements_of_api=8250,
+    record_types=271,
+    names_across_packages=365,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=54,
+    test_files_with_inner_imports=67,
 )
 """Lower a limit when its figure has fallen."""
 

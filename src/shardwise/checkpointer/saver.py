@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
-from shardwise.events import Recorder
+from shardwise.events import Event, Recorder
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -86,6 +86,10 @@ class DirectSaver:
         saved, self._saved = self._saved, []
         return saved
 
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of agents, for the saves that ended since the last call, by id."""
+        return {}
+
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
         return None
@@ -138,7 +142,7 @@ class SnapshotSaver(Snapshots):
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
         self.fence()
-        group, sent_before = self._group, self._group.bytes_sent
+        group, sent_before = TimedGroup(self._group, recorder), self._group.bytes_sent
 
         def prepare() -> SaveRequest:
             save = make_save()
@@ -152,6 +156,7 @@ class SnapshotSaver(Snapshots):
         if not self.accept(planned.notes):
             return None
         request, plan = planned.request, planned.plan
+        recorder.save_id = planned.save_id
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
@@ -159,8 +164,9 @@ class SnapshotSaver(Snapshots):
         if request.check_replicas:
             check_replicas(planned, group)
         planned.choose_sample(self._comparison)
-        with recorder.stage("stage"):
+        with recorder.stage("stage") as stage:
             pending = self.stage(planned, storage, durable=durable)
+            stage.bytes = pending.nbytes
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
             step=request.step,
@@ -171,6 +177,7 @@ class SnapshotSaver(Snapshots):
             plan_cached=planned.cached,
             bytes_communicated=group.bytes_sent - sent_before,
             seconds=recorder.seconds(),
+            record=recorder.record(),
         )
         return SaveHandle(report, pending, self._mirror)
 

@@ -29,6 +29,7 @@ from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.manifest import step_directory
 from shardwise.plan.save import PlanCache
+from shardwise.state.tensors import mesh_axes
 from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds
@@ -236,7 +237,9 @@ class Saving:
             store, metrics = settings.root.at(step_directory(step)), call.metrics or {}
             if durable:
                 self._require_ranked_metric(step, metrics)
-            return self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            request = self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            recorder.axes = mesh_axes(request.state.tensors)
+            return request
 
         self._fence_optimizer_steps(call.state)
         damaged = self._damaged - ({call.step} if is_damaged else set())

@@ -30,6 +30,7 @@ from shardwise.manifest.manifest import (
     is_file_of_save,
     is_lock_file,
     lock_file,
+    names_of_checkpoint,
     save_id_of_file,
 )
 from shardwise.store import Store, abort_uploads, publish_checked
@@ -331,11 +332,11 @@ def _may_be_read(store: Store) -> bool:
 
 
 def _files_in_manifest(store: Store) -> set[str] | None:
-    """Return the files that the manifest lists; None if the manifest cannot be read."""
+    """Return the files of the checkpoint; None if the manifest cannot be read."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except FileNotFoundError:
         return set()
     except (FormatError, StoreError):
         return None
-    return {file.name for file in manifest.files}
+    return names_of_checkpoint(manifest)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from shardwise.engine.tensors import (
     split_ties,
 )
 from shardwise.errors import CorruptionError, FormatError, MismatchError
-from shardwise.events import format_bytes, format_count
+from shardwise.events import OperationRecord, format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.plan.load import Ranges, Transfers, plan_load
@@ -57,6 +57,7 @@ class LoadReport:
         unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
         optimizers: the names of the optimizers whose state was loaded on this rank.
         seconds: the time of each stage (open, match, plan, read, restore), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -69,6 +70,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     optimizers: tuple[str, ...]
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -12,18 +12,19 @@ import torch
 
 from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, concatenate
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import MismatchError, RankError, StoreError
-from shardwise.events import Recorder, format_bytes, format_count
+from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
 from shardwise.state.local_state import view_for_numpy
-from shardwise.store import Store, abort_uploads
+from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
@@ -45,6 +46,7 @@ class SaveReport:
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
             write, publish), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -56,6 +58,7 @@ class SaveReport:
     plan_cached: bool
     bytes_communicated: int
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (
@@ -92,6 +95,7 @@ def save_all(
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
+    group = TimedGroup(group, recorder)
     sent_before = group.bytes_sent
     with ExitStack() as lock:
 
@@ -103,6 +107,7 @@ def save_all(
 
         planned = plan_together(prepare_and_lock, group, plan_cache, recorder, watch)
         request, plan = planned.request, planned.plan
+        recorder.save_id = planned.save_id
         if request.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned, group)
@@ -119,6 +124,7 @@ def save_all(
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
+        record=recorder.record(),
     )
 
 
@@ -206,21 +212,27 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
     is_written = False
 
     def publish(files: _Files) -> None:
-        with recorder.stage("publish"):
+        with recorder.stage("publish") as stage:
+            retries = count_retries(request.store)
             table = _table_of(files, planned.save_id)
             names = [each.name for each in table]
             manifest, overwrite = planned.manifest(table), request.overwrite
             commit_save(request.store, planned.save_id, manifest, names, overwrite=overwrite)
+            stage.bytes, stage.file = len(manifest), MANIFEST
+            stage.retries = count_retries(request.store) - retries
 
     try:
         with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
-            with recorder.stage("write"):
+            with recorder.stage("write") as stage:
                 source = planned.source()
                 if source is not None:
+                    retries = count_retries(request.store)
                     own = write_data_file(request.store, source, request.arena)
+                    stage.bytes, stage.file = own.size, own.name
+                    stage.retries = count_retries(request.store) - retries
             is_written = True
             entry = {} if own is None else _entry_of(own)
             all_ranks.all_reduce(entry, _Files, _unite_files, publish, type(None))

@@ -29,7 +29,7 @@ from shardwise.manifest.data_files import (
     rules_of,
 )
 from shardwise.manifest.data_files import data_file as data_file
-from shardwise.manifest.data_files import save_id_of_file as save_id_of_file
+from shardwise.manifest.data_files import save_id_of_file as save_id_of_data_file
 from shardwise.manifest.dtypes import DTYPES
 
 FORMAT, VERSION = "shardwise", 2
@@ -37,6 +37,8 @@ READABLE_VERSIONS = (1, 2)
 DATA_FILE_VERSION = 1
 """The version in the headers of data files, which are the same in both versions of the format."""
 LARGEST_MANIFEST = 2**28
+LARGEST_TELEMETRY = 2**26
+"""Bytes of a compressed file; 131,072 ranks need less than 20 MB."""
 ALIGNMENT = 4096
 """Pieces begin at a multiple of this many bytes, and so do reads that bypass the page cache."""
 METADATA = "__metadata__"
@@ -61,9 +63,11 @@ ENCODED_FIELDS = (
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_TELEMETRY_FILE = re.compile(r"telemetry-([0-9a-f]{16})\.json\.gz")
 _FILE_OF_SAVE = re.compile(
     r"r\d{5,}-[0-9a-f]{16}\.safetensors(\.part)?|saving-[0-9a-f]{16}\.lock"
-    r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
+    rf"|{_TELEMETRY_FILE.pattern}|\.(manifest\.json|{_TELEMETRY_FILE.pattern})\.[0-9a-f]{{8}}"
+    r"|removed\.json"
 )
 
 Kind = TypeVar("Kind")
@@ -148,6 +152,20 @@ def is_file_of_save(name: str) -> bool:
     return _FILE_OF_SAVE.fullmatch(name) is not None
 
 
+def save_id_of_file(name: str) -> str | None:
+    """Return the save id in the name of a file of data or telemetry; None for any other name."""
+    match = _TELEMETRY_FILE.fullmatch(name)
+    return match.group(1) if match else save_id_of_data_file(name)
+
+
+def names_of_checkpoint(manifest: Manifest) -> set[str]:
+    """Return the names of the files of a checkpoint, besides the manifest.
+
+    They are the data files, and the telemetry of the save, which may be missing.
+    """
+    return {*(each.name for each in manifest.files), telemetry_file(manifest.save_id)}
+
+
 def new_save_id() -> str:
     """Return a new random id of a save, which is part of the names of its files."""
     return secrets.token_hex(8)
@@ -156,6 +174,11 @@ def new_save_id() -> str:
 def lock_file(save_id: str) -> str:
     """Return the name of the file that is locked while a save runs."""
     return f"saving-{save_id}.lock"
+
+
+def telemetry_file(save_id: str) -> str:
+    """Return the name of the file with the telemetry of a save; see `shardwise.telemetry`."""
+    return f"telemetry-{save_id}.json.gz"
 
 
 def is_lock_file(name: str) -> bool:

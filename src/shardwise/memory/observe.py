@@ -25,6 +25,7 @@ from shardwise.memory.records import (
     Retry,
     StagedFile,
     StageOutcome,
+    SubtreeReply,
     rank_in_name,
 )
 from shardwise.memory.view import (
@@ -222,6 +223,26 @@ def read_outcome(place: SnapshotDirectory, stage: str, save_id: str) -> StageOut
     except StoreError as error:
         place.log_damage(name, error)
         return _damaged_outcome(stage, save_id, error)
+
+
+def read_stage_of_node(
+    place: SnapshotDirectory, stage: str, save_id: str
+) -> tuple[StageOutcome | None, float | None]:
+    """Return how a stage ended on this node, or else for the cluster.
+
+    Returns:
+        The outcome, and when it was recorded, in seconds since 1970; None and None if there is no
+        record any more.
+    """
+    done, every = (place.path / records.save_record(stage, save_id, k) for k in ("done", "all"))
+    with suppress(OSError):
+        reply = read_record(done, SubtreeReply)
+        if reply is not None and reply.own is not None:
+            return reply.own, reply.own_ended_at
+    with suppress(OSError):
+        if outcome := read_record(every, StageOutcome):
+            return outcome, every.stat().st_mtime
+    return None, None
 
 
 def why_retrying(place: SnapshotDirectory, stage: str, save_id: str) -> str:

@@ -56,8 +56,9 @@ def find_divisions(
 ) -> list[Division]:
     """Find the tensors that are split alike into many parts.
 
-    Other tensors are in no division: those that are not split, those with listed boxes, with strided shards, with different
-    rules in different structures, and those whose parts do not cover them exactly once.
+    Other tensors are in no division: those that are not split, those with listed boxes, with
+    strided shards, with different rules in different structures, and those whose parts do not cover
+    them exactly once.
 
     Args:
         structures: the distinct structures, and the ranks that have each of them.

@@ -22,7 +22,8 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from shardwise.deadline import Deadline
-from shardwise.engine.group import Address, Group, listen
+from shardwise.engine.connections import Address, listen
+from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address

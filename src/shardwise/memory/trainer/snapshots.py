@@ -14,6 +14,7 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import StoreError
+from shardwise.events import Event
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Home, Run, SnapshotDirectory
@@ -246,6 +247,7 @@ class Snapshots:
             self._raise_failures()
         with Round(self._group, "waiting for saves") as all_ranks:
             self._pending.wait_until_ended()
+            self._pending.note_ended()  # the records are deleted with the run
             self._pending.wait_for_retention()
             own = (
                 self._rank_lock.is_replaced(),
@@ -307,6 +309,13 @@ class Snapshots:
     def take_saved(self) -> list[int]:
         """Return the steps that became durable since the last call. One rank may call this."""
         return self._pending.take_saved()
+
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of agents, for the saves that ended since the last call, by id.
+
+        One rank may call this.
+        """
+        return self._pending.take_ended()
 
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
