@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=303,
-    statements=30647,
+    modules=307,
+    statements=30955,
     modules_of_api=69,
     statements_of_api=6935,
-    record_types=239,
-    names_across_packages=332,  # the ports are used from everywhere
+    record_types=243,
+    names_across_packages=333,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=58,
+    test_files_with_inner_imports=61,
 )
 """Lower a limit when its figure has fallen."""
 

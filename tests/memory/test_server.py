@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -94,6 +94,7 @@ def serve(
     idle_timeout: float = 90.0,
     most: int = 100,
     failing: Sequence[Failing] = (),
+    metrics: Callable[[], str] = str,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,8 @@ def serve(
         ended = asyncio.Event()
         running.append((asyncio.get_running_loop(), ended))
         app = create_app(
-            home, TOKEN, lambda: served.wakes.append(time.monotonic()), lambda: [*failing]
+            *(home, TOKEN, lambda: served.wakes.append(time.monotonic())),
+            *(lambda: [*failing], metrics),
         )
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
