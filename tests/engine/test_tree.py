@@ -241,7 +241,7 @@ def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
 
 
 def test_ranks_may_leave_after_their_last_message(fan_out: int) -> None:
-    """Nobody replies to the last message, so ranks close their connections before it is combined."""
+    """Nobody replies to the last message, so ranks close their connections early."""
 
     def send(group: TreeGroup) -> bytes:
         time.sleep(0.3 * (group.rank == 6))
