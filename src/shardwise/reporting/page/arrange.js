@@ -64,12 +64,12 @@ function axesText(axes, coordinates) {
 
 /** How hot a rank is in a stage, from 0 to 1; NaN if it has not run the stage. */
 const HEAT = {
-  // Doubles until four times the median; what costs less than 5 % of the operation stays pale.
+  // Doubles until four times the median; what costs less than 5 % of the operation, or 50 ms, stays pale.
   ratio: (stage, i, whole) => {
     const excess = stage.own[i] - stage.median;
     if (!(excess > 0)) return stage.own[i] - stage.own[i];
     const ratio = Math.log2(stage.own[i] / Math.max(stage.median, 1e-6)) / 2;
-    return Math.min(1, ratio) * Math.min(1, excess / (0.05 * whole.seconds + 1e-9));
+    return Math.min(1, ratio) * Math.min(1, excess / Math.max(0.05 * whole.seconds, 0.05));
   },
   seconds: (stage, i, whole) => stage.own[i] / whole.longest,
   waited: (stage, i, whole) => stage.waited[i] / whole.waited,
