@@ -23,6 +23,8 @@ from demo_plot import draw_plot
 from rich.console import Console
 from rich.table import Table
 
+import shardwise as sw
+
 TRAIN = Path(__file__).parent / "train.py"
 BOUND = 1e-5
 """Largest allowed difference of the first loss after a resume; each further step adds as much.
@@ -79,7 +81,11 @@ def main() -> int:
     story = [launch(console, phase, out, "story", every=every) for phase in phases]
     console.print(costs_table(story), comparison_table(story, reference.losses), sep="\n")
     draw_plot(story, reference, out / "losses.png")
-    console.print(f"Plot: {out / 'losses.png'}. Total time: {time.monotonic() - began:.0f} s.")
+    sw.report(out / "story").write_page(out / "report.html")
+    console.print(
+        f"Plot: {out / 'losses.png'}. Times of saves and restores: {out / 'report.html'}. "
+        f"Total time: {time.monotonic() - began:.0f} s."
+    )
 
     wrong = failed_checks(story, reference.losses)
     for line in wrong:

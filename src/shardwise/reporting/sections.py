@@ -230,8 +230,8 @@ def comparison(slowdown: Slowdown) -> str:
     shown = table(header, rows, "Differences") if rows else "<p>No stage differs much.</p>"
     notes = "".join(f"<li>{escape(note)}</li>" for note in slowdown.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
-    slower = slowdown.seconds >= slowdown.other_seconds
-    title = "Why was it slow?" if slower else "Why was it fast?"
+    is_slow = slowdown.differences and slowdown.seconds > slowdown.other_seconds
+    title = "Why was it slow?" if is_slow else "Comparison with another save"
     return (
         f"<h2>{title}</h2><p>This save was {escape(slowdown.sentence)} "
         f"(<code>{escape(slowdown.other_path)}</code>).</p>{listed}{shown}"
