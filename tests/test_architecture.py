@@ -48,7 +48,7 @@ LAYERS_OF_MEMORY = (
     ("reclaim",),
     ("decide", "observe", "registry", "spawn"),
     ("view",),
-    ("identity", "lineage", "rank_liveness", "seal"),
+    ("identity", "lineage", "node_tree", "rank_liveness", "replies", "seal"),
     ("home", "redundancy"),
     ("records",),
     ("files", "options"),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from shardwise.adapters.optimizer_groups import GROUPS
@@ -199,10 +198,9 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: there is no tensor of this name. The message suggests similar names.
         """
         ndim = len(self._tensor(name).shape)
-        pieces = self.layout.pieces
-        rows = np.flatnonzero(pieces.tensor == self._saved.stored_index(name)).tolist()
+        pieces = self.layout.pieces_of(self._saved.stored_index(name))
         found = []
-        for row in rows:
+        for row in range(len(pieces)):
             offset, shape = (tuple(c[row, :ndim].tolist()) for c in (pieces.offset, pieces.shape))
             file = int(pieces.file[row])
             entry = self.layout.files[file].entry

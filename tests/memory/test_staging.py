@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import StagedFile
 from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
-from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import CopyProgress, Slack
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
@@ -267,7 +265,7 @@ def sample_of(*memories: TensorMemory) -> ReplicaSample:
     """All bytes of tensors that another rank holds, too."""
     source = source_of(memories)
     nothing: Any = None
-    replicas = ReplicaSet(number=7, holders=2, fragment=nothing, start=nothing)
+    replicas = ReplicaSet(7, 2, is_first_holder=True, fragment=nothing, start=nothing)
     return ReplicaSample("0" * 16, 1, 0, source, [replicas], [0, len(memories)], nothing)
 
 
@@ -626,16 +624,6 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     name = data_file(0, f"{1:016x}")
     with pytest.raises(sw.StoreError, match="out of memory"):
         place.wait_for(name, Deadline(BOUND), failure_name=records.file_record(name, "failed"))
-    with (
-        closing(Nodes(place, [], "here", BOUND)) as nodes,
-        pytest.raises(sw.StoreError, match=r"node here: staging step 1: .*out of memory"),
-    ):
-        nodes.wait_for_record(
-            "here",
-            records.file_record(name, "entry"),
-            FileEntry,
-            failure_name=records.file_record(name, "failed"),
-        )
 
 
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(

@@ -147,6 +147,7 @@ class SnapshotSaver(Snapshots):
         def prepare() -> SaveRequest:
             save = make_save()
             save.note = self.offer(save.step or 0, durable=durable)
+            save.needs_room = durable
             if not durable:
                 save.place = f"memory, for {save.store}"
             return save
@@ -159,7 +160,7 @@ class SnapshotSaver(Snapshots):
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
-                    request.check_place(plan.bytes_stored, self._steps_to_look_for)
+                    request.check_place(self._steps_to_look_for)
         if request.check_replicas:
             check_replicas(planned, group)
         planned.choose_sample(self._comparison)
@@ -184,7 +185,13 @@ class SnapshotSaver(Snapshots):
         self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank."""
-        planned = plan_together(make_save, self._group, plan_cache, recorder)
+
+        def prepare() -> SaveRequest:
+            save = make_save()
+            save.needs_room = False
+            return save
+
+        planned = plan_together(prepare, self._group, plan_cache, recorder)
         compared = self._comparison.most_bytes(planned.plan)
         with recorder.stage("allocate"):
             return self.allocate(planned, compared)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections import Counter
 from collections.abc import Collection
 from typing import Annotated, Any
 
@@ -83,14 +82,14 @@ def inspect(
 def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, Any]:
     """Return what `--json` prints of some names of a checkpoint."""
     layout = checkpoint.layout
-    tensors, boxes = checkpoint.tensors(), Counter(layout.pieces.tensor.tolist())
+    tensors, boxes = checkpoint.tensors(), layout.piece_counts.tolist()
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
         "saved_at": layout.created,
         "save_id": layout.save_id,
         "world_size": checkpoint.world_size,
-        "bytes": sum(file.size for file in layout.files),
+        "bytes": layout.nbytes,
         "metrics": checkpoint.metrics,
         "files": [
             {"name": file.name, "rank": rank, "bytes": file.size}
@@ -163,7 +162,7 @@ def _show_header(checkpoint: sw.Checkpoint, console: Console) -> None:
         contents.append(fmt.count(len(layout.objects), "value"))
     if layout.per_rank:
         contents.append(f"{fmt.count(len(layout.per_rank), 'value')} for each rank")
-    size = fmt.size(sum(file.size for file in layout.files))
+    size = fmt.size(layout.nbytes)
     lines = [
         ("checkpoint", checkpoint.path),
         ("step", "–" if checkpoint.step is None else str(checkpoint.step)),

@@ -29,7 +29,7 @@ from shardwise.engine.tensors import (
 from shardwise.errors import CorruptionError, FormatError, MismatchError
 from shardwise.events import OperationRecord, format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.plan.load import Ranges, Transfers, plan_load
 from shardwise.state.local_state import Fragment, TensorLeaf, same_bytes
 from shardwise.state.name_lookup import SavedNames
@@ -144,7 +144,7 @@ class RankReads:
 
     def copier(self, spans: Ranges) -> SpanCopier:
         """Return the object that copies boxes from these spans to the fragments."""
-        strides = self.layout.pieces.stride
+        strides = self.layout.runs.stride
         return SpanCopier(self.transfers, spans, strides, self.leaves, self.memory)
 
     def fill_alone(self, ranks_on_node: int = 1) -> None:
@@ -242,11 +242,11 @@ def _plan_reads(
     """Plan the reads that fill tensors.
 
     Args:
-        indices: the index of each of `leaves` in `Pieces.tensor`.
+        indices: the index of each of `leaves` in `Layout.runs.tensor`.
     """
     if layout.terms:
         indices, leaves = _split_means(indices, leaves, layout)
-    dims = layout.pieces.offset.shape[1]
+    dims = layout.runs.offset.shape[1]
     memory: list[TensorMemory] = []
     bytes_needed = 0
     tensor: list[int] = []
@@ -290,6 +290,8 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
+    if mapped is None and isinstance(layout.files, StoredFiles):
+        return np.full(len(layout.files), arena.read_size, np.int64)
     sizes = []
     for file in layout.files:
         is_on_other_node = mapped is not None and file.name not in mapped
@@ -364,7 +366,7 @@ def read_boxes(
     """Read boxes of tensors into new CPU tensors, all together.
 
     Args:
-        boxes: the index of each tensor in `Pieces.tensor`, and the box.
+        boxes: the index of each tensor in `Layout.runs.tensor`, and the box.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes.
@@ -402,27 +404,27 @@ def read_per_rank(
     """
     world = layout.world_size
     ranks = [group.rank] if world == group.size else range(world)
-    files = {file.entry.rank: file for file in layout.files if file.entry is not None}
     found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
     for rank in ranks:
-        if rank not in files:
+        file = layout.file_of_rank(rank)
+        if file is None:
             raise CorruptionError(
                 f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
                 "value of this rank; load another checkpoint"
             )
-        with closing(DataReader(store, files[rank], verify=verify)) as reader:
+        with closing(DataReader(store, file, verify=verify)) as reader:
             encoded = reader.read_objects()
         try:
             values = msgspec.json.decode(encoded or b"{}")
         except DECODE_ERRORS as error:
             raise FormatError(
-                f"{store}: {files[rank].name} has invalid per-rank values: {error}"
+                f"{store}: {file.name} has invalid per-rank values: {error}"
                 "; copy the file again from an intact source, or load another checkpoint"
             ) from error
         for name in names:
             if not isinstance(values, dict) or name not in values:
                 raise CorruptionError(
-                    f"{store}: {files[rank].name} has no value of {name}, which the "
+                    f"{store}: {file.name} has no value of {name}, which the "
                     "manifest lists; copy the file again from an intact source"
                 )
             found[name][rank] = values[name]

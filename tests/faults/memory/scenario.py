@@ -34,7 +34,7 @@ _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
 _SNAPSHOT = re.compile(
     rf"manifest\.json|{ABANDONED_MARKER}|{_DATA}|r\d{{5}}-{_SAVE}\.(staged|entry)\.json"
-    rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
+    rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all|-told)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
 )
 
 Act = Callable[[], None]

@@ -23,15 +23,20 @@ SECONDS = 30.0
 SAVE = "[0-9a-f]{16}"
 NOTES: list[tuple[int, str, deaths.When]] = [
     (0, r"\.entry\.json", "within"),
+    (1, f"commit-done-{SAVE}", "within"),
+    (0, f"commit-done-{SAVE}", "after"),
     (0, r"manifest\.json", "within"),
+    (0, f"commit-all-{SAVE}", "after"),
+    (0, f"commit-told-{SAVE}", "within"),
     (0, f"protect-done-{SAVE}", "within"),
     (0, f"protect-all-{SAVE}", "within"),
     (0, f"persist-done-{SAVE}", "within"),
     (1, r"\.entry\.json", "within"),
     (1, f"persist-done-{SAVE}", "within"),
     (0, f"persist-all-{SAVE}", "within"),
+    (0, f"persist-all-{SAVE}", "after"),
 ]
-SOME = [NOTES[3], NOTES[6], NOTES[7]]
+SOME = [NOTES[1], NOTES[4], NOTES[7], NOTES[10], NOTES[11]]
 
 
 def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Popen[bytes]:
