@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ MOST_SHOWN = 8
 MOST_CELLS = 1_200_000
 """The most numbers of ranks in a page, three for each stage of a rank. Each takes up to 3 bytes."""
 
+MOST_BOXES = 300_000
+"""The most boxes of tensors that are looked up; more take seconds."""
 LEAST_CLOCK_ERROR = 1.0
 """Seconds."""
 MOST_CLOCKS = 3
@@ -208,12 +211,22 @@ def _more_shown(
 
 def _tensor_maps(store: Store, chosen: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
     """Return the maps of tensors of the checkpoint, or of the newest one of the run."""
-    try:
+    maps: list[dict[str, Any]] = []
+    with _noted(problems):
         checkpoint = open_checkpoint(store, skip_unknown=True)
+        known = checkpoint.tensors()
+        problems += [f"there is no tensor {name!r}" for name in chosen if name not in known]
+        names = [name for name in chosen if name in known] or largest_tensors(checkpoint)
+        for name in names:
+            if sum(each["boxes"] for each in maps) < MOST_BOXES:
+                maps.append(tensor_map(checkpoint, name))
+    return maps
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Note a failure to read the shards of tensors as a problem."""
+    try:
+        yield
     except (ShardwiseError, OSError) as error:
         problems.append(f"the shards of tensors cannot be shown: {text_of(error)}")
-        return []
-    known = checkpoint.tensors()
-    problems += [f"there is no tensor {name!r}" for name in chosen if name not in known]
-    names = [name for name in chosen if name in known] or largest_tensors(checkpoint)
-    return [tensor_map(checkpoint, name) for name in names]
