@@ -51,6 +51,9 @@ async function decodeOperation(document) {
   };
 }
 
+/** Return the largest number; a call of Math.max cannot have more than about 100,000 arguments. */
+const largest = (values, least = -Infinity) => values.reduce((most, value) => (value > most ? value : most), least);
+
 /** Return the median of the numbers that exist; the smaller one of two. */
 function lowerMedian(values) {
   const known = values.filter((value) => value === value).sort();

@@ -28,8 +28,9 @@ class RankTable {
     const isNumber = /^\d+$/.test(wanted);
     const rows = Array.from({ length: operation.n }, (_, i) => i).filter((i) =>
       !wanted || (isNumber && String(operation.rank[i]) === wanted) || (operation.hosts[operation.host[i]] ?? "").toLowerCase().includes(wanted));
-    const sign = this.falling ? -1 : 1, key = (i) => { const v = this.value(this.by, i); return v === v ? v : -Infinity; };
-    return rows.sort((a, b) => sign * (key(a) - key(b) || 0) || a - b);
+    const sign = this.falling ? -1 : 1, keys = new Float64Array(operation.n).fill(-Infinity);
+    for (const i of rows) { const value = this.value(this.by, i); if (value === value) keys[i] = value; }
+    return rows.sort((a, b) => sign * (keys[a] - keys[b] || 0) || a - b);
   }
 
   draw() {
