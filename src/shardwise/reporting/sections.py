@@ -154,16 +154,8 @@ def stages(telemetry: Telemetry) -> str:
             f'<td class="num" data-label="slowest">{words.format_seconds(own[slowest])}</td>'
             f'<td data-label="slowest rank">rank {telemetry.ranks[slowest]}</td></tr>'
         )
-    head = "".join(
-        f'<th scope="col" class="{kind}">{name}</th>'
-        for name, kind in (
-            ("stage", ""),
-            ("when", ""),
-            ("median", "num"),
-            ("slowest", "num"),
-            ("", ""),
-        )
-    )
+    names = {"stage": "", "when": "", "median": "num", "slowest": "num", "slowest rank": ""}
+    head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in names.items())
     return (
         '<div class="scroll"><table class="stages"><caption class="hidden">Stages</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"

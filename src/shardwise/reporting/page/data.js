@@ -77,6 +77,12 @@ function formatBytes(bytes) {
   return `${at === 0 ? bytes.toFixed(0) : bytes.toFixed(bytes < 10 ? 2 : bytes < 100 ? 1 : 0)} ${units[at]}`;
 }
 
+/** Return black or white, whichever is easier to read on a colour `rgb(red green blue)`. */
+function inkOn(back) {
+  const [red, green, blue] = back.match(/\d+/g).map((value) => (value / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000" : "#fff";
+}
+
 const formatCount = (number) => number.toLocaleString("en-US");
 
 /** Return what identifies a rank: `rank 12 · node-1 · pp 2 · tp 1`. */

@@ -55,7 +55,11 @@ class HeatMaps {
     $("#maps").style.setProperty("--map", `${Math.max(Math.min(200, most), (width * this.size) / dots)}px`);
     this.colours = heatColours();
     this.missing = css(colour("missing"));
-    this.maps.forEach((map, s) => this.paint(map, operation.stages[s]));
+    const needsBytes = ["rate", "bytes"].includes($("#colour").value);
+    this.maps.forEach((map, s) => {
+      map.element.hidden = needsBytes && !largest(operation.stages[s].bytes, 0);
+      this.paint(map, operation.stages[s]);
+    });
     this.explain();
     this.leave();
   }

@@ -67,8 +67,8 @@ class RankTable {
       const cell = make("td", { class: "num cell" }, text);
       const heat = HEAT[how === "own" ? "ratio" : how](stage, i, this.whole);
       if (heat > 0.04 && !gone) {
-        cell.style.background = this.colours[Math.round(Math.min(1, heat) * 64)];
-        cell.style.color = heat > 0.62 ? "light-dark(#fff, #12161b)" : "inherit";
+        const back = this.colours[Math.round(Math.min(1, heat) * 64)];
+        Object.assign(cell.style, { background: back, color: inkOn(back) });
       }
       return cell;
     });
