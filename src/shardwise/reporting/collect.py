@@ -19,7 +19,7 @@ from shardwise.manifest.manifest import (
     telemetry_file,
 )
 from shardwise.opening import raise_for_missing_root
-from shardwise.reporting.stragglers import lower_median, own_seconds
+from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
 from shardwise.telemetry.files import list_operations, read_of_save, read_operation
@@ -176,7 +176,7 @@ def summarize(telemetry: Telemetry, file: str) -> Operation:
         if stage.has_run.any():
             medians[stage.name] = lower_median(own)
         ran = stage.has_run & (stage.bytes > 0) & (own > 0)
-        moved = max(moved, int(stage.bytes[stage.has_run].sum()))
+        moved = max(moved, int(stage.bytes[rows_that_count(stage, telemetry.host)].sum()))
         if ran.any():
             rates[stage.name] = float((stage.bytes[ran] / own[ran]).max())
     return Operation(

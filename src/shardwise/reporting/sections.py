@@ -15,7 +15,12 @@ from shardwise.listing import ListedCheckpoint
 from shardwise.reporting import words
 from shardwise.reporting.collect import RECOVERIES, Operation
 from shardwise.reporting.comparison import Difference, Slowdown
-from shardwise.reporting.stragglers import Straggler, lower_median, own_seconds
+from shardwise.reporting.stragglers import (
+    STAGES_OF_AGENTS,
+    Straggler,
+    lower_median,
+    own_seconds,
+)
 from shardwise.telemetry.records import StageColumns, Telemetry
 
 MOST_BARS = 120
@@ -149,16 +154,8 @@ def stages(telemetry: Telemetry) -> str:
             f'<td class="num" data-label="slowest">{words.format_seconds(own[slowest])}</td>'
             f'<td data-label="slowest rank">rank {telemetry.ranks[slowest]}</td></tr>'
         )
-    head = "".join(
-        f'<th scope="col" class="{kind}">{name}</th>'
-        for name, kind in (
-            ("stage", ""),
-            ("when", ""),
-            ("median", "num"),
-            ("slowest", "num"),
-            ("", ""),
-        )
-    )
+    names = {"stage": "", "when": "", "median": "num", "slowest": "num", "slowest rank": ""}
+    head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in names.items())
     return (
         '<div class="scroll"><table class="stages"><caption class="hidden">Stages</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -193,7 +190,8 @@ def _rates(stage: StageColumns, best: float) -> str:
         f"<div><dt>{name}</dt><dd>{words.format_rate(rate)}</dd></div>"
         for name, rate in texts.items()
     )
-    share = f"{middle / best:.0%} of the best"
+    who = "each host" if stage.name in STAGES_OF_AGENTS else "each rank"
+    share = f"{who}, {middle / best:.0%} of the best"
     return (
         f'<div class="rate"><h3>{escape(stage.name)} <small>{share}</small></h3>'
         f'<div class="gauge" aria-hidden="true">{_bar(low / best, high / best, "range")}'
@@ -224,8 +222,10 @@ def comparison(slowdown: Slowdown) -> str:
     shown = table(header, rows, "Differences") if rows else "<p>No stage differs much.</p>"
     notes = "".join(f"<li>{escape(note)}</li>" for note in slowdown.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
+    is_slow = slowdown.differences and slowdown.seconds > slowdown.other_seconds
+    title = "Why was it slow?" if is_slow else "Comparison with another save"
     return (
-        f"<p>This save was {escape(slowdown.sentence)} "
+        f"<h2>{title}</h2><p>This save was {escape(slowdown.sentence)} "
         f"(<code>{escape(slowdown.other_path)}</code>).</p>{listed}{shown}"
     )
 
