@@ -53,9 +53,12 @@ if TYPE_CHECKING:
     from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
+    from shardwise.memory.progress import RunProgress as RunProgress
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
+    from shardwise.reporting.report import Report as Report
+    from shardwise.reporting.report import report as report
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
@@ -90,8 +93,10 @@ _MODULE_OF_NAME = {
     "PartialSave": "partial_save",
     "PerRank": "state.per_rank",
     "RankError": "errors",
+    "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
+    "RunProgress": "memory.progress",
     "RunStatus": "memory.agent.status",
     "SaveHandle": "checkpointer.handle",
     "Memory": "memory.options",
@@ -114,6 +119,7 @@ _MODULE_OF_NAME = {
     "load": "api",
     "open": "api",
     "remove": "listing",
+    "report": "reporting.report",
     "save": "api",
     "spec": "formats.specification",
     "trainable": "adapters.trainable",

@@ -29,7 +29,9 @@ from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
+from shardwise.state.local_state import LocalState
 from shardwise.state.name_lookup import Rename
+from shardwise.state.tensors import mesh_axes
 from shardwise.store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def save(
 
     def prepare() -> SaveRequest:
         arena, store = Arena(staging_bytes), open_store(place)
-        local = local_state_of(state, allow_pickle=allow_pickle)
+        local = _describe(state, recorder, allow_pickle=allow_pickle)
         request = SaveRequest(state=local, store=store, arena=arena, step=step,
             overwrite=overwrite, check_replicas=check_replicas, metrics=metrics or {})  # fmt: skip
         if ranks.rank == 0:
@@ -102,6 +104,12 @@ def save(
     warn_without_group(group)
     with pause_gc(), resolved_group(group) as ranks:
         return save_all(prepare, ranks, PlanCache() if plan_cache is None else plan_cache, recorder)
+
+
+def _describe(state: State, recorder: Recorder, *, allow_pickle: bool) -> LocalState:
+    local = local_state_of(state, allow_pickle=allow_pickle)
+    recorder.axes = mesh_axes(local.tensors)
+    return local
 
 
 @skip_compile

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from shardwise.adapters.optimizer_groups import GROUPS
@@ -17,7 +16,8 @@ from shardwise.adapters.values import tensor_names_in_value
 from shardwise.boxes import Box
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import plan_reads, read_per_rank
+from shardwise.engine.load import plan_reads
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.checksums import FileChecksums
@@ -199,10 +199,9 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: there is no tensor of this name. The message suggests similar names.
         """
         ndim = len(self._tensor(name).shape)
-        pieces = self.layout.pieces
-        rows = np.flatnonzero(pieces.tensor == self._saved.stored_index(name)).tolist()
+        pieces = self.layout.pieces_of(self._saved.stored_index(name))
         found = []
-        for row in rows:
+        for row in range(len(pieces)):
             offset, shape = (tuple(c[row, :ndim].tolist()) for c in (pieces.offset, pieces.shape))
             file = int(pieces.file[row])
             entry = self.layout.files[file].entry
@@ -335,9 +334,10 @@ class Checkpoint(Mapping[str, Any]):
             CorruptionError: the values differ from the saved ones.
         """
         if name in self.layout.per_rank:
-            return read_per_rank(
+            values = read_per_rank(
                 self._store, self.layout, [name], SoloGroup(), verify=self.verifies_reads
-            )[name]
+            )
+            return [*values[name]]
         if not self._saved.has_object(name):
             raise self._unknown_name_error(name)
         return self._saved.object(name)

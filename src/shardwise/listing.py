@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -195,7 +195,7 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
     )
 
 
-def _find_problems(store: Store, files: tuple[FileEntry, ...]) -> Iterator[str]:
+def _find_problems(store: Store, files: Sequence[FileEntry]) -> Iterator[str]:
     sizes = {path: status.size for path, status in store.walk(MAX_FILES).items()}
     missing = [file.name for file in files if file.name not in sizes]
     if missing:

@@ -15,9 +15,10 @@ from shardwise.adapters import bind_state
 from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport, ReadAlone, plan_reads, read_per_rank
+from shardwise.engine.group import Group, TimedGroup
+from shardwise.engine.load import LoadReport, RankReads, ReadAlone, plan_reads
 from shardwise.engine.match import MatchReport, agree_on_match, make_report, match_targets
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
@@ -29,7 +30,8 @@ from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
 from shardwise.state.local_state import LocalState, ParameterOrder, copy_overlapping
 from shardwise.state.name_lookup import Rename, SavedNames, Selection, rename_function
-from shardwise.store import Files, Store
+from shardwise.state.tensors import mesh_axes
+from shardwise.store import Files, Store, count_retries
 
 if TYPE_CHECKING:
     from shardwise.resizing import Resizing
@@ -90,6 +92,7 @@ def load_state(
     Raises:
         ShardwiseError: as for `shardwise.load`.
     """
+    group = TimedGroup(group, recorder)
     with ExitStack() as cleanup:
         with recorder.stage("open"):
             with Round(group, "beginning a load") as all_ranks:
@@ -103,6 +106,7 @@ def load_state(
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
             with Round(group, "matching names") as all_ranks:
                 targets, own = _match(bindings, saved, selection, state, options, group.rank)
+                recorder.axes = mesh_axes(targets.tensors)
                 unexpected = agree_on_match(
                     all_ranks, own, str(store), saved, state, strict=options.strict
                 )
@@ -113,13 +117,11 @@ def load_state(
                 strategy = _choose_strategy(group, options.read_once)
             fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
-            with recorder.stage("read"):
-                fill()
+            _read(fill, reads, store, recorder)
             with recorder.stage("restore"):
                 _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
-    filled = set(own.filled)
     return LoadReport(
         path=str(store),
         step=layout.step,
@@ -129,9 +131,23 @@ def load_state(
         files=len(set(reads.spans.file.tolist())),
         missing=tuple(own.missing),
         unexpected=tuple(unexpected),
-        optimizers=tuple(b.name for b in bindings if b.kind == "optimizer" and b.name in filled),
+        optimizers=_names_of_optimizers(bindings, own.filled),
         seconds=recorder.seconds(),
+        record=recorder.record(),
     )
+
+
+def _names_of_optimizers(bindings: Iterable[Binding], filled: Iterable[str]) -> tuple[str, ...]:
+    loaded = set(filled)
+    return tuple(b.name for b in bindings if b.kind == "optimizer" and b.name in loaded)
+
+
+def _read(fill: Callable[[], object], reads: RankReads, store: Files, recorder: Recorder) -> None:
+    """Fill the tensors of this rank, as a stage."""
+    with recorder.stage("read") as stage:
+        retries = count_retries(store)
+        fill()
+        stage.bytes, stage.retries = reads.bytes_read, count_retries(store) - retries
 
 
 def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:

@@ -38,7 +38,7 @@ def checkpoint_html(path: str, layout: Layout) -> str:
         "format": layout.format,
         "step": str(layout.step),
         "ranks": str(layout.world_size),
-        "size": format_bytes(sum(file.size for file in layout.files)),
+        "size": format_bytes(layout.nbytes),
     }
     return _table(path, properties, ("key", "tensors", "dtype", "size", "values"), rows)
 

@@ -15,8 +15,9 @@ import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
-from shardwise.engine.planning import SaveRequest, merge_values
+from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
+from shardwise.engine.shared_values import SharedValues, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
@@ -29,7 +30,6 @@ from shardwise.manifest.manifest import (
     encode_header_entries,
     encode_manifest,
     lay_out_file,
-    new_save_id,
 )
 from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
@@ -111,7 +111,7 @@ class PartialSave:
         )
         self._lock = ExitStack()
         self._world_size: int | None = None  # until `begin`
-        self.save_id = new_save_id()
+        self.save_id = self._request.save_id
         self._release: Callable[[], object] = weakref.finalize(self, self._lock.close)
 
     def begin(self, *, world_size: int, nbytes: int = 0) -> None:
@@ -128,7 +128,8 @@ class PartialSave:
         """
         refuse_as_destination(self._request.store)
         self._world_size = world_size
-        prepare_place(self._request, self.save_id, nbytes, self._lock)
+        self._request.check_room(nbytes)
+        prepare_place(self._request, self._lock)
 
     def write(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None, *, rank: int
@@ -150,7 +151,7 @@ class PartialSave:
             for name, value in (values or {}).items()
         }
         leaves = [_leaf(name, tensor, tensors) for name, tensor in found.items()]
-        description, fragments = describe_tensors(leaves, ())
+        description, fragments = describe_tensors(leaves)
         structure = description.structure
         entries = map(TensorEntry, structure.names, structure.dtypes, structure.shapes)
         # Wider types come first, so that every piece is aligned to its own type.
@@ -224,10 +225,11 @@ class PartialSave:
                 "processes write"
             )
         _check_ranks(parts, world)
-        encoded = [b""] * world
-        for part in parts:
-            encoded[part.rank] = msgspec.json.encode((part.values, {}))
-        objects = {each.name: each.value for each in merge_values(encoded, DIFFERENT_VALUES)}
+        values_of_rank: dict[int, SharedValues] = {}
+        for part in sorted(parts, key=lambda part: part.rank):
+            data = msgspec.json.encode((part.values, {}))
+            values_of_rank[part.rank] = msgspec.json.decode(data, type=SharedValues)
+        objects = {each.name: each.value for each in merge_values(values_of_rank, DIFFERENT_VALUES)}
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         tensors = _unite_tensors(parts)

@@ -1,4 +1,4 @@
-"""The golden checkpoint of format version 1: its contents, and how to make one.
+"""The golden checkpoints of format versions 1 and 2: their contents, and how to make one.
 
 `python -m tests.compat.golden` makes the checkpoint if it does not exist. Never make a committed
 one again: every version must stay readable as it was written.
@@ -17,6 +17,8 @@ from shardwise.boxes import boxes_of_range
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 VERSION_1 = Path(__file__).with_name("v1")
+VERSION_2 = Path(__file__).with_name("v2")
+GOLDEN = {1: VERSION_1, 2: VERSION_2}
 # Saved when the tensors in lists of an optimizer's state were part of the manifest.
 VERSION_1_LBFGS = Path(__file__).with_name("v1_lbfgs")
 WORLD = 2
@@ -34,7 +36,7 @@ DTYPES = {
     "int64": 8,
     "uint16": 2,
 }
-SHARDED = ("rows", "flat", "strided", "runs")
+SHARDED = {1: ("rows", "flat", "strided", "runs"), 2: ("rows", "flat", "strided", "runs", "grid")}
 OBJECTS: dict[str, Any] = {
     "step": STEP,
     "name": 'Größe \u2028 "quoted"',
@@ -52,7 +54,7 @@ def raw_bytes(size: int, seed: int) -> bytes:
     return bytes((7 * i + 13 * seed) % 251 for i in range(size))
 
 
-def expected() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def expected(version: int = 2) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return the dtype, shape and row-major bytes of every tensor."""
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for seed, (dtype, itemsize) in enumerate(DTYPES.items()):
@@ -62,6 +64,8 @@ def expected() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     tensors["flat"] = ("int32", (3, 5), raw_bytes(60, 21))
     tensors["strided"] = ("int16", (8,), raw_bytes(16, 22))
     tensors["runs"] = ("int64", (6, 2), raw_bytes(96, 25))
+    if version > 1:
+        tensors["grid"] = ("float32", (8, 6), raw_bytes(192, 26))
     tensors["scalar"] = ("float64", (), raw_bytes(8, 23))
     tensors["empty"] = ("float32", (0, 4), b"")
     tensors["tied.first"] = tensors["tied.second"] = ("float32", (4,), raw_bytes(16, 24))
@@ -85,6 +89,8 @@ def boxes(name: str, rank: int) -> list[sw.Box]:
         return boxes_of_range(shape, *((0, 7) if rank == 0 else (7, math.prod(shape))))
     if name == "runs":
         return [sw.Box((row, 0), (1, 2)) for row in (range(4) if rank == 0 else (4, 5))]
+    if name == "grid":
+        return [sw.Box((4 * rank + i, 2 * j), (1, 2)) for i in range(4) for j in range(3)]
     return [sw.Box((2 * rank,), (2,)), sw.Box((4 + 2 * rank,), (2,))]
 
 
@@ -97,7 +103,7 @@ def state_of(rank: int) -> dict[str, object]:
             tensor(name).dtype,
             [(box, tensor(name)[box.slices()].clone()) for box in boxes(name, rank)],
         )
-        for name in SHARDED
+        for name in SHARDED[2]
     }
     return {
         "dtypes": {dtype: tensor(f"dtypes.{dtype}") for dtype in DTYPES},
@@ -124,4 +130,4 @@ def make(place: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(VERSION_1)
+    make(VERSION_2)

@@ -37,9 +37,9 @@ def test_every_file_is_stated_to_be_stored_state(archive: str) -> None:
 
 
 def test_there_are_no_other_golden_files() -> None:
-    """Programs and archives of other frameworks, and the checkpoints of version 1."""
+    """Programs and archives of other frameworks, and the checkpoints of each version."""
     allowed = {f"foreign/{name}.tar.xz" for name in CONTENTS}
-    for folder in ("v1", "v1_lbfgs"):
+    for folder in ("v1", "v1_lbfgs", "v2"):
         allowed |= {f"{folder}/{path.name}" for path in (TESTS / "compat" / folder).iterdir()}
     data = {
         path.relative_to(TESTS / "compat").as_posix()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import permutations
+from random import Random
 from unittest import mock
 
 import msgspec
@@ -23,9 +24,12 @@ from shardwise.divergence.differences import (
     SampleDetails,
     SetDigest,
     combine_digests,
+    combine_sums,
+    encode_sum,
     find_differing_sets,
     find_divergences,
     group_ranks,
+    has_difference,
     keep_differing,
 )
 from shardwise.divergence.replica_sets import (
@@ -262,6 +266,28 @@ def test_only_digests_of_the_same_set_and_save_are_compared() -> None:
         assert find_differing_sets(combined) == {1: 1}
         assert find_differing_sets(keep_differing(combined)) == {1: 1}
     assert find_differing_sets(combine_digests([b"", b""])) == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 5), st.integers(0, 6)), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_sums_tell_whether_all_digests_of_a_set_are_equal(
+    sets: list[tuple[int, int]], random: Random
+) -> None:
+    """Of each set with m holders, one holder has another digest, if its index is below m."""
+    for changed in (False, True):
+        of_rank: dict[int, dict[int, tuple[bytes, int, bool]]] = {}
+        for number, (holders, odd) in enumerate(sets):
+            for i in range(holders):
+                digest = b"other" if changed and i == odd else b"digest"
+                of_rank.setdefault(i, {})[number] = digest, holders, i == 0
+        messages = [b"", *(encode_sum("save 1", each) for each in of_rank.values())]
+        random.shuffle(messages)
+        combined = combine_sums([combine_sums(messages[:2]), *messages[2:]])
+        assert has_difference(combined) == (changed and any(odd < m for m, odd in sets))
+        assert has_difference(combine_sums([combined, encode_sum("save 1", {9: (b"d", 2, True)})]))
+    assert not has_difference(b"")
 
 
 def test_boxes_of_a_tensor_that_differ_on_the_same_ranks_are_reported_together() -> None:

@@ -184,7 +184,7 @@ def test_what_is_encoded_is_decoded(
         world_size=3,
         metrics=metrics,
         per_rank=tuple(listed[:1]),
-        files=(FileEntry("r00000.safetensors", 0, 4100, 4096, 4096, 4096, 7),),
+        files=(FileEntry("r00000-0123456789abcdef.safetensors", 0, 4100, 4096, 4096, 4096, 7),),
         objects=tuple(ObjectEntry(n, v) for n, v in zip(listed[1:3], plain, strict=False)),
         tensors=encode_tensors_with([TensorEntry(name, dtype, (0, 3)) for name in listed[3:]], []),
     )

@@ -24,7 +24,6 @@ from shardwise.manifest.checksums import (
     crc32,
 )
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import (
     ALIGNMENT,
     CHECKSUMS_KEY,
@@ -35,10 +34,12 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
+    Pieces,
+    StoredRuns,
     count_tensors,
     decode_tensors,
     encode_tensors,
-    expand_runs,
+    find_runs,
 )
 
 # Names of files: made here, taken apart here, and refused if a manifest has others.
@@ -228,7 +229,6 @@ def test_a_tensor_takes_no_place_of_the_metadata() -> None:
 # Pieces folded into runs, and back.
 
 SHAPE = (64, 64)
-DATA_AT = np.zeros(1 << 15, np.int64)
 Row = tuple[int, int, int, tuple[int, int], tuple[int, int]]
 
 
@@ -272,18 +272,39 @@ def rows_of(pieces: Pieces) -> list[Row]:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
-    encoded = encode_tensors(entries, *columns_of(listed))
+    encoded = encode_tensors(entries, find_runs(*columns_of(listed)))
     tensors, runs = decode_tensors(encoded)
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
-    assert rows_of(expand_runs(runs, DATA_AT)) == listed
-    assert all(count == 1 or count >= SHORTEST_RUN for count in runs.count.tolist())
+    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    pieces = runs.count.prod(axis=1)
+    assert ((pieces == 1) | (pieces >= SHORTEST_RUN)).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9,), (9, 2), (2, 9), (9, 2, 2), (2, 2, 9), (5, 2, 4), (3, 3, 3)]
+)
+def test_a_sharding_over_several_axes_is_a_rule_for_each_pair_at_most(
+    sizes: tuple[int, ...],
+) -> None:
+    """Two equal runs that are not repeated stay two entries."""
+    ranks = math.prod(sizes)
+    listed: list[Row] = []
+    for k in np.ndindex(*sizes):
+        rank = int(np.ravel_multi_index(k, sizes))
+        rows, columns = int(np.ravel_multi_index(k[:-1], sizes[:-1])) if k[:-1] else 0, k[-1]
+        listed.append((0, rank, 4 * columns, (8 * rows, 3 * columns), (8, 3)))
+    entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    outermost = next((n for n in sizes if n > 2), 1)
+    assert len(runs) <= math.prod(sizes[: sizes.index(outermost)])
+    assert rows_of(StoredRuns.of(runs).expand()) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     ranks = 16_384
     listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, *columns_of(listed)))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
     assert len(runs.count) == 1
-    assert rows_of(expand_runs(runs, DATA_AT)) == listed
+    assert rows_of(StoredRuns.of(runs).expand()) == listed

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from tests.compat.golden import VERSION_1
 from tests.manifest.documents import Document, document_of, sealed, sealed_bytes, state_of
 
 Alter = Callable[[Document], object]
@@ -45,7 +46,7 @@ def repeat_forever(document: Document) -> None:
     piece = {"file": 0, "start": 0, "offset": [0], "shape": [1]}
     rule = {"count": 2**24, "offset": [0], "start": 0}
     entry = tensor(document, "model.weight")
-    entry["pieces"] = [piece | {"repeat": rule}] * 64
+    entry["pieces"] = [piece | {"repeat": [rule]}] * 64
 
 
 def overlapping_bytes(document: Document) -> None:
@@ -73,8 +74,14 @@ def name_of_object(document: Document) -> None:
     document["objects"].append({"name": "scalar", "value": 1})
 
 
-def same_rank(document: Document) -> None:
-    document["files"][1]["rank"] = document["files"][0]["rank"]
+def change_ranks(*triples: list[int]) -> Alter:
+    """Alters the ranks of the files, with one checksum for each rank."""
+
+    def alter(document: Document) -> None:
+        count = sum(triple[1] for triple in triples)
+        document["files"][0] |= {"ranks": list(triples), "checksums_crc32": [0] * min(count, 9)}
+
+    return alter
 
 
 def split_every_way(document: Document) -> None:
@@ -87,7 +94,7 @@ def split_every_way(document: Document) -> None:
 def run_out_of_the_file(document: Document) -> None:
     piece = {"file": 0, "start": 2**62, "offset": [0], "shape": [1]}
     rule = {"count": 6, "offset": [1], "start": 2**62}
-    tensor(document, "model.weight")["pieces"] = [piece | {"repeat": rule}]
+    tensor(document, "model.weight")["pieces"] = [piece | {"repeat": [rule]}]
 
 
 def repeat_in_64_dimensions(count: int) -> Alter:
@@ -96,7 +103,7 @@ def repeat_in_64_dimensions(count: int) -> Alter:
     def alter(document: Document) -> None:
         shape = [count, *[1] * 63]
         rule = {"count": count, "offset": [1, *[0] * 63], "start": 4}
-        piece = {"file": 0, "start": 0, "offset": [0] * 64, "shape": [1] * 64, "repeat": rule}
+        piece = {"file": 0, "start": 0, "offset": [0] * 64, "shape": [1] * 64, "repeat": [rule]}
         document["tensors"] = [{"name": "w", "dtype": "float32", "shape": shape, "pieces": [piece]}]
         file = document["files"][0]
         end = file["data_at"] + 4 * count
@@ -107,13 +114,19 @@ def repeat_in_64_dimensions(count: int) -> Alter:
 
 PIECE = {"file": 0, "start": 0, "offset": [0], "shape": [6]}
 HOSTILE: dict[str, Alter] = {
-    "absolute path": change("files", 0, "name", to="/etc/passwd"),
-    "path above": change("files", 0, "name", to="../../secret"),
-    "hidden file": change("files", 0, "name", to=".bashrc"),
-    "the manifest as data": change("files", 0, "name", to="manifest.json"),
-    "same file twice": lambda d: change("files", 1, "name", to=d["files"][0]["name"])(d),
-    "same rank twice": same_rank,
-    "rank outside the world": change("files", 0, "rank", to=99),
+    "a file with a name": change("files", 0, "name", to="r00000-0123456789abcdef.safetensors"),
+    "files named by a path": change("files", 0, "save_id", to="../../../secret"),
+    "files named by an id and a line": change("files", 0, "save_id", to="0123456789abcdef\n"),
+    "same rank twice": change_ranks([0, 1, 1], [0, 1, 1]),
+    "same rank again and again": change_ranks([1, 2, 0]),
+    "same rank in two rules": lambda d: d["files"].append(copy.deepcopy(d["files"][0])),
+    "rank outside the world": change_ranks([98, 2, 1]),
+    "rank past all ranks": change_ranks([1, 2, 2**24 - 1]),
+    "absurd rank": change_ranks([2**60, 2, 1]),
+    "negative rank": change_ranks([-1, 2, 1]),
+    "files without number": change_ranks([0, 2**24 - 1, 1]),
+    "more checksums than ranks": change("files", 0, "checksums_crc32", to=[0] * 3),
+    "fewer checksums than ranks": change("files", 0, "checksums_crc32", to=[]),
     "negative step": change("step", to=-1),
     "no world": change("world_size", to=0),
     "absurd world": change("world_size", to=2**40),
@@ -124,7 +137,7 @@ HOSTILE: dict[str, Alter] = {
     "parts out of order": change("files", 0, "objects_at", to=0),
     "no room for a header": change("files", 0, "data_at", to=0),
     "table of another size": change("files", 0, "checksums_at", to=4100),
-    "checksum past 32 bits": change("files", 0, "checksums_crc32", to=2**32),
+    "checksum past 32 bits": change("files", 0, "checksums_crc32", to=[2**32]),
     "overlapping byte ranges": overlapping_bytes,
     "overlapping boxes": overlapping_boxes,
     "a hole": lambda d: tensor(d, "sharded")["pieces"].pop(),
@@ -143,13 +156,24 @@ HOSTILE: dict[str, Alter] = {
         "model.weight", "pieces", to=[PIECE | {"offset": [0, 0], "shape": [6, 1]}]
     ),
     "repeat of other dimensions": change_tensor(
-        "model.weight", "pieces", to=[PIECE | {"repeat": {"count": 2, "offset": []}}]
+        "model.weight", "pieces", to=[PIECE | {"repeat": [{"count": 2, "offset": []}]}]
+    ),
+    "repeat along too many axes": change_tensor(
+        "model.weight", "pieces", to=[PIECE | {"repeat": [{"count": 2, "offset": [0]}] * 9}]
+    ),
+    "repeats that multiply": change_tensor(
+        "model.weight", "pieces", to=[PIECE | {"repeat": [{"count": 2**24, "offset": [0]}] * 8}]
+    ),
+    "repeats that cancel out": change_tensor(
+        "model.weight",
+        "pieces",
+        to=[PIECE | {"repeat": [{"count": 2, "offset": [step]} for step in (2**62, -(2**62))]}],
     ),
     "repeat without end": repeat_forever,
     "repeat in many dimensions": repeat_in_64_dimensions(2**24),
     "repeat in a file that is smaller": repeat_in_64_dimensions(2**17),
     "repeat of absurd count": change_tensor(
-        "model.weight", "pieces", to=[PIECE | {"repeat": {"count": 2**40, "offset": [0]}}]
+        "model.weight", "pieces", to=[PIECE | {"repeat": [{"count": 2**40, "offset": [0]}]}]
     ),
     "repeat out of the file": run_out_of_the_file,
     "absurd shape": change_tensor("model.weight", "shape", to=[2**40, 2**40]),
@@ -176,7 +200,8 @@ HOSTILE: dict[str, Alter] = {
     "nothing for a list": change("tensors", to=None),
     "unknown field": change("execute", to="rm -rf"),
     "missing field": lambda d: d.pop("files"),
-    "later version": change("version", to=2),
+    "later version": change("version", to=3),
+    "files as in version 1": change("version", to=1),
     "another format": change("format", to="other"),
 }
 
@@ -194,6 +219,25 @@ def test_a_hostile_manifest_is_refused(name: str, small: Path) -> None:
     finally:
         tracemalloc.stop()
     assert str(small) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd",
+        "../../secret",
+        ".bashrc",
+        "manifest.json",
+        "r00001-e398b851ab7f8119.safetensors",
+    ],
+)
+def test_a_file_name_that_is_not_that_of_its_rank_is_refused(name: str, tmp_path: Path) -> None:
+    """Version 1 of the format lists names."""
+    document = document_of(VERSION_1)
+    document["files"][0]["name"] = name
+    (tmp_path / "manifest.json").write_bytes(sealed(document))
+    with pytest.raises(sw.FormatError, match="not safe to open"):
+        sw.open(tmp_path)
 
 
 @pytest.mark.parametrize("size", [2**28 + 1, 2**31])
@@ -248,7 +292,7 @@ def test_values_nested_without_end_are_refused(small: Path) -> None:
 
 @pytest.mark.parametrize("through", ["link", "pipe", "directory"])
 def test_a_data_file_that_is_no_plain_file_is_not_opened(through: str, small: Path) -> None:
-    name = document_of(small)["files"][0]["name"]
+    name = sw.open(small).layout.files[0].name
     target = small.parent / "elsewhere"
     (small / name).rename(target)
     if through == "link":

@@ -106,11 +106,8 @@ def test_plans_are_used_again_for_the_same_structure_only(gang: Gang, tmp_path: 
     for rank, seen in enumerate(gang.run(save_repeatedly, str(tmp_path), world=2)):
         assert [cached for cached, _ in seen] == [False, True, False, False, True, False]
         first, second = seen[0][1], seen[1][1]
-        of_structure = 500 * 8  # bytes, at least
-        if rank == 0:  # sends the structure, which both ranks have, for the first save
-            assert first > of_structure
+        assert first > 1000  # the structure, compressed
         assert second < 1000, (rank, first, second)
-        assert rank == 0 or first < 1000
 
 
 def train_with_dropout(path: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.plan.save import PlanCache, plan_save
-from shardwise.plan.structure import Description, Structure
+from shardwise.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 WORLD = 2
@@ -188,10 +188,13 @@ def test_the_least_recently_used_plan_makes_room() -> None:
     structure = Structure((), (), (), (), ())
     none = np.zeros((0, 0), np.int64)
     description = Description(structure, (), np.zeros(0, np.int64), none, none)
-    plan = plan_save([(structure, np.zeros(1, np.int64))], [()], 0, description)
+    ranks = RanksOfStructure(structure, np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
+    plan = plan_save([ranks], 1, 0, description)
     cache = PlanCache(capacity=2)
-    cache.put(b"a", 0, plan)
-    cache.put(b"b", 0, plan)
-    assert cache.get(b"a", 0) is not None
-    cache.put(b"c", 0, plan)
-    assert [cache.get(key, 0) is not None for key in (b"a", b"b", b"c")] == [True, False, True]
+    cache.put(b"a", 0, b"fingerprint", plan)
+    cache.put(b"b", 0, b"fingerprint", plan)
+    assert cache.get(b"a", 0) is plan
+    cache.put(b"c", 0, b"fingerprint", plan)
+    assert set(cache.plans_for(0, 1, b"fingerprint", ())) == {b"a", b"c"}
+    assert not cache.plans_for(0, 2, b"fingerprint", ())
+    assert not cache.plans_for(0, 1, b"another", ())

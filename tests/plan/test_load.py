@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box, row_major_strides
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import Pieces, StoredRuns
 from shardwise.plan.load import Ranges, assign_transfers, plan_load
 from shardwise.sharing.reads import share_reads
 
@@ -102,7 +103,7 @@ def layout_of(
         format="made here",
         files=tuple(StoredFile(str(i), size) for i, size in enumerate(file_sizes)),
         tensors=tuple(TensorEntry(str(i), f"int{8 * size}", shape) for i, (shape, size) in rows),
-        pieces=pieces,
+        runs=StoredRuns.of_pieces(pieces),
     )
 
 
@@ -187,7 +188,7 @@ def test_every_wanted_element_is_transferred_once(case: Case) -> None:
     for tensor, box in case.wanted:
         expected[tensor][box.slices()] += 1
     for i in range(len(moves)):
-        piece, wanted = int(moves.piece[i]), int(moves.fragment[i])
+        piece, wanted = int(moves.run[i]), int(moves.fragment[i])
         tensor, saved = case.pieces[piece]
         box = Box(tuple(moves.offset[i].tolist()), tuple(moves.shape[i].tolist()))
         assert case.wanted[wanted][0] == tensor

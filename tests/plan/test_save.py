@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,11 +16,13 @@ from shardwise.boxes.box import padded_rows
 from shardwise.divergence.replica_sets import replica_sets_of
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import decode_tensors, expand_runs
-from shardwise.plan.save import SavePlan, divide_replicas, plan_save, water_fill
-from shardwise.plan.structure import Description, Structure, find_rules
+from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
+from shardwise.plan import file_layout
+from shardwise.plan.division import SMALLEST_DIVISION
+from shardwise.plan.replicas import divide_replicas, water_fill
+from shardwise.plan.save import SavePlan, plan_save
+from shardwise.plan.structure import Description, RanksOfStructure, Structure, find_rules
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
@@ -56,19 +57,20 @@ def describe(
     )
 
 
-def plans_of(descriptions: Sequence[Description]) -> list[SavePlan]:
+def plans_of(
+    descriptions: Sequence[Description], smallest_division: int = SMALLEST_DIVISION
+) -> list[SavePlan]:
     """The plan as each rank computes it."""
     encoded = [msgspec.msgpack.encode(each.structure) for each in descriptions]
-    structures = [
-        (
-            msgspec.msgpack.decode(distinct, type=Structure),
-            np.flatnonzero([each == distinct for each in encoded]),
-        )
-        for distinct in dict.fromkeys(encoded)
-    ]
-    coordinates = [each.coordinates for each in descriptions]
+    structures = []
+    for distinct in dict.fromkeys(encoded):
+        ranks = np.flatnonzero([each == distinct for each in encoded])
+        coordinates = np.array([descriptions[rank].coordinates for rank in ranks], np.int64)
+        structure = msgspec.msgpack.decode(distinct, type=Structure)
+        structures.append(RanksOfStructure(structure, ranks, coordinates.reshape(len(ranks), -1)))
     return [
-        plan_save(structures, coordinates, rank, each) for rank, each in enumerate(descriptions)
+        plan_save(structures, len(descriptions), rank, each, smallest_division=smallest_division)
+        for rank, each in enumerate(descriptions)
     ]
 
 
@@ -82,13 +84,15 @@ def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    return expand_runs(decode_tensors(plan.encoded_tensors)[1], np.zeros(1 << 16, np.int64))
+    return StoredRuns.of(decode_tensors(plan.encoded_tensors)[1]).expand()
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
     """Tensor bytes that each rank writes, all of one item size."""
-    ranks = itertools.pairwise(plan.limits.tolist())
-    return [int(plan.shape[low:high].prod(axis=1).sum()) * itemsize for low, high in ranks]
+    pieces = pieces_of(plan)
+    sizes = pieces.shape.prod(axis=1) * itemsize
+    ranks = plan.writers[pieces.file]
+    return np.bincount(ranks, sizes, plan.writers.max() + 1).astype(int).tolist()
 
 
 @st.composite
@@ -98,22 +102,21 @@ def worlds(draw: st.DrawFn) -> tuple[list[Tensor], list[BoxesByRank], int]:
     return listed, [draw(boxes_of_ranks(tensor.shape, world)) for tensor in listed], world
 
 
-@given(worlds())
-def test_every_element_is_written_once_by_a_rank_that_holds_it(
-    case: tuple[list[Tensor], list[BoxesByRank], int],
-) -> None:
-    listed, held, world = case
-    ranks = [
-        [(tensor, list(boxes[rank])) for tensor, boxes in zip(listed, held, strict=True)]
-        for rank in range(world)
-    ]
-    descriptions = [described(each) for each in ranks]
-    plans = plans_of(descriptions)
-    times = {tensor.name: np.zeros(tensor.shape, int) for tensor in listed}
+def assert_plans_are_right(plans: list[SavePlan], descriptions: Sequence[Description]) -> None:
+    """Each element is written once, by a rank that holds it, and the manifest says where."""
+    sizes = {each.name: each.shape for each in plans[0].tensors if each.same_as is None}
+    times = {name: np.zeros(shape, int) for name, shape in sizes.items()}
+    plan = plans[0]
+    listed = pieces_of(plan)
+    tensors = entries_of(plan)
+    dims = listed.offset.shape[1]
+    expected = set()
     for rank, description in enumerate(descriptions):
         pieces = plans[rank].pieces
         described_pieces = pieces.describe_pieces(description)
-        for fragment, (name, _, shape, box) in zip(pieces.fragment, described_pieces, strict=True):
+        rows = zip(pieces.start.tolist(), pieces.fragment, described_pieces, strict=False)
+        end = 0
+        for start, fragment, (name, dtype, shape, box) in rows:
             n = len(shape)
             own = Box(
                 tuple(description.offset[fragment, :n].tolist()),
@@ -121,13 +124,36 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
             )
             assert own.contains(box)
             times[name][box.slices()] += 1
+            assert start == end
+            assert start % DTYPES[dtype].itemsize == 0
+            end = start + box.size * DTYPES[dtype].itemsize
+            padding = dims - n
+            offset, extent = box.offset + (0,) * padding, box.shape + (1,) * padding
+            expected.add((rank, start, name, offset, extent))
+        assert (rank in plan.writers) == bool(pieces.fragment)
     assert all((each == 1).all() for each in times.values())
-    sizes = {t.name: math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in listed}
-    assert plans[0].bytes_stored == sum(sizes.values())
+    found = {
+        (
+            plan.writers[int(listed.file[i])],
+            int(listed.start[i]),
+            tensors[int(listed.tensor[i])].name,
+            tuple(listed.offset[i].tolist()),
+            tuple(listed.shape[i].tolist()),
+        )
+        for i in range(len(listed))
+    }
+    assert found == expected
+    assert len(found) == len(listed)
+    nbytes = {
+        each.name: math.prod(each.shape) * DTYPES[each.dtype].itemsize
+        for each in plan.tensors
+        if each.same_as is None
+    }
+    assert plan.bytes_stored == sum(nbytes.values())
 
 
 @given(worlds())
-def test_the_manifest_says_where_each_piece_lies(
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
     case: tuple[list[Tensor], list[BoxesByRank], int],
 ) -> None:
     listed, held, world = case
@@ -135,30 +161,98 @@ def test_the_manifest_says_where_each_piece_lies(
         described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
         for rank in range(world)
     ]
-    plans = plans_of(descriptions)
-    plan = plans[0]
-    pieces, tensors = pieces_of(plan), entries_of(plan)
-    found = {
-        (
-            plan.writers[int(pieces.file[i])],
-            int(pieces.start[i]),
-            tensors[int(pieces.tensor[i])].name,
-            tuple(pieces.offset[i].tolist()),
-            tuple(pieces.shape[i].tolist()),
+    assert_plans_are_right(plans_of(descriptions), descriptions)
+
+
+@st.composite
+def meshed_ranks(draw: st.DrawFn) -> list[Description]:
+    """Ranks of pipeline stages, each with a mesh, whose tensors are split by rules or by lists.
+
+    A tensor can be in several stages, and the ranks can be in any order.
+    """
+    stages = draw(st.integers(1, 3))
+    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    mesh_ranks = math.prod(sizes)
+    dims = range(len(sizes))
+    kinds = draw(
+        st.lists(
+            st.tuples(
+                st.lists(st.integers(1, 7), min_size=1, max_size=2).map(tuple),
+                st.sampled_from(["float32", "int64", "bfloat16", "int8"]),
+                st.dictionaries(st.sampled_from(dims), st.integers(0, 1), max_size=len(sizes)),
+                st.sets(st.integers(0, stages - 1), min_size=1),
+                st.sampled_from(["rule", "rule", "rule", "list"]),
+                st.integers(1, 3),
+            ),
+            min_size=1,
+            max_size=5,
         )
-        for i in range(len(pieces))
-    }
-    expected = set()
-    dims = pieces.offset.shape[1]
-    for rank, description in enumerate(descriptions):
-        table = plans[rank].pieces
-        listed_pieces = table.describe_pieces(description)
-        for start, (name, dtype, _, box) in zip(table.start.tolist(), listed_pieces, strict=False):
-            padding = dims - len(box.shape)
-            offset, shape = box.offset + (0,) * padding, box.shape + (1,) * padding
-            expected.add((rank, start, name, offset, shape))
-            assert start % DTYPES[dtype].itemsize == 0
-    assert found == expected
+    )
+    order = draw(st.permutations(range(stages * mesh_ranks)))
+    found = [None] * (stages * mesh_ranks)
+    for number in range(stages * mesh_ranks):
+        stage, within = divmod(number, mesh_ranks)
+        coordinate = tuple(int(i) for i in np.unravel_index(within, sizes))
+        tensors, rows, names = [], [], []
+        for i, (shape, dtype, splits, in_stages, how, count) in enumerate(kinds):
+            if stage not in in_stages:
+                continue
+            shards = [
+                ShardPlacement(mesh_dim, min(dim, len(shape) - 1))
+                for mesh_dim, dim in sorted(splits.items())
+            ]
+            sharding = Sharding("mesh", splits_of(sizes, coordinate, shards))
+            boxes = [box for box, _ in shard_boxes(shape, sharding.splits)]
+            for copy in range(count):
+                rows += [(len(names), box) for box in boxes]
+                names.append((f"t{i}.{copy}", dtype, shape))
+                tensors.append((shape, sharding if how == "rule" else None, boxes))
+        rules, rule_of, coordinates = find_rules(tensors)
+        listed = tuple((i, box.offset, box.shape) for i, box in rows if rule_of[i] < 0)
+        columns = zip(*names, strict=True) if names else ((), (), ())
+        structure = Structure(*map(tuple, columns), rules, rule_of, listed)
+        most_dims = max((len(shape) for _, _, shape in names), default=0)
+        found[order[number]] = describe(structure, coordinates, rows, most_dims)
+    return found
+
+
+@given(meshed_ranks(), st.sampled_from([1, 20, 1 << 60]))
+def test_tensors_that_are_split_alike_are_planned_together(
+    descriptions: list[Description], smallest: int
+) -> None:
+    plans = plans_of(descriptions, smallest)
+    assert_plans_are_right(plans, descriptions)
+    held = [
+        sum(
+            math.prod(shape) * DTYPES[each.structure.dtypes[i]].itemsize
+            for i, shape in zip(each.tensor.tolist(), each.shape.tolist(), strict=True)
+        )
+        for each in descriptions
+    ]
+    assert plans[0].bytes_held == sum(held)
+    assert_replicas_are_right(plans, descriptions)
+
+
+def assert_replicas_are_right(plans: list[SavePlan], descriptions: Sequence[Description]) -> None:
+    """The holders of a set list the same boxes under the same number, and no box is left out."""
+    boxes_of_set: dict[int, list[list[tuple[object, ...]]]] = {}
+    holders_of_box: dict[tuple[object, ...], int] = {}
+    for plan, each in zip(plans, descriptions, strict=True):
+        boxes: list[tuple[object, ...]] = []
+        columns = each.tensor.tolist(), each.offset.tolist(), each.shape.tolist()
+        for i, offset, shape in zip(*columns, strict=True):
+            n = len(each.structure.shapes[i])
+            boxes.append((each.structure.names[i], *offset[:n], *shape[:n]))
+        for box in boxes:
+            holders_of_box[box] = holders_of_box.get(box, 0) + 1
+        for replicas in plan.replicas:
+            own = [boxes[i] for i in replicas.fragment.tolist()]
+            boxes_of_set.setdefault(replicas.number, []).append(own)
+    for held in boxes_of_set.values():
+        assert all(each == held[0] for each in held)
+        assert all(holders_of_box[box] == len(held) for box in held[0])
+    in_sets = sum(len(held[0]) for held in boxes_of_set.values())
+    assert in_sets == sum(count > 1 for count in holders_of_box.values())
 
 
 def replicated(rank: int) -> Held:
@@ -242,7 +336,7 @@ def test_of_overlapping_replica_sets_no_rank_writes_two() -> None:
 def test_the_plan_is_the_same_every_time(hold: Callable[[int], Held]) -> None:
     first, second = (plan_of([described(hold(rank)) for rank in range(8)]) for _ in range(2))
     assert first.encoded_tensors == second.encoded_tensors
-    assert (first.limits == second.limits).all()
+    assert (first.writers == second.writers).all()
 
 
 def regular(rank: int, *, by_rule: bool) -> Description:
@@ -317,6 +411,33 @@ def test_regular_shardings_are_folded_into_rules() -> None:
 
 def refused(*ranks: Held) -> Callable[[], SavePlan]:
     return lambda: plan_of([described(held) for held in ranks])
+
+
+@pytest.mark.parametrize("few", [0, 256])
+def test_pieces_that_are_planned_one_by_one_leave_no_gaps(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one rank's file stands for those of others."""
+    monkeypatch.setattr(file_layout, "FEW_RANKS", few)
+    world = 9
+    held = [
+        [
+            (Tensor("rows", "float32", (2 * world, 4)), [Box((2 * rank, 0), (2, 4))]),
+            (Tensor("some", "int16", (6, 2)), [Box((rank - 3, 0), (1, 2))] if rank > 2 else []),
+            (Tensor("two", "float32", (world, 2)), [Box((rank, i), (1, 1)) for i in (0, 1)]),
+            (Tensor("replica", "float64", (5,)), [Box((0,), (5,))]),
+        ]
+        for rank in range(world)
+    ]
+    plan = plan_of([described(each) for each in held])
+    pieces = pieces_of(plan)
+    itemsizes = np.array([DTYPES[entry.dtype].itemsize for entry in entries_of(plan)])
+    nbytes = pieces.shape.prod(axis=1) * itemsizes[pieces.tensor]
+    for file in range(world):
+        rows = np.flatnonzero(pieces.file == file)
+        rows = rows[np.argsort(pieces.start[rows])]
+        ends = np.cumsum(nbytes[rows])
+        assert pieces.start[rows].tolist() == [0, *ends[:-1].tolist()]
 
 
 def test_holes_and_uneven_overlaps_are_refused() -> None:

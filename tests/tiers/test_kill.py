@@ -37,7 +37,8 @@ def save_step_3(root: Path, mirror: Path, fault: Fault) -> None:
     """Save step 3, and wait until it is mirrored and old steps are removed."""
     copies = sw.Mirror(FaultyStore(mirror, fault), keep=sw.Keep(last=2))
     store = FaultyStore(root, fault)
-    with sw.Checkpointer(store, keep=sw.Keep(last=1), mirror=copies, memory=None) as checkpointer:
+    options = {"keep": sw.Keep(last=1), "mirror": copies, "memory": None, "telemetry": False}
+    with sw.Checkpointer(store, **options) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(3, value_of(3, NEW), overwrite=True)
 
 

@@ -4,10 +4,10 @@ from shardwise.boxes.box import (
     Box,
     batch_boxes,
     find_overlaps,
-    find_uncovered_tensors,
     row_major_strides,
     split_into_boxes,
 )
+from shardwise.boxes.coverage import find_uncovered_tensors
 from shardwise.boxes.flat import (
     RangeBoxes,
     boxes_of_range,

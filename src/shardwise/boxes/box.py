@@ -15,16 +15,14 @@ from shardwise.errors import FormatError, LayoutError
 Key = TypeVar("Key")
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Hashes = npt.NDArray[np.uint64]
 Rows = TypeVar("Rows", bound="Table")
 
 FILL = {"offset": 0, "shape": 1, "stride": 0, "offset_step": 0}
 """The columns `(n, D)`, and the number that they are padded with."""
 MOST_INTEGERS = 2**25
 """The largest number of integers in a column of offsets or shapes: rows times dimensions."""
-MOST_SPLIT_DIMS = 12
-MOST_CORNERS = 2**27
 PAIRS_AT_ONCE = 1 << 20
+_LARGEST_KEY = 2**62
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -229,94 +227,53 @@ def count_up(counts: IntArray) -> IntArray:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def distinct_rows(table: IntArray) -> tuple[IntArray, IntArray]:
+    """Find the distinct rows of a table, `(n, k)`, like `np.unique`, but faster if they are few.
+
+    Returns:
+        The first index of each distinct row, in the order of the rows' values; and for each row,
+        its position in this list.
+
+    >>> first, kind = distinct_rows(np.array([[2, 7], [2, 7], [1, 9], [2, 7]]))
+    >>> first.tolist(), kind.tolist()
+    ([2, 0], [1, 1, 0, 1])
+    """
+    key, size = np.zeros(len(table), np.int64), 1
+    for column in table.T if len(table) else ():
+        low = int(column.min())
+        span = int(column.max()) - low + 1
+        if span == 1:
+            continue
+        if size * span > _LARGEST_KEY:  # each of both then has at most n values
+            (key, size), (column, span), low = (
+                _renumber(key, size),
+                _renumber(column - low, span),
+                0,
+            )
+        key, size = key * span + (column - low), size * span
+    kind, count = _renumber(key, size)
+    first = np.zeros(count, np.int64)
+    first[kind[::-1]] = np.arange(len(kind))[::-1]  # the last assignment counts
+    return first, kind
+
+
+def _renumber(values: IntArray, size: int) -> tuple[IntArray, int]:
+    """Replace values in `0:size` by their positions among the distinct values, and count these."""
+    if size > 4 * len(values) + 1024:
+        found = np.unique(values)
+        return np.searchsorted(found, values), len(found)
+    occurs = np.zeros(size, bool)
+    occurs[values] = True
+    number = np.cumsum(occurs) - 1
+    return number[values], int(occurs.sum())
+
+
 def row_major_strides(shape: IntArray) -> IntArray:
     """Return the strides, in elements, of row-major arrays of these shapes, `(n, D)`."""
     inner = np.ones_like(shape)
     if shape.shape[1] > 1:
         inner[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
     return inner
-
-
-def find_uncovered_tensors(
-    tensor_shapes: IntArray,
-    tensor: IntArray,
-    offset: IntArray,
-    shape: IntArray,
-    must_be_covered: npt.NDArray[np.bool_],
-) -> IntArray:
-    """Return the indices of the tensors that their boxes do not cover exactly once.
-
-    The boxes must lie inside their tensors. They are not compared in pairs.
-
-    Example: a tensor of 4 elements, and the boxes 0:2 and 2:4. Mark each start with +1 and each end
-    with -1: there is +1 at 0, -1 at 2, +1 at 2, and -1 at 4. The marks at 2 cancel out. What
-    remains, +1 at 0 and -1 at 4, are the marks of the whole tensor, so each element is covered
-    once.
-
-    In D dimensions, a box has marks at its 2^D corners, +1 or -1 each. Boxes cover a tensor exactly
-    once if their marks cancel out to those of the whole tensor. To compare marks without a list of
-    positions, the function adds up a random hash of each marked position. Different marks have
-    equal sums with a probability of 2^-64.
-
-    Args:
-        tensor_shapes: shapes of the tensors, `(t, D)`, padded with 1.
-        tensor: index of each box's tensor, `(n,)`.
-        offset, shape: the boxes, `(n, D)`, padded with 0 and 1.
-        must_be_covered: whether each tensor must be covered by boxes, `(t,)`.
-
-    Raises:
-        FormatError: the boxes split tensors in too many dimensions to be checked.
-    """
-    dims = tensor_shapes.shape[1]
-    # In a dimension that no box splits, all boxes have the same two ends, so marks along this
-    # dimension cannot tell boxes apart.
-    is_split = (shape != tensor_shapes[tensor]).any(axis=0) if len(tensor) else np.zeros(dims, bool)
-    split_dims = np.flatnonzero(is_split).tolist()
-    if len(split_dims) > MOST_SPLIT_DIMS:
-        raise FormatError(
-            f"the pieces split tensors in {len(split_dims)} dimensions together, but at most "
-            f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions, or save their "
-            "parts as separate tensors"
-        )
-    if len(tensor) << len(split_dims) > MOST_CORNERS:
-        raise FormatError(
-            f"{len(tensor)} pieces that split tensors in {len(split_dims)} dimensions are too many "
-            f"to be checked: they have more than {MOST_CORNERS} corners; shard tensors in fewer "
-            "dimensions, or into fewer parts"
-        )
-    seeds = np.random.default_rng().integers(2**64, size=dims + 1, dtype=np.uint64)
-    sums = np.zeros(len(tensor_shapes), np.uint64)
-    _add_corners(sums, tensor, offset, shape, split_dims, seeds)
-    expected = np.zeros(len(tensor_shapes), np.uint64)
-    covered = np.flatnonzero((tensor_shapes > 0).all(axis=1) & must_be_covered)
-    whole = tensor_shapes[covered]
-    _add_corners(expected, covered, np.zeros_like(whole), whole, split_dims, seeds)
-    return np.flatnonzero(sums != expected)
-
-
-def _add_corners(
-    sums: Hashes,
-    tensor: IntArray,
-    offset: IntArray,
-    shape: IntArray,
-    dims: list[int],
-    seeds: Hashes,
-) -> None:
-    """Add the signed hashes of all corners of boxes to the sums of their tensors."""
-    for corner in range(2 ** len(dims)):
-        hashes = _hash_elements(tensor.astype(np.uint64) + seeds[-1])
-        for bit, dim in enumerate(dims):
-            position = offset[:, dim] + (shape[:, dim] if corner >> bit & 1 else 0)
-            hashes = _hash_elements(hashes ^ (position.astype(np.uint64) + seeds[dim]))
-        is_negative = corner.bit_count() % 2 == 1
-        np.add.at(sums, tensor, np.negative(hashes) if is_negative else hashes)
-
-
-def _hash_elements(x: Hashes) -> Hashes:
-    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) for each element."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def find_overlaps(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_plugin_hooks
+from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_other_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.restoring import Restoring
 from shardwise.checkpointer.saver import DirectSaver, Saver, SnapshotSaver
@@ -35,19 +35,20 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.process_groups import connect_default_group
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
-from shardwise.events import Recorder, Sink
+from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import State
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
-from shardwise.ports.hooks import RestoreReport, Run
+from shardwise.ports.hooks import MakeHook, RestoreReport, Run
 from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
 from shardwise.state.name_lookup import Rename
+from shardwise.telemetry.hook import TelemetryHook
 from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.options import Mirror
 
@@ -94,6 +95,8 @@ class Checkpointer:
             names to reactions: the first match decides.
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
+        telemetry: store what each rank did in each save and restore, for `shardwise report`.
+        hooks: functions that make further hooks of this run, as entry points do.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -127,6 +130,8 @@ class Checkpointer:
         staging_bytes: int | None = None,
         timeout: timedelta = TIMEOUT,
         on_event: Sink | None = None,
+        telemetry: bool = True,
+        hooks: Sequence[MakeHook] = (),
     ) -> None:
         self._closed, self._process = False, os.getpid()
         self._damaged: set[int] = set()
@@ -153,23 +158,22 @@ class Checkpointer:
                     save_at_end=save_at_end,
                     on_failure=on_failure,
                     on_divergence=DivergencePolicy.from_option(on_divergence),
+                    telemetry=telemetry,
                 )
                 self._signals = install_signals(save_on_signals, after_signal)
             self._comparison = ReplicaComparison(settings.on_divergence)
-            self._saver, steps = self._open_saver(self._comparison)
+            self._saver, steps = self._open_saver(self._comparison, hooks)
         except BaseException:
             self._release()
             raise
-        self._load = partial(
-            api.load, allow_pickle=allow_pickle, staging_bytes=staging_bytes,
-            group=self._group, on_event=on_event,
-        )  # fmt: skip
         self._saving = Saving(
             self._settings, self._group, self._saver, self._hooks, self._damaged, steps
         )
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
-    def _open_saver(self, comparison: ReplicaComparison) -> tuple[Saver, list[int]]:
+    def _open_saver(
+        self, comparison: ReplicaComparison, make_hooks: Sequence[MakeHook]
+    ) -> tuple[Saver, list[int]]:
         """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
         settings, group, hooks = self._settings, self._group, self._hooks
         can_use_memory, steps = prepare_root_and_check_memory(
@@ -177,7 +181,7 @@ class Checkpointer:
         )
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
-            of_packages = make_plugin_hooks(run)
+            others = make_other_hooks(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, comparison, watch)
         if settings.memory is None or not can_use_memory:
@@ -190,7 +194,10 @@ class Checkpointer:
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         hooks.add(DivergenceWatch(comparison, group, settings.on_event))
-        for hook in of_packages:
+        if settings.telemetry:
+            take_ended = None if isinstance(saver, DirectSaver) else saver.take_ended
+            hooks.add(TelemetryHook(run, group, take_ended))
+        for hook in others:
             hooks.add(hook)
         return saver, steps
 
@@ -394,16 +401,20 @@ class Checkpointer:
             StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
         """
         self._refuse_closed()
+        options = self._settings
         load = partial(
-            self._load, state=state, strict=strict, only=only, skip=skip, rename=rename,
-            cast=cast, spec=spec, read_once=read_once,
+            api.load, state=state, strict=strict, only=only, skip=skip, rename=rename,
+            cast=cast, spec=spec, read_once=read_once, allow_pickle=options.allow_pickle,
+            staging_bytes=options.staging_bytes, group=self._group, on_event=options.on_event,
         )  # fmt: skip
         self._saving.begin_restore()
-        recorder = Recorder(self._settings.on_event)
+        recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
             self.prepare(state)
-        self.last_restore = report and replace(report, seconds=recorder.seconds())
+        self.last_restore = report and replace(
+            report, seconds=recorder.seconds(), record=_join(recorder.record(), report.load.record)
+        )
         if self.last_restore is not None:
             self._hooks.call("restored", self.last_restore)
         return start_step
@@ -445,7 +456,8 @@ class Checkpointer:
         Returns:
             The report, or None; and the step to continue from, or None.
         """
-        restoring = Restoring(self._settings, self._group, self._saver, self._damaged, recorder)
+        group = TimedGroup(self._group, recorder)
+        restoring = Restoring(self._settings, group, self._saver, self._damaged, recorder)
         has_agents = self._settings.memory is not None
         for _ in range(MOST_RESTORES):
             report = restoring.restore(step, self._settings.keep.best, load)
@@ -473,3 +485,10 @@ class Checkpointer:
         self._refuse_forked()
         if self._closed:
             raise ShardwiseError(f"{self} is closed: create another one to save or restore")
+
+
+def _join(restore: OperationRecord, load: OperationRecord) -> OperationRecord:
+    """Return the record of a restore, with the stages of the load in it."""
+    agreed, clock = (restore.agreed, restore.clock) if restore.agreed else (load.agreed, load.clock)
+    events = (*restore.events, *load.events)
+    return replace(restore, agreed=agreed, clock=clock, events=events, axes=load.axes)

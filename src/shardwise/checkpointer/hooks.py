@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
 from shardwise.errors import ShardwiseError
 from shardwise.events import Recorder, Sink
 from shardwise.plugins import call_plugin, find_plugins
-from shardwise.ports.hooks import GROUP, RestoreReport, Run, RunHook
+from shardwise.ports.hooks import GROUP, MakeHook, RestoreReport, Run, RunHook
 
 log = logging.getLogger("shardwise")
 
@@ -42,13 +43,18 @@ class RunHooks:
             raise failures[0]
 
 
-def make_plugin_hooks(run: Run) -> list[RunHook]:
-    """Return the hooks of other packages for a run.
+def make_other_hooks(run: Run, make_hooks: Iterable[MakeHook]) -> list[RunHook]:
+    """Return the hooks of a run that are not shardwise's own.
+
+    Args:
+        run: the run.
+        make_hooks: make the hooks that the user passed. Those of other packages come after them.
 
     Raises:
         StateError: the hook of a package cannot be imported or made.
     """
-    made = [call_plugin(each, RunHook, run) for each in find_plugins(GROUP).values()]
+    made = [make(run) for make in make_hooks]
+    made += [call_plugin(each, RunHook, run) for each in find_plugins(GROUP).values()]
     return [hook for hook in made if hook is not None]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
-from shardwise.events import Recorder
+from shardwise.events import Event, Recorder, Watcher
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -86,6 +86,14 @@ class DirectSaver:
         saved, self._saved = self._saved, []
         return saved
 
+    def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
+        """Return what shows the stages of an operation while they run; None without agents."""
+        return None
+
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of agents, for the saves that ended since the last call, by id."""
+        return {}
+
     def take_failure(self) -> StoreError | None:
         """Return a failure in the background that was not raised or returned yet, if any."""
         return None
@@ -138,11 +146,12 @@ class SnapshotSaver(Snapshots):
     ) -> SaveHandle | None:
         """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
         self.fence()
-        group, sent_before = self._group, self._group.bytes_sent
+        group, sent_before = TimedGroup(self._group, recorder), self._group.bytes_sent
 
         def prepare() -> SaveRequest:
             save = make_save()
             save.note = self.offer(save.step or 0, durable=durable)
+            save.needs_room = durable
             if not durable:
                 save.place = f"memory, for {save.store}"
             return save
@@ -151,15 +160,17 @@ class SnapshotSaver(Snapshots):
         if not self.accept(planned.notes):
             return None
         request, plan = planned.request, planned.plan
+        recorder.save_id = planned.save_id
         if durable:
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
-                    request.check_place(plan.bytes_stored, self._steps_to_look_for)
+                    request.check_place(self._steps_to_look_for)
         if request.check_replicas:
             check_replicas(planned, group)
         planned.choose_sample(self._comparison)
-        with recorder.stage("stage"):
+        with recorder.stage("stage") as stage:
             pending = self.stage(planned, storage, durable=durable)
+            stage.bytes = pending.nbytes
         report = SaveReport(
             path=str(request.store if durable else pending.place.path),
             step=request.step,
@@ -170,6 +181,7 @@ class SnapshotSaver(Snapshots):
             plan_cached=planned.cached,
             bytes_communicated=group.bytes_sent - sent_before,
             seconds=recorder.seconds(),
+            record=recorder.record(),
         )
         return SaveHandle(report, pending, self._mirror)
 
@@ -177,7 +189,13 @@ class SnapshotSaver(Snapshots):
         self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank."""
-        planned = plan_together(make_save, self._group, plan_cache, recorder)
+
+        def prepare() -> SaveRequest:
+            save = make_save()
+            save.needs_room = False
+            return save
+
+        planned = plan_together(prepare, self._group, plan_cache, recorder)
         compared = self._comparison.most_bytes(planned.plan)
         with recorder.stage("allocate"):
             return self.allocate(planned, compared)

@@ -29,6 +29,7 @@ from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.manifest import step_directory
 from shardwise.plan.save import PlanCache
+from shardwise.state.tensors import mesh_axes
 from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds
@@ -222,7 +223,9 @@ class Saving:
 
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
-        recorder = Recorder(settings.on_event)
+        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
+        watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
+        recorder = Recorder(settings.on_event, watcher)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
         overwrite = call.overwrite or is_damaged
 
@@ -236,11 +239,12 @@ class Saving:
             store, metrics = settings.root.at(step_directory(step)), call.metrics or {}
             if durable:
                 self._require_ranked_metric(step, metrics)
-            return self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            request = self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            recorder.axes = mesh_axes(request.state.tensors)
+            return request
 
         self._fence_optimizer_steps(call.state)
         damaged = self._damaged - ({call.step} if is_damaged else set())
-        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
         storage = settings.storage_task(step, damaged)
         try:
             with pause_gc():

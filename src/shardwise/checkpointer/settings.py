@@ -38,6 +38,7 @@ _EQUAL_ON_ALL_RANKS = (
     "save_at_end",
     "on_failure",
     "on_divergence",
+    "telemetry",
 )
 _MAY_DIFFER_BETWEEN_NODES = (
     "dir",
@@ -66,6 +67,7 @@ class Settings:
     save_at_end: bool
     on_failure: Literal["raise", "warn"]
     on_divergence: DivergencePolicy
+    telemetry: bool
 
     def shared_options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks: name and value as text."""

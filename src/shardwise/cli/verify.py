@@ -77,7 +77,7 @@ def _verify(path: str, step: int | None) -> dict[str, Any]:
         damage = [sw.Damage(file=None, problem=str(error), tensors=[])]
         numbers = dict.fromkeys(("bytes", "files", "compared", "unchecked"), 0)
         return {"path": path, "step": step, "intact": False, **numbers, "damage": damage}
-    with progress(sum(file.size for file in checkpoint.layout.files)) as on_event:
+    with progress(checkpoint.layout.nbytes) as on_event:
         report = checkpoint.find_damage(on_event)
     return {
         "path": report.path,

@@ -24,8 +24,11 @@ from shardwise.divergence.differences import (
     SampleDetails,
     SetDigest,
     combine_digests,
+    combine_sums,
+    encode_sum,
     find_differing_sets,
     find_divergences,
+    has_difference,
     keep_differing,
 )
 from shardwise.divergence.replica_sets import (
@@ -232,25 +235,21 @@ class ReplicaComparison:
         self._plan, self._sets = plan, tuple(each for each in sets if each.nbytes)
         self._comparison_number, self._equal_at = None, {}
 
-    def encode_message(self, rank: int) -> bytes:
+    def encode_message(self) -> bytes:
         """Return this rank's message about its last sample, for `conclude`."""
         sample = self._sample
         if sample is None:
             return b""
-        digests = {
-            number: SetDigest(hashlib.blake2b(checksums, digest_size=16).digest(), rank)
-            for number, checksums in sample.checksums().items()
-        }
-        key = f"{sample.save_id} {sample.comparison_number}"
-        return msgspec.msgpack.encode({key: digests} if digests else {})
+        digests = _digests_of(sample)
+        sets = [each for each in sample.sets if each.number in digests]
+        return encode_sum(
+            _key_of(sample),
+            {s.number: (digests[s.number], s.holders, s.is_first_holder) for s in sets},
+        )
 
     def combine_messages(self, messages: Sequence[bytes]) -> bytes:
         """Return the message of some ranks together; the order does not matter."""
-        return combine_digests(messages)
-
-    def conclude_message(self, message: bytes) -> bytes:
-        """Return only the sets that differ of the combined message of all ranks."""
-        return keep_differing(message)
+        return combine_sums(messages)
 
     def conclude(
         self,
@@ -261,7 +260,7 @@ class ReplicaComparison:
         """End the comparison of the last sample. All ranks call this together.
 
         Args:
-            message: the combined message of all ranks, or what `conclude_message` made of it.
+            message: the combined message of all ranks.
             group: the ranks.
             recorder: gets an event `divergence` if replicas differ.
 
@@ -270,7 +269,7 @@ class ReplicaComparison:
         """
         sample, self._sample = self._sample, None
         self.divergences = ()
-        differing = find_differing_sets(message)
+        differing = _find_differing(sample, group) if has_difference(message) else {}
         if differing:
             with recorder.stage("divergence"):
                 self.divergences = self._locate(sample, differing, group)
@@ -292,13 +291,7 @@ class ReplicaComparison:
         if group.size == 1 or self._policy.ignores_all:
             return
         with Round(group, "comparing replicas") as all_ranks:
-            message = all_ranks.all_reduce(
-                self.encode_message(group.rank),
-                bytes,
-                self.combine_messages,
-                self.conclude_message,
-                bytes,
-            )
+            message = all_ranks.all_reduce(self.encode_message(), bytes, self.combine_messages)
         self.conclude(message, group, recorder)
 
     def forget(self) -> None:
@@ -357,6 +350,28 @@ class ReplicaComparison:
             return False
         self._logged_at[key] = self._comparisons
         return True
+
+
+def _key_of(sample: ReplicaSample) -> str:
+    """Return a key that is equal for samples of the same boxes."""
+    return f"{sample.save_id} {sample.comparison_number}"
+
+
+def _digests_of(sample: ReplicaSample) -> dict[int, bytes]:
+    """Return a digest of the checksums of each set, by its number."""
+    checksums = sample.checksums().items()
+    return {number: hashlib.blake2b(sums, digest_size=16).digest() for number, sums in checksums}
+
+
+def _find_differing(sample: ReplicaSample | None, group: Group) -> dict[int, int]:
+    """Return the numbers of the sets that differ, with the first rank of each, on all ranks."""
+    with Round(group, "finding replicas that differ") as all_ranks:
+        own = b""
+        if sample is not None and (digests := _digests_of(sample)):
+            sets = {number: SetDigest(each, group.rank) for number, each in digests.items()}
+            own = msgspec.msgpack.encode({_key_of(sample): sets})
+        message = all_ranks.all_reduce(own, bytes, combine_digests, keep_differing, bytes)
+    return find_differing_sets(message)
 
 
 def _summarize(divergences: Sequence[Divergence]) -> str:

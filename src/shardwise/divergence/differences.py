@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -103,6 +104,10 @@ class DivergencePolicy:
         return next(matching, "warn")
 
 
+_SUM_SIZE = 16
+"""The size of a sum of hashes, in bytes."""
+
+
 @prepare_decoding
 class SetDigest(msgspec.Struct, array_like=True):
     """A digest of the checksums of a set of boxes.
@@ -138,6 +143,44 @@ class SampleDetails(msgspec.Struct, array_like=True):
     checksums: dict[int, bytes]
     boxes: dict[int, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
     equal_at: dict[int, int]
+
+
+def encode_sum(key: str, digests: Mapping[int, tuple[bytes, int, bool]]) -> bytes:
+    """Return a short message that tells whether the digests of a rank equal those of other ranks.
+
+    The first of m holders of a set adds `(m - 1) * h`, where h is a hash of the set and its digest.
+    The other holders subtract h. If all digests are equal, the sum over all ranks is 0. Otherwise,
+    it is 0 with a probability of 2^-128.
+
+    Args:
+        key: the save and the comparison of the sample.
+        digests: for each set, by its number: the digest, the number m of holders, and whether the
+            rank is the first of them.
+    """
+    total = 0
+    for number, (digest, holders, is_first) in digests.items():
+        hashed = hashlib.blake2b(number.to_bytes(8, "little") + digest, digest_size=_SUM_SIZE)
+        total += int.from_bytes(hashed.digest(), "little") * (holders - 1 if is_first else -1)
+    return msgspec.msgpack.encode({key: _encode_sum(total)})
+
+
+def _encode_sum(total: int) -> bytes:
+    return (total % (1 << 8 * _SUM_SIZE)).to_bytes(_SUM_SIZE, "little")
+
+
+def combine_sums(messages: Sequence[bytes]) -> bytes:
+    """Add up the sums of some ranks. A message is empty if a rank has no sample."""
+    totals: dict[str, int] = {}
+    for message in filter(None, messages):
+        for key, total in msgspec.msgpack.decode(message, type=dict[str, bytes]).items():
+            totals[key] = totals.get(key, 0) + int.from_bytes(total, "little")
+    return msgspec.msgpack.encode({key: _encode_sum(total) for key, total in totals.items()})
+
+
+def has_difference(message: bytes) -> bool:
+    """Return whether digests differ, or some are missing, from the sums of all ranks."""
+    sums = msgspec.msgpack.decode(message, type=dict[str, bytes]) if message else {}
+    return any(any(total) for total in sums.values())
 
 
 def combine_digests(messages: Sequence[bytes]) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,12 +42,14 @@ class ReplicaSet:
     Attributes:
         number: the number of the set, which is the same on all holders.
         holders: the number of ranks that hold the boxes.
+        is_first_holder: whether this rank is the first of them.
         fragment: for each box, the index of this rank's fragment that the box is, `(n,)`.
         start: the offset of each box in the sequence, and the end of the sequence, `(n + 1,)`.
     """
 
     number: int
     holders: int
+    is_first_holder: bool
     fragment: IntArray
     start: IntArray
 
@@ -63,15 +65,16 @@ def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
     description = plan.description
     dtypes = description.structure.dtypes
     itemsizes = np.array([DTYPES[dtype].itemsize for dtype in dtypes], np.int64)
-    for number, (holders, fragment) in enumerate(plan.replicas):
-        if plan.rank not in holders:
-            continue
+    for each in plan.replicas:
+        fragment = each.fragment
         # Wider types come first, so that every offset in the sequence is aligned to its own type.
         itemsize = itemsizes[description.tensor[fragment]]
         order = np.argsort(-itemsize, kind="stable")
         sizes = description.shape[fragment].prod(axis=1) * itemsize
         start = np.concatenate([[0], np.cumsum(sizes[order])])
-        found.append(ReplicaSet(number, len(holders), fragment[order], start))
+        found.append(
+            ReplicaSet(each.number, each.holders, each.is_first_holder, fragment[order], start)
+        )
     return tuple(found)
 
 
@@ -86,7 +89,7 @@ def leave_out_tensors(
     """
     keeps = ~np.array(is_left_out, bool)[description.tensor[replicas.fragment]]
     start = np.concatenate([[0], np.cumsum(np.diff(replicas.start)[keeps])])
-    return ReplicaSet(replicas.number, replicas.holders, replicas.fragment[keeps], start)
+    return replace(replicas, fragment=replicas.fragment[keeps], start=start)
 
 
 def saves_per_round(holders: int) -> int:

@@ -30,7 +30,9 @@ from shardwise.manifest.manifest import (
     is_file_of_save,
     is_lock_file,
     lock_file,
+    names_of_checkpoint,
     save_id_of_file,
+    save_id_of_telemetry,
 )
 from shardwise.store import Store, abort_uploads, publish_checked
 
@@ -258,7 +260,7 @@ def remove_leftovers(
     ours = [name for name in names if is_file_of_save(name) and name != own_lock]
     if not ours:
         return []
-    saves = {save_id_of_file(name) for name in ours}
+    saves = {save_id_of_file(name) or save_id_of_telemetry(name) for name in ours}
     if MANIFEST in names and len(saves) == 1 and None not in saves:
         return []  # the files of one checkpoint
     with ExitStack() as locks:
@@ -331,11 +333,11 @@ def _may_be_read(store: Store) -> bool:
 
 
 def _files_in_manifest(store: Store) -> set[str] | None:
-    """Return the files that the manifest lists; None if the manifest cannot be read."""
+    """Return the files of the checkpoint; None if the manifest cannot be read."""
     try:
         manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
     except FileNotFoundError:
         return set()
     except (FormatError, StoreError):
         return None
-    return {file.name for file in manifest.files}
+    return names_of_checkpoint(manifest)

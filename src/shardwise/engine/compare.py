@@ -17,13 +17,15 @@ from shardwise.boxes import Box, batch_boxes
 from shardwise.boxes.box import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group, SoloGroup
-from shardwise.engine.load import read_boxes, read_per_rank
+from shardwise.engine.load import read_boxes
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round, concatenate
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, Pieces
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import Pieces, StoredRuns
 from shardwise.state.local_state import same_bytes, view_for_numpy
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
@@ -167,7 +169,8 @@ def _values_of(store: Files, layout: Layout) -> dict[str, object]:
     """Return the encoded values of all ranks, and a list of each value that differs by rank."""
     values: dict[str, object] = {entry.name: entry.value for entry in layout.objects}
     if layout.per_rank:
-        values |= read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+        per_rank = read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+        values |= {name: [*each] for name, each in per_rank.items()}
     return values
 
 
@@ -269,6 +272,8 @@ def compare_copies(
         first place that differs.
     """
     replicas = layout.replicas
+    if not len(replicas):
+        return 0, []
     tensor_of = layout.tensor_of[replicas.tensor]
     rows = np.arange(len(replicas))
     # Several copies of a tensor have the same boxes, so each copy is read as a tensor of its own.
@@ -278,7 +283,9 @@ def compare_copies(
         format=layout.format,
         files=layout.files,
         tensors=tuple(layout.tensors[index] for index in indices),
-        pieces=Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)]),
+        runs=StoredRuns.of_pieces(
+            Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)])
+        ),
     )
     if tensors is not None:
         rows = rows[np.isin(tensor_of, [*tensors])]
@@ -383,11 +390,11 @@ def _describe_difference(
     element = int((first_bytes != copy_bytes).nonzero()[0]) // first.element_size()
     index = np.unravel_index(element, box.shape) if box.shape else ()
     position = [int(i) + o for i, o in zip(index, box.offset, strict=True)]
-    pieces = layout.pieces
+    pieces = layout.pieces_of(tensor)
     padded = np.zeros(pieces.offset.shape[1], np.int64)
     padded[: len(position)] = position
     holds = (pieces.offset <= padded) & (padded < pieces.offset + pieces.shape)
-    (piece, *_) = np.flatnonzero((pieces.tensor == tensor) & holds.all(axis=1)).tolist()
+    (piece, *_) = np.flatnonzero(holds.all(axis=1)).tolist()
     first_place = _place_of(layout, pieces, piece, padded)
     copy_place = _place_of(layout, layout.replicas, row, padded)
     name = layout.tensors[int(layout.tensor_of[tensor])].name
@@ -397,5 +404,7 @@ def _describe_difference(
 def _place_of(layout: Layout, pieces: Pieces, row: int, position: IntArray) -> str:
     """Return the file and byte of an element of a piece."""
     elements = int(((position - pieces.offset[row]) * pieces.stride[row]).sum())
-    start = int(pieces.start[row]) + elements * int(layout.itemsizes[pieces.tensor[row]])
-    return f"{layout.files[int(pieces.file[row])].name} at byte {start}"
+    file = int(pieces.file[row])
+    start = int(layout.file_bounds[file, 0] + pieces.start[row])
+    start += elements * int(layout.itemsizes[pieces.tensor[row]])
+    return f"{layout.files[file].name} at byte {start}"

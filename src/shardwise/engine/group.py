@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.events import Recorder
+
 TIMEOUT = timedelta(minutes=10)
 Combine = Callable[[list[bytes]], bytes]
 
@@ -73,6 +75,46 @@ class Group(Protocol):
             cleanup: closes the connections of the part.
         """
         ...
+
+
+class TimedGroup:
+    """A group that counts the time of its methods as waits for other ranks.
+
+    Args:
+        group: the ranks.
+        recorder: gets the waits, and the time of the first agreement.
+    """
+
+    def __init__(self, group: Group, recorder: Recorder) -> None:
+        self._group, self._recorder = group, recorder
+        self.rank, self.number, self.size = group.rank, group.number, group.size
+        self.timeout = group.timeout
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Group.bytes_sent`."""
+        return self._group.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """See `Group.bytes_received`."""
+        return self._group.bytes_received
+
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """See `Group.reduce`."""
+        with self._recorder.waiting():
+            return self._group.reduce(data, combine)
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Group.broadcast`."""
+        with self._recorder.waiting():
+            received = self._group.broadcast(data)
+        self._recorder.note_agreement()
+        return received
+
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> TimedGroup:
+        """See `Group.part`."""
+        return TimedGroup(self._group.part(ranks, cleanup), self._recorder)
 
 
 class SoloGroup:

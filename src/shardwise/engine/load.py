@@ -6,16 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import torch
 
 from shardwise.boxes import Box
 from shardwise.boxes.box import IntArray, padded_rows
-from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
 from shardwise.engine.group import Group
@@ -26,14 +24,13 @@ from shardwise.engine.tensors import (
     memory_of,
     split_ties,
 )
-from shardwise.errors import CorruptionError, FormatError, MismatchError
-from shardwise.events import format_bytes, format_count
+from shardwise.errors import CorruptionError, MismatchError
+from shardwise.events import OperationRecord, format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.plan.load import Ranges, Transfers, plan_load
 from shardwise.state.local_state import Fragment, TensorLeaf, same_bytes
 from shardwise.state.name_lookup import SavedNames
-from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
@@ -57,6 +54,7 @@ class LoadReport:
         unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
         optimizers: the names of the optimizers whose state was loaded on this rank.
         seconds: the time of each stage (open, match, plan, read, restore), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -69,6 +67,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     optimizers: tuple[str, ...]
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (
@@ -142,7 +141,7 @@ class RankReads:
 
     def copier(self, spans: Ranges) -> SpanCopier:
         """Return the object that copies boxes from these spans to the fragments."""
-        strides = self.layout.pieces.stride
+        strides = self.layout.runs.stride
         return SpanCopier(self.transfers, spans, strides, self.leaves, self.memory)
 
     def fill_alone(self, ranks_on_node: int = 1) -> None:
@@ -240,11 +239,11 @@ def _plan_reads(
     """Plan the reads that fill tensors.
 
     Args:
-        indices: the index of each of `leaves` in `Pieces.tensor`.
+        indices: the index of each of `leaves` in `Layout.runs.tensor`.
     """
     if layout.terms:
         indices, leaves = _split_means(indices, leaves, layout)
-    dims = layout.pieces.offset.shape[1]
+    dims = layout.runs.offset.shape[1]
     memory: list[TensorMemory] = []
     bytes_needed = 0
     tensor: list[int] = []
@@ -288,6 +287,12 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
+    if isinstance(layout.files, StoredFiles):
+        size = arena.read_size if mapped is None else arena.buffer_size
+        found = np.full(len(layout.files), size, np.int64)
+        indices = map(layout.files.table.index_of, mapped or ())
+        found[[index for index in indices if index is not None]] = arena.read_size
+        return found
     sizes = []
     for file in layout.files:
         is_on_other_node = mapped is not None and file.name not in mapped
@@ -362,7 +367,7 @@ def read_boxes(
     """Read boxes of tensors into new CPU tensors, all together.
 
     Args:
-        boxes: the index of each tensor in `Pieces.tensor`, and the box.
+        boxes: the index of each tensor in `Layout.runs.tensor`, and the box.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes.
@@ -377,54 +382,6 @@ def read_boxes(
         leaves.append(leaf)
     _plan_reads(indices, leaves, layout, store, arena, verify=verify).fill_alone()
     return out
-
-
-def read_per_rank(
-    store: Files, layout: Layout, names: Sequence[str], group: Group, *, verify: bool
-) -> dict[str, list[JsonValue]]:
-    """Read per-rank values.
-
-    If as many ranks load as have saved, each rank reads only its own values.
-
-    Args:
-        store, layout: the checkpoint.
-        names: the names of the values in the checkpoint; at least one.
-        group: the ranks that load.
-        verify: check the checksums of the bytes that are read.
-
-    Returns:
-        For each name, a list with the value of each rank that saved; None for values not read.
-
-    Raises:
-        CorruptionError: bytes differ from the saved bytes, or a rank's values are missing.
-    """
-    world = layout.world_size
-    ranks = [group.rank] if world == group.size else range(world)
-    files = {file.entry.rank: file for file in layout.files if file.entry is not None}
-    found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
-    for rank in ranks:
-        if rank not in files:
-            raise CorruptionError(
-                f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
-                "value of this rank; load another checkpoint"
-            )
-        with closing(DataReader(store, files[rank], verify=verify)) as reader:
-            encoded = reader.read_objects()
-        try:
-            values = msgspec.json.decode(encoded or b"{}")
-        except DECODE_ERRORS as error:
-            raise FormatError(
-                f"{store}: {files[rank].name} has invalid per-rank values: {error}"
-                "; copy the file again from an intact source, or load another checkpoint"
-            ) from error
-        for name in names:
-            if not isinstance(values, dict) or name not in values:
-                raise CorruptionError(
-                    f"{store}: {files[rank].name} has no value of {name}, which the "
-                    "manifest lists; copy the file again from an intact source"
-                )
-            found[name][rank] = values[name]
-    return found
 
 
 def run_in_threads(

@@ -2,34 +2,36 @@
 
 `plan_together` has the steps, which saves to storage and snapshots in memory share:
 
-1. Each rank describes its state, and sends an `Offer` to all ranks.
-2. If a structure is new, the first rank that has it sends it to all ranks. Plain values are sent
-   likewise, if they differ.
-3. Every rank computes the plan, unless all ranks have it in their caches.
+1. Each rank describes its state, and offers to save it. From the offers, rank 0 concludes whether
+   all ranks have a plan of their states in their caches.
+2. Otherwise, the distinct structures and the coordinates of all ranks are sent to all ranks, and
+   every rank computes the plan.
+3. If plain values of ranks differ, they are sent to all ranks, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from functools import partial
 
 import msgspec
 import numpy as np
 
-from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
-from shardwise.engine.rounds import Round, combine_values, refuse_unequal, values_of
+from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
+from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
-from shardwise.errors import MismatchError, StateError, StoreError
+from shardwise.errors import StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import (
     MANIFEST,
@@ -43,18 +45,12 @@ from shardwise.manifest.manifest import (
     new_save_id,
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Coordinates, Structure
+from shardwise.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.state.local_state import Fragment, LocalState
-from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.store import Store, free_bytes
 
-DIFFERENT_VALUES = (
-    "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap other "
-    "values that are meant to differ in sw.PerRank(value):"
-)
-MOST_PARTS_SHOWN = 5
-LONGEST_SHOWN = 40
-"""The most characters of a value to show in an error message."""
+LARGEST_STRUCTURE = 2**30
+"""The most bytes of an encoded structure."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +64,8 @@ class SaveRequest:
         step, overwrite, check_replicas, metrics: as for `shardwise.save`.
         place: the destination, for error messages. Default: the store.
         note: what this rank tells the others; see `PlannedSave.notes`.
+        needs_room: whether the store must have room for all tensors before the save.
+        save_id: the id of the save, if this is rank 0.
 
     Raises:
         StateError: the step is not an integer from 0, or a metric is not a number.
@@ -82,6 +80,8 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     place: str = ""
     note: bytes = b""
+    needs_room: bool = True
+    save_id: str = field(default_factory=new_save_id)
 
     def __post_init__(self) -> None:
         self.step = None if self.step is None else check_step(self.step)
@@ -98,25 +98,32 @@ class SaveRequest:
             ) from error
         self.metrics = metrics
 
-    def check_place(self, nbytes: int, steps: Collection[int] | None = None) -> None:
-        """Refuse a save to a place that has a checkpoint, unless `overwrite` is set, or no room.
+    def check_place(self, steps: Collection[int] | None = None) -> None:
+        """Refuse a save to a place that has a checkpoint, unless `overwrite` is set.
 
         Args:
-            nbytes: the size of the tensors.
             steps: look only for checkpoints of these steps; None for all.
 
         Raises:
             CheckpointExistsError: the place has a checkpoint.
+        """
+        may_exist = not self.overwrite and (steps is None or self.step in steps)
+        if may_exist and MANIFEST in self.store.list():
+            raise exists_error(self.store)
+
+    def check_room(self, nbytes: int) -> None:
+        """Check that the store has room for all tensors, if the save needs it.
+
+        Args:
+            nbytes: the size of the tensors.
+
+        Raises:
             StoreError: fewer than `nbytes` bytes are free.
         """
-        store = self.store
-        may_exist = not self.overwrite and (steps is None or self.step in steps)
-        if may_exist and MANIFEST in store.list():
-            raise exists_error(store)
-        free = free_bytes(store)
+        free = free_bytes(self.store) if self.needs_room else None
         if free is not None and free < nbytes:
             raise StoreError(
-                f"{store}: no room for this save: its tensors need {nbytes:,} bytes, but only "
+                f"{self.store}: no room for this save: its tensors need {nbytes:,} bytes, but only "
                 f"{free:,} are free; free some space or keep fewer checkpoints"
             )
 
@@ -144,7 +151,7 @@ class SaveRequest:
             world_size=world_size,
             metrics=dict(self.metrics),  # msgspec encodes numbers that are not finite as null
             per_rank=values[1],
-            files=tuple(files),
+            files=files,
             objects=values[0],
             tensors=tensors,
         )
@@ -162,7 +169,7 @@ class PlannedSave:
         fragments: the fragments in the description, with their memory.
         objects: the plain values that all ranks share.
         holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
-        notes: the note in the request of each rank.
+        notes: the distinct notes in the requests, in the order of their first ranks.
         sample: the boxes that this rank compares with other ranks; None if there are none.
     """
 
@@ -200,8 +207,10 @@ class PlannedSave:
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 calls this."""
         plan, values = self.plan, (self.objects, self.plan.per_rank)
-        ranks, tensors = len(plan.limits) - 1, plan.encoded_tensors
-        return encode_manifest(self.request.manifest(self.save_id, ranks, files, values, tensors))
+        request = self.request
+        return encode_manifest(
+            request.manifest(self.save_id, plan.world, files, values, plan.encoded_tensors)
+        )
 
     def choose_sample(self, watch: ReplicaWatch) -> None:
         """Choose the replicas to compare. Call this after all checks that can refuse the save."""
@@ -210,34 +219,58 @@ class PlannedSave:
 
 
 @prepare_decoding
-class Offer(msgspec.Struct, array_like=True):
-    """What each rank tells the other ranks before a save.
+class _Offer(msgspec.Struct, array_like=True):
+    """What some ranks together tell rank 0 before a save.
 
     Attributes:
         settings: those that must be equal on all ranks, formatted for error messages.
-        fingerprint: the fingerprint of the rank's structure.
-        coordinates: the rank's coordinates in it.
-        cached_plans: the fingerprints of the plans in the rank's cache.
-        values_digest: the digest of the rank's plain values.
-        sample: the rank's digests of the replicas that it compared at the last save.
+        plans: the keys of plans that all of these ranks have in their caches, for their state.
+        digests: the distinct digests of plain values; more than two are not kept.
+        sample: tells whether the replicas that the ranks compared at the last save are equal.
         save_id: the id of the save, from rank 0.
-        note: the note in the rank's request.
+        notes: the distinct notes in the requests, with the first rank of each.
     """
 
-    settings: str
-    fingerprint: bytes
-    coordinates: Coordinates
-    cached_plans: list[bytes]
-    values_digest: bytes
+    settings: Values
+    plans: list[bytes]
+    digests: list[bytes]
     sample: bytes
     save_id: str
-    note: bytes
+    notes: dict[bytes, int]
 
 
-SharedValues = tuple[dict[str, JsonValue], dict[str, list[tuple[tuple[str, ...], JsonValue]]]]
-"""Two dicts of one rank: the plain values, by name; and the grouped values, by name. A grouped
-value is a list of pairs: the names of some parameters, and the value that these parameters have in
-common."""
+@prepare_decoding
+class _Agreement(msgspec.Struct, array_like=True):
+    """What rank 0 concludes from the offers of all ranks.
+
+    Attributes:
+        plan: the key of a plan that all ranks have in their caches; None if there is none.
+        values_differ: whether plain values of ranks differ.
+        sample: as in the offers.
+        save_id: the id of the save.
+        notes: the distinct notes, in the order of their first ranks.
+    """
+
+    plan: bytes | None
+    values_differ: bool
+    sample: bytes
+    save_id: str
+    notes: list[bytes]
+
+
+@prepare_decoding
+class _Members(msgspec.Struct, array_like=True):
+    """A structure, and ranks that have it.
+
+    Attributes:
+        structure: the encoded structure, compressed. Names of tensors are much alike.
+        ranks: the ranks, as little-endian int32.
+        coordinates: the coordinates of these ranks, one rank after the other, as int32.
+    """
+
+    structure: bytes
+    ranks: bytes
+    coordinates: bytes
 
 
 def plan_together(
@@ -264,180 +297,186 @@ def plan_together(
         with recorder.stage("describe"):
             request = prepare()
             state = request.state
-            description, fragments = describe_tensors(state.tensors, tuple(state.per_rank))
+            members = members_of(state)
+            described = describe_tensors(state.tensors, tuple(state.per_rank), members)
+            description, fragments = described
             structure = msgspec.msgpack.encode(description.structure)
-        own = _make_offer(request, description.coordinates, structure, plan_cache, group, watch)
-        offers = all_ranks.all_gather(own, Offer)
-    # Each field, as the values of all ranks.
-    settings, fingerprints, coordinates, cached_plans, digests, samples, save_ids, notes = zip(
-        *map(msgspec.structs.astuple, offers), strict=True
-    )
+            fingerprint = _digest(structure)
+            own = group.rank, group.size, fingerprint, description.coordinates
+            known = plan_cache.plans_for(*own)
+            if group.rank == 0 and known:
+                request.check_room(max(plan.bytes_stored for plan in known.values()))
+        agreement = all_ranks.all_reduce(
+            _make_offer(request, known, group, watch),
+            _Offer,
+            partial(_combine_offers, watch=watch),
+            _conclude,
+            _Agreement,
+        )
     if watch is not None:
-        watch.conclude(watch.combine_messages(samples), group, recorder)
-    refuse_unequal(
-        "ranks do not save the same checkpoint in the same way; pass the same path, step and "
-        "options on all ranks:",
-        combine_values([values_of(rank, {"": each}) for rank, each in enumerate(settings)]),
-    )
-    key = _digest(msgspec.msgpack.encode((fingerprints, coordinates)))
-    is_cached = all(key in keys for keys in cached_plans)
+        watch.conclude(agreement.sample, group, recorder)
     with recorder.stage("plan"):
-        plan = plan_cache.get(key, group.rank) if is_cached else None
-        values = msgspec.json.encode((state.objects, state.grouped))
-        new_structure = structure if plan is None else None
-        structures, values_of_ranks = _share(new_structure, values, fingerprints, digests, group)
-        objects = merge_values(values_of_ranks, DIFFERENT_VALUES)
-        if plan is None:
+        is_cached = agreement.plan is not None
+        if agreement.plan is not None:
+            plan = plan_cache.get(agreement.plan, group.rank)
+        else:
+            key, structures = _share_structures(structure, fingerprint, description, group)
             with Round(group, "planning a save"):
-                known = {structure: description.structure}
-                distinct = _decode_structures(structures, fingerprints, known)
-                plan = plan_save(distinct, coordinates, group.rank, description)
-            plan_cache.put(key, group.rank, plan)
-    held = msgspec.msgpack.encode((own.fingerprint, own.coordinates))
-    return PlannedSave(request, save_ids[0], plan, is_cached, fragments, objects, held, notes)
+                plan = plan_save(structures, group.size, group.rank, description)
+                if group.rank == 0:
+                    request.check_room(plan.bytes_stored)
+            plan_cache.put(key, group.rank, fingerprint, plan)
+        objects = _share_values(state, fingerprint, plan, group, differ=agreement.values_differ)
+    held = msgspec.msgpack.encode((fingerprint, description.coordinates))
+    return PlannedSave(
+        request, agreement.save_id, plan, is_cached, fragments, objects, held, agreement.notes
+    )
 
 
 def _make_offer(
     request: SaveRequest,
-    coordinates: Coordinates,
-    structure: bytes,
-    plan_cache: PlanCache,
+    known: Mapping[bytes, SavePlan],
     group: Group,
     watch: ReplicaWatch | None,
-) -> Offer:
+) -> _Offer:
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
     settings += " with check_replicas=True" if request.check_replicas else ""
-    values = request.state.objects, request.state.grouped
-    return Offer(
-        settings=settings,
-        fingerprint=_digest(structure),
-        coordinates=coordinates,
-        cached_plans=plan_cache.fingerprints(group.rank),
-        values_digest=_digest(msgspec.json.encode(values, order="sorted")),
-        sample=b"" if watch is None else watch.encode_message(group.rank),
-        save_id=new_save_id() if group.rank == 0 else "",
-        note=request.note,
+    return _Offer(
+        settings=values_of(group.rank, {"": settings}),
+        plans=sorted(known),
+        digests=[_digest(encode_values(request.state, order="sorted"))],
+        sample=b"" if watch is None else watch.encode_message(),
+        save_id=request.save_id if group.rank == 0 else "",
+        notes={request.note: group.rank} if request.note else {},
     )
 
 
-def _share(
-    structure: bytes | None,
-    values: bytes,
-    fingerprints: Sequence[bytes],
-    digests: Sequence[bytes],
-    group: Group,
-) -> tuple[Sequence[bytes], Sequence[bytes]]:
-    """Send each structure, and each set of plain values, from the first rank that has it.
+def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Offer:
+    plans = set(offers[0].plans).intersection(*(each.plans for each in offers[1:]))
+    notes: dict[bytes, int] = {}
+    for each in offers:
+        for note, rank in each.notes.items():
+            notes[note] = min(rank, notes.get(note, rank))
+    return _Offer(
+        settings=combine_values([each.settings for each in offers]),
+        plans=sorted(plans),
+        digests=sorted({digest for each in offers for digest in each.digests})[:2],
+        sample=b"" if watch is None else watch.combine_messages([each.sample for each in offers]),
+        save_id="".join(each.save_id for each in offers),
+        notes=notes,
+    )
 
-    Args:
-        structure: the encoded structure of this rank; None if all ranks have the plan.
-        values: the encoded plain values of this rank, which are sent only if they differ.
-        fingerprints: the fingerprints of the structures of all ranks.
-        digests: the digests of the plain values of all ranks.
+
+def _conclude(offer: _Offer) -> _Agreement:
+    refuse_unequal(
+        "ranks do not save the same checkpoint in the same way; pass the same path, step and "
+        "options on all ranks:",
+        offer.settings,
+    )
+    return _Agreement(
+        plan=offer.plans[0] if offer.plans else None,
+        values_differ=len(offer.digests) > 1,
+        sample=offer.sample,
+        save_id=offer.save_id,
+        notes=sorted(offer.notes, key=offer.notes.__getitem__),
+    )
+
+
+def _share_structures(
+    encoded: bytes, fingerprint: bytes, description: Description, group: Group
+) -> tuple[bytes, list[RanksOfStructure]]:
+    """Send each distinct structure, and the coordinates of all ranks, to all ranks.
 
     Returns:
-        The structures and the plain values of all ranks. They are empty for a rank that has the
-        same structure (or the same values) as an earlier rank.
+        A digest of all structures and coordinates; and the structures, by their first ranks.
     """
-    rank, values_differ = group.rank, len(set(digests)) > 1
-    if structure is None and not values_differ:
-        return [], [values]
+    own = _Members(
+        zlib.compress(encoded, 1),
+        np.array([group.rank], "<i4").tobytes(),
+        np.array(description.coordinates, "<i4").tobytes(),
+    )
     with Round(group, "describing a save") as all_ranks:
-        if structure is None or fingerprints.index(fingerprints[rank]) < rank:
-            structure = b""
-        sends_values = values_differ and digests.index(digests[rank]) == rank
-        message = structure, values if sends_values else b""
-        structures, values_of_ranks = zip(
-            *all_ranks.all_gather(message, tuple[bytes, bytes]), strict=True
+        shared = all_ranks.all_reduce({fingerprint: own}, dict[bytes, _Members], _unite_members)
+    structures = []
+    for digest, members in shared.items():
+        ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
+        coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
+        coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
+        order = np.argsort(ranks)
+        is_own = digest == fingerprint
+        structure = description.structure if is_own else _decode_structure(members.structure)
+        structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
+    structures.sort(key=lambda each: int(each.ranks[0]))
+    key = hashlib.blake2b(digest_size=16)
+    for each in structures:
+        key.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
+    return key.digest(), structures
+
+
+def _decode_structure(compressed: bytes) -> Structure:
+    stream = zlib.decompressobj()
+    encoded = stream.decompress(compressed, LARGEST_STRUCTURE)
+    if not stream.eof:
+        raise StateError(
+            f"the names and shapes of a rank's tensors take more than {LARGEST_STRUCTURE:,} bytes: "
+            "save fewer tensors, or shorten their names"
         )
-    return structures, values_of_ranks if values_differ else [values]
+    return msgspec.msgpack.decode(encoded, type=Structure)
 
 
-def _decode_structures(
-    structures: Sequence[bytes],
-    fingerprints: Sequence[bytes],
-    known: Mapping[bytes, Structure],
-) -> list[tuple[Structure, IntArray]]:
-    """Return the distinct structures, and the ranks that have each of them.
-
-    Args:
-        structures, fingerprints: of each rank; see `_share`.
-        known: the structure of this rank, by its encoded bytes, so that it is not decoded again.
-    """
-    ranks_of: dict[bytes, list[int]] = {}
-    for rank, fingerprint in enumerate(fingerprints):
-        ranks_of.setdefault(fingerprint, []).append(rank)
-    distinct = []
-    for ranks in ranks_of.values():  # the first rank has sent the structure
-        data = structures[ranks[0]]
-        structure = known.get(data) or msgspec.msgpack.decode(data, type=Structure)
-        distinct.append((structure, np.array(ranks, np.int64)))
-    return distinct
+def _unite_members(messages: Sequence[dict[bytes, _Members]]) -> dict[bytes, _Members]:
+    parts: dict[bytes, list[_Members]] = {}
+    for message in messages:
+        for fingerprint, members in message.items():
+            parts.setdefault(fingerprint, []).append(members)
+    return {
+        fingerprint: _Members(
+            found[0].structure,
+            b"".join(each.ranks for each in found),
+            b"".join(each.coordinates for each in found),
+        )
+        for fingerprint, found in parts.items()
+    }
 
 
-def merge_values(encoded: Sequence[bytes], summary: str) -> tuple[ObjectEntry, ...]:
-    """Merge the shared values of all ranks.
+def _share_values(
+    state: LocalState, fingerprint: bytes, plan: SavePlan, group: Group, *, differ: bool
+) -> tuple[ObjectEntry, ...]:
+    """Return the plain values of all ranks for the manifest.
+
+    If they differ, ranks with the same structure and the same values send them once.
 
     Args:
-        encoded: the encoded values of each rank; empty for a rank with the same values as an
-            earlier one.
-        summary: the first line of the error.
+        differ: whether plain values of ranks differ.
 
     Raises:
-        MismatchError: ranks have different values with the same name. The error lists all names.
+        MismatchError: ranks have different values with the same name.
     """
-    # A value and the first rank that has the value: in `objects` by name, and in `grouped` by name
-    # and member of a group.
-    objects: dict[str, tuple[JsonValue, int]] = {}
-    grouped: dict[str, dict[str, tuple[JsonValue, int]]] = {}
-    problems: list[str] = []
-    for rank, data in enumerate(encoded):
-        if not data:
-            continue
-        own_objects, own_groups = msgspec.json.decode(data, type=SharedValues)
-        for name, value in own_objects.items():
-            first, first_rank = objects.setdefault(name, (value, rank))
-            if first != value:
-                problems += _describe_differences(first, value, name, first_rank, rank)
-        for name, groups in own_groups.items():
-            first_of = grouped.setdefault(name, {})
-            for members, value in groups:
-                own = value, rank
-                wrong = [each for each in members if first_of.setdefault(each, own)[0] != value]
-                if wrong:
-                    first, first_rank = first_of[wrong[0]]
-                    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                    group = f"{name} of {wrong[0]}{more}"
-                    problems += _describe_differences(first, value, group, first_rank, rank)
-    if problems:
-        raise MismatchError(summary, problems)
-    entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
-    for name, first_of in grouped.items():
-        merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
-        for member, (value, _) in first_of.items():
-            key = msgspec.json.encode(value)
-            merged.setdefault(key, {"members": [], "value": value})["members"].append(member)
-        entries.append(ObjectEntry(name, [*merged.values()]))
-    return tuple(entries)
+    encoded = encode_values(state)
+    if not differ:
+        return merge_values(
+            {rank: decode_values(encoded, members) for rank, members in plan.groups_of.values()}
+        )
+    with Round(group, "comparing plain values") as all_ranks:
+        own = {_digest(fingerprint + encoded): (group.rank, fingerprint, encoded)}
+        listed = all_ranks.all_reduce(own, dict[bytes, tuple[int, bytes, bytes]], _first_of_each)
+    return merge_values(
+        {
+            rank: decode_values(values, plan.groups_of[digest][1])
+            for rank, digest, values in sorted(listed.values())
+        }
+    )
 
 
-def _describe_differences(
-    a: JsonValue, b: JsonValue, name: str, first_rank: int, rank: int
-) -> list[str]:
-    """Return a line for each of the first few parts in which the values of two ranks differ."""
-    lines = [
-        f"{part}: {_shown(x)} on rank {first_rank}, {_shown(y)} on rank {rank}"
-        for part, x, y in find_differences(a, b, name)
-    ]
-    if len(lines) > MOST_PARTS_SHOWN:
-        lines[MOST_PARTS_SHOWN:] = [f"{name}: and {len(lines) - MOST_PARTS_SHOWN} more parts"]
-    return lines
-
-
-def _shown(encoded: JsonValue) -> str:
-    text = "absent" if encoded is msgspec.UNSET else msgspec.json.encode(encoded).decode()
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+def _first_of_each(
+    messages: Sequence[dict[bytes, tuple[int, bytes, bytes]]],
+) -> dict[bytes, tuple[int, bytes, bytes]]:
+    first: dict[bytes, tuple[int, bytes, bytes]] = {}
+    for message in messages:
+        for digest, item in message.items():
+            first[digest] = min(item, first.get(digest, item))
+    return first
 
 
 def _digest(data: bytes) -> bytes:

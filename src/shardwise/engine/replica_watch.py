@@ -53,7 +53,7 @@ class ReplicaSample(Protocol):
 class ReplicaWatch(Protocol):
     """Compares what several ranks hold, save after save. `divergence` has the implementation."""
 
-    def encode_message(self, rank: int) -> bytes:
+    def encode_message(self) -> bytes:
         """Return this rank's message about its last sample."""
         ...
 
@@ -61,15 +61,11 @@ class ReplicaWatch(Protocol):
         """Return the message of some ranks together; the order does not matter."""
         ...
 
-    def conclude_message(self, message: bytes) -> bytes:
-        """Return what all ranks need of the combined message of all ranks, on rank 0."""
-        ...
-
     def conclude(self, message: bytes, group: Group, recorder: Recorder) -> None:
         """Act on the differences between the last samples. All ranks call this together.
 
         Args:
-            message: the combined message of all ranks, or what `conclude_message` made of it.
+            message: the combined message of all ranks.
             group: the ranks.
             recorder: gets an event if replicas differ.
 

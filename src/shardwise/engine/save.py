@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -12,18 +12,19 @@ import torch
 
 from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
-from shardwise.engine.group import Group
+from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, concatenate
-from shardwise.engine.write_file import write_data_file
-from shardwise.errors import LostRankError, MismatchError, StoreError
-from shardwise.events import Recorder, format_bytes, format_count
+from shardwise.engine.write_file import FileSource, write_data_file
+from shardwise.errors import MismatchError, RankError, StoreError
+from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.data_files import FileEntry, FileTable
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
 from shardwise.state.local_state import view_for_numpy
-from shardwise.store import Store, abort_uploads
+from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
@@ -45,6 +46,7 @@ class SaveReport:
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
             write, publish), and `total`.
+        record: the events of the stages, and the waits for other ranks.
     """
 
     path: str
@@ -56,6 +58,7 @@ class SaveReport:
     plan_cached: bool
     bytes_communicated: int
     seconds: dict[str, float]
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return (
@@ -92,39 +95,36 @@ def save_all(
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
+    group = TimedGroup(group, recorder)
     sent_before = group.bytes_sent
-    planned = plan_together(prepare, group, plan_cache, recorder, watch)
-    request, plan = planned.request, planned.plan
     with ExitStack() as lock:
-        with Round(group, "locking the place of a save", rank0_only=True):
+
+        def prepare_and_lock() -> SaveRequest:
+            request = prepare()
             if group.rank == 0:
-                prepare_place(request, planned.save_id, plan.bytes_stored, lock)
+                prepare_place(request, lock)
+            return request
+
+        planned = plan_together(prepare_and_lock, group, plan_cache, recorder, watch)
+        request, plan = planned.request, planned.plan
+        recorder.save_id = planned.save_id
         if request.check_replicas:
             with recorder.stage("check_replicas"):
                 check_replicas(planned, group)
         if watch is not None:
             planned.choose_sample(watch)
-        written, files = _write(planned, group, recorder)
-        # If the publication fails or its outcome is unknown, the data files stay, because the
-        # manifest may exist. If the manifest does not exist, the next save here removes the files.
-        with Round(group, "publishing a save", rank0_only=True):
-            if group.rank == 0:
-                with recorder.stage("publish"):
-                    names, manifest = [each.name for each in files], planned.manifest(files)
-                    overwrite = request.overwrite
-                    commit_save(
-                        request.store, planned.save_id, manifest, names, overwrite=overwrite
-                    )
+        written = _write_and_publish(planned, group, recorder)
     return SaveReport(
         path=str(request.store),
         step=request.step,
         bytes_total=plan.bytes_stored,
         bytes_written=written,
         bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
-        files=len(files),
+        files=len(plan.writers),
         plan_cached=planned.cached,
         bytes_communicated=group.bytes_sent - sent_before,
         seconds=recorder.seconds(),
+        record=recorder.record(),
     )
 
 
@@ -177,54 +177,98 @@ def _compare_checksums(rows: list[_Row]) -> None:
         )
 
 
-def prepare_place(request: SaveRequest, save_id: str, nbytes: int, cleanup: ExitStack) -> None:
+def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:
         CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
-        StoreError, OSError: the place has fewer than `nbytes` bytes free, or cannot be locked.
+        StoreError, OSError: the place cannot be locked.
     """
     store = request.store
-    request.check_place(nbytes)
+    request.check_place()
     remove_leftovers(store)
     abort_uploads(store)
     cleanup.callback(_remove_if_empty, store)
-    if not cleanup.enter_context(lock_save(store, save_id, range(LOCK_ATTEMPTS))):
+    if not cleanup.enter_context(lock_save(store, request.save_id, range(LOCK_ATTEMPTS))):
         raise StoreError(
             f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
             "place is writable and that no other process removes files there"
         )
 
 
-def _write(planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[int, list[FileEntry]]:
-    """Write this rank's file, and wait until all ranks have written theirs.
+def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -> int:
+    """Write this rank's file. When all ranks have written theirs, rank 0 publishes the manifest.
 
-    If any rank fails, all ranks remove their files, because no manifest can exist yet. If a rank is
-    lost, the next save to this place removes them.
+    If any rank cannot write, all ranks remove their files, because no manifest can exist. If a rank
+    is lost, or the publication fails, the files stay, because the manifest may exist. If it does
+    not, the next save to this place removes them.
 
     Returns:
-        The size of this rank's file, and the entries of the files of all ranks.
+        The size of this rank's file.
     """
-    store = planned.request.store
-    source = own = None
+    request = planned.request
+    source: FileSource | None = None
+    own: FileEntry | None = None
+    is_written = False
+
+    def publish(files: _Files) -> None:
+        with recorder.stage("publish") as stage:
+            retries = count_retries(request.store)
+            table = _table_of(files, planned.save_id)
+            names = [each.name for each in table]
+            manifest, overwrite = planned.manifest(table), request.overwrite
+            commit_save(request.store, planned.save_id, manifest, names, overwrite=overwrite)
+            stage.bytes, stage.file = len(manifest), MANIFEST
+            stage.retries = count_retries(request.store) - retries
+
     try:
         with Round(group, "writing a save") as all_ranks:
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
-            with recorder.stage("write"):
-                source = planned.source()
+            with recorder.stage("write") as stage:
+                source, retries = planned.source(), count_retries(request.store)
                 if source is not None:
-                    own = write_data_file(store, source, planned.request.arena)
-            entries = all_ranks.all_gather(own, FileEntry | None)
-    except LostRankError:
-        raise
-    except Exception:
-        if source is not None:
+                    own = write_data_file(request.store, source, request.arena)
+                    stage.bytes, stage.file = own.size, own.name
+                stage.retries = count_retries(request.store) - retries
+            is_written = True
+            entry = {} if own is None else _entry_of(own)
+            all_ranks.all_reduce(entry, _Files, _unite_files, publish, type(None))
+    except Exception as error:
+        if source is not None and (type(error) is RankError or not is_written):
             with suppress(OSError):
-                store.delete(source.entry.name)
+                request.store.delete(source.entry.name)
         raise
-    return own.size if own else 0, [entry for entry in entries if entry is not None]
+    return own.size if own else 0
+
+
+_Files = dict[bytes, bytes]
+"""Data files: by the sizes of their parts, as four little-endian int64, the rank and the CRC-32 of
+the checksums of each file, as two uint32."""
+
+
+def _entry_of(file: FileEntry) -> _Files:
+    sizes = np.array([file.size, file.data_at, file.objects_at, file.checksums_at], "<i8")
+    return {sizes.tobytes(): np.array([file.rank, file.checksums_crc32], "<u4").tobytes()}
+
+
+def _unite_files(messages: Sequence[_Files]) -> _Files:
+    parts: dict[bytes, list[bytes]] = {}
+    for message in messages:
+        for sizes, files in message.items():
+            parts.setdefault(sizes, []).append(files)
+    return {sizes: b"".join(files) for sizes, files in parts.items()}
+
+
+def _table_of(files: _Files, save_id: str) -> FileTable:
+    tables = [np.zeros((0, 6), np.int64)]
+    for sizes, data in files.items():
+        rows = np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
+        repeated = np.tile(np.frombuffer(sizes, "<i8"), (len(rows), 1))
+        tables.append(np.hstack([rows[:, :1], repeated, rows[:, 1:]]))
+    numbers = np.concatenate(tables)
+    return FileTable(save_id, numbers[np.argsort(numbers[:, 0])])
 
 
 def _remove_if_empty(store: Store) -> None:

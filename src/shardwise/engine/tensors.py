@@ -15,7 +15,7 @@ from shardwise.boxes import boxes_within
 from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Ranges, Transfers, assign_transfers
-from shardwise.plan.structure import Description, Structure, find_rules
+from shardwise.plan.structure import Description, GroupMembers, Structure, find_rules
 from shardwise.state.local_state import Fragment, TensorLeaf, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
@@ -179,7 +179,7 @@ def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> Ten
 
 
 def describe_tensors(
-    leaves: Sequence[TensorLeaf], per_rank: Sequence[str]
+    leaves: Sequence[TensorLeaf], per_rank: Sequence[str] = (), groups: GroupMembers = ()
 ) -> tuple[Description, tuple[Fragment, ...]]:
     """Split the tensors of this rank into a description without bytes, and their memory.
 
@@ -189,6 +189,7 @@ def describe_tensors(
     Args:
         leaves: the tensors of this rank, with distinct names.
         per_rank: the names of the values that differ between ranks.
+        groups: the members of groups of parameters that have plain values in common.
 
     Returns:
         The description, and its fragments in the same order.
@@ -225,6 +226,7 @@ def describe_tensors(
         tuple(without_rule),
         tuple(ties),
         tuple(per_rank),
+        groups,
     )
     dims = max(map(len, shapes), default=0)
     description = Description(
@@ -266,7 +268,7 @@ class SpanCopier:
     Args:
         transfers: the boxes to copy.
         spans: the spans.
-        strides: the strides of all pieces, `(n, D)`, in elements.
+        strides: the strides of all runs of pieces, `(n, D)`, in elements.
         leaves: the tensors whose fragments `transfers` refers to.
         memory: the memory of each of these fragments.
     """
@@ -289,7 +291,7 @@ class SpanCopier:
         fragment_offsets = padded_rows(offsets, transfers.offset.shape[1], 0)
         itemsizes = np.array([*map(attrgetter("itemsize"), memory)], np.int64)
         start = transfers.offset - fragment_offsets[transfers.fragment]
-        stride = strides[transfers.piece] * itemsizes[transfers.fragment, np.newaxis]
+        stride = strides[transfers.run] * itemsizes[transfers.fragment, np.newaxis]
         first, rows = assign_transfers(transfers, spans)
         self._first = first.tolist()
         self._span_low = spans.low.tolist()

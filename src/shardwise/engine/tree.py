@@ -152,6 +152,9 @@ class TreeGroup:
             self._door.close(failure)
             self._door = None
         for link in self._links:
+            if failure is None:
+                link.put(Kind.LEFT, b"")
+                link.send_and_receive(can_receive=False)
             link.close()
 
     def reduce(self, data: bytes, combine: Combine) -> bytes:
@@ -248,7 +251,8 @@ class TreeGroup:
         Args:
             find_missing: returns the ranks that this rank waits for.
             longer: how many seconds to wait beyond the time-out.
-            are_ending: whether other ranks may close their connections meanwhile.
+            are_ending: whether other ranks may close their connections meanwhile. A rank that has
+                said that it leaves, and whose message was not taken yet, may always do so.
             check: called again and again.
         """
         deadline = Deadline(self.timeout.total_seconds() + longer)
@@ -256,7 +260,7 @@ class TreeGroup:
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
-            lost = {self._numbers[link.rank]: link.ended for link in self._links if link.ended}
+            lost = {self._numbers[link.rank]: link.ended for link in self._links if link.is_lost}
             if lost and not are_ending:
                 self._fail(Failure(self._operation, lost, is_lost=True))
             if deadline.has_passed():
@@ -305,6 +309,9 @@ class TreeGroup:
                 if kind == Kind.FAILED:
                     failure = msgspec.msgpack.decode(data, type=Failure)
                     self._fail(failure.shortened(), heard_from=link)
+                if kind == Kind.LEFT:
+                    link.has_left = True
+                    continue
                 link.reported = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
             except msgspec.DecodeError:
                 link.end("it sent something that is no message")

@@ -17,8 +17,9 @@ from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
-from shardwise.manifest.layout import Layout, Pieces
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.pieces import Pieces
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
@@ -141,9 +142,10 @@ def find_damage(
         for index, file in enumerate(layout.files):
             if file.entry is not None:
                 check.check_file(index, file.entry)
-        index_of = {file.name: index for index, file in enumerate(layout.files)}
-        for sums in checksums:
-            check.check_ranges(index_of[sums.file], sums)
+        if foreign := [*checksums]:
+            index_of = {file.name: index for index, file in enumerate(layout.files)}
+            for sums in foreign:
+                check.check_ranges(index_of[sums.file], sums)
     compared, differences = compare_copies(store, layout, arena, recorder)
     damage = check.damage + [Damage(file=None, problem=p, tensors=[]) for p in differences]
     return VerifyReport(
@@ -268,9 +270,9 @@ def _damaged_blocks(reader: DataReader, start: int, stop: int, buffer: Buffer) -
 
 def _tensor_ranges(layout: Layout, file: int) -> IntArray:
     """Return the ranges of a file that hold tensors or their copies, `(n, 2)`: start and stop."""
-    pieces = Pieces.join([layout.pieces, layout.replicas])
-    rows = pieces.file == file
-    return np.stack([pieces.start[rows], layout.piece_ends(pieces)[rows]], axis=1)
+    replicas = layout.replicas.select(layout.replicas.file == file)
+    pieces = Pieces.join([layout.pieces_in(file), replicas])
+    return np.stack(layout.byte_ranges(pieces), axis=1)
 
 
 def _length_outside(ranges: IntArray, others: IntArray) -> int:

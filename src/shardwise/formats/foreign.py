@@ -15,8 +15,8 @@ from shardwise.boxes import Box, boxes_of_range, boxes_of_ranges, find_overlaps,
 from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import FormatError
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True)

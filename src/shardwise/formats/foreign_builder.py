@@ -26,8 +26,9 @@ from shardwise.formats.nested import STORED, NestedState, name_leaves, name_para
 from shardwise.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
+from shardwise.manifest.pieces import Pieces, StoredRuns
 from shardwise.state.plain_values import JsonValue, encode
 
 INLINE_FILE = "(content)"
@@ -418,7 +419,7 @@ class Builder:
             format=format,
             files=files,
             tensors=tensors,
-            pieces=pieces,
+            runs=StoredRuns.of_pieces(pieces),
             replicas=replicas,
             terms=terms,
             objects=tuple(self._objects),

@@ -27,7 +27,7 @@ from shardwise.errors import (
 from shardwise.formats.containers.pickle_values import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.reader import Builder, Reader
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, StoredFile, StoredFiles
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.manifest.validate import validate_layout
 from shardwise.plugins import find_plugins, load_plugin
@@ -322,8 +322,13 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
     return f". Open a checkpoint below: {', '.join(names)}"
 
 
-def _encode_column(column: object) -> tuple[tuple[int, ...], bytes]:
-    """Return the shape of a column of integers, and the compressed differences of its rows."""
+def _encode_column(column: object) -> tuple[tuple[int, ...], bytes] | list[StoredFile]:
+    """Return the shape of a column of integers, and the compressed differences of its rows.
+
+    Our own data files, which are columns too, become a list.
+    """
+    if isinstance(column, StoredFiles):
+        return [*column]
     if not isinstance(column, np.ndarray):
         raise NotImplementedError
     rows = column.reshape(len(column), -1).T if column.size else column.reshape(0, 0)

@@ -14,8 +14,9 @@ from shardwise.errors import StateError
 from shardwise.formats.foreign import StoredArray, build_catalogue
 from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
-from shardwise.manifest.layout import Layout, Pieces
+from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
+from shardwise.manifest.pieces import Pieces, StoredRuns
 
 
 def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> Layout:
@@ -68,7 +69,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
         layout,
         tensors=remapped.tensors,
         objects=tuple(_rename_members(each, remapped, layout.tensors) for each in layout.objects),
-        pieces=_compose(remapped.pieces, layout.pieces, layout, labels),
+        runs=StoredRuns.of_pieces(_compose(remapped.pieces, layout.pieces, layout, labels)),
         replicas=Pieces.join(replicas),
         left_out=(*layout.left_out, *remapped.left_out),
     )
@@ -104,7 +105,8 @@ def _add_unchanged(remapped: Layout, layout: Layout, stored: IntArray, rows: Int
         new, stored[rows], np.zeros_like(new), np.zeros_like(shape), shape, row_major_strides(shape)
     )
     pieces = Pieces.join([remapped.pieces, whole])
-    return replace(remapped, tensors=(*remapped.tensors, *entries), pieces=pieces)
+    tensors = (*remapped.tensors, *entries)
+    return replace(remapped, tensors=tensors, runs=StoredRuns.of_pieces(pieces))
 
 
 def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) -> Pieces:

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 
-from shardwise.boxes.box import IntArray, Table, padded_rows
+from shardwise.boxes.box import IntArray, padded_rows
+from shardwise.boxes.grids import find_in_grids, grid_bounds
+from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces(Table):
-    """Boxes of tensors, and the bytes of each box in a file, in columns of n rows.
-
-    For example, the rows of a float32 tensor of shape `[4, 6]`, which two ranks saved after a
-    header of 4096 bytes:
-
-        tensor  file  start  offset  shape   stride
-        0       0     4096   [0, 0]  [2, 6]  [6, 1]
-        0       1     4096   [2, 0]  [2, 6]  [6, 1]
-
-    Attributes:
-        tensor, file: indices of the tensor and of the file in the `Layout`, `(n,)`.
-        start: the offset of the first element in the file, in bytes, `(n,)`.
-        offset, shape: the box, `(n, D)`, padded on the right with 0 and 1.
-        stride: the strides in the file, in elements, `(n, D)`; 0 in padded dimensions. They are not
-            row-major if an array is transposed, or if the box is a part of an array.
-    """
-
-    tensor: IntArray
-    file: IntArray
-    start: IntArray
-    offset: IntArray
-    shape: IntArray
-    stride: IntArray
+from shardwise.manifest.pieces import Pieces, StoredRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +37,34 @@ class StoredFile:
     entry: FileEntry | None = None
 
 
+class StoredFiles(Sequence[StoredFile]):
+    """The data files of a checkpoint of shardwise, made on demand from a table.
+
+    Args:
+        table: the files.
+    """
+
+    def __init__(self, table: FileTable) -> None:
+        self.table = table
+
+    @overload
+    def __getitem__(self, index: int) -> StoredFile: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StoredFile]: ...
+    def __getitem__(self, index: int | slice) -> StoredFile | list[StoredFile]:
+        """Return the file with this index."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        entry = self.table[index]
+        return StoredFile(entry.name, entry.size, entry=entry)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[StoredFile]:
+        return (StoredFile(entry.name, entry.size, entry=entry) for entry in self.table)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """The tensors and plain values of a checkpoint, and where its bytes are.
@@ -70,13 +75,13 @@ class Layout:
 
     Attributes:
         format: `shardwise`, or the name of a foreign format, for people.
-        files: the files; `pieces.file` is an index into them.
+        files: the files; `runs.file` is an index into them.
         tensors: the tensors. A tied tensor has `same_as`, and no pieces.
-        pieces: the pieces of all stored tensors, which cover each element exactly once.
+        runs: the pieces of all stored tensors, which cover each element exactly once, by rule.
         replicas: further copies of tensors, whose bytes must equal those of `pieces`.
         terms: some specifications average the copies of a tensor that ranks saved. Such a tensor
             has no pieces. Instead, its copies are stored tensors, the *terms* of the mean.
-            `pieces.tensor` counts them after the tensors: with ten tensors, `terms=(3, 3)` says
+            `runs.tensor` counts them after the tensors: with ten tensors, `terms=(3, 3)` says
             that the stored tensors 10 and 11 are the terms of tensor 3.
         objects: the plain values that all ranks share, encoded by `shardwise.state.plain_values`.
         per_rank: the names of the per-rank values.
@@ -89,9 +94,9 @@ class Layout:
     """
 
     format: str
-    files: tuple[StoredFile, ...]
+    files: Sequence[StoredFile]
     tensors: tuple[TensorEntry, ...]
-    pieces: Pieces
+    runs: StoredRuns
     replicas: Pieces = field(default_factory=Pieces.empty)
     terms: tuple[int, ...] = ()
     objects: tuple[ObjectEntry, ...] = ()
@@ -106,18 +111,18 @@ class Layout:
 
     @cached_property
     def tensor_of(self) -> IntArray:
-        """For each index in `pieces.tensor`, the index of the tensor in `tensors`."""
+        """For each index in `runs.tensor`, the index of the tensor in `tensors`."""
         return np.array([*range(len(self.tensors)), *self.terms], np.int64)
 
     @cached_property
     def itemsizes(self) -> IntArray:
-        """For each index in `pieces.tensor`, the size of an element in bytes."""
+        """For each index in `runs.tensor`, the size of an element in bytes."""
         sizes = np.array([DTYPES[t.dtype].itemsize for t in self.tensors], np.int64)
         return sizes[self.tensor_of]
 
     @cached_property
     def shapes(self) -> IntArray:
-        """For each index in `pieces.tensor`, the shape of the tensor, padded with 1."""
+        """For each index in `runs.tensor`, the shape of the tensor, padded with 1."""
         shapes = [t.shape for t in self.tensors]
         return padded_rows(shapes, max(map(len, shapes), default=0), 1)[self.tensor_of]
 
@@ -129,6 +134,8 @@ class Layout:
     @cached_property
     def file_bounds(self) -> IntArray:
         """For each file, the start and end of the bytes for pieces, and where reads must end."""
+        if isinstance(self.files, StoredFiles):
+            return self.files.table.numbers[:, 2:5]
         bounds = []
         for file in self.files:
             entry, size = file.entry, file.size
@@ -140,17 +147,79 @@ class Layout:
 
     @cached_property
     def terms_of(self) -> Mapping[int, Sequence[int]]:
-        """For the index of each mean, the indices of its terms in `pieces.tensor`."""
+        """For the index of each mean, the indices of its terms in `runs.tensor`."""
         found: dict[int, list[int]] = {}
         for index, mean in enumerate(self.terms, len(self.tensors)):
             found.setdefault(mean, []).append(index)
         return found
 
-    def piece_ends(self, pieces: Pieces) -> IntArray:
-        """Return the end of the bytes of each piece in its file."""
+    @property
+    def nbytes(self) -> int:
+        """The size of all files, in bytes."""
+        if isinstance(self.files, StoredFiles):
+            return self.files.table.nbytes
+        return sum(file.size for file in self.files)
+
+    def file_of(self, rank: int) -> StoredFile:
+        """Return the file of a rank that wrote one; in a foreign checkpoint, that of an index."""
+        return self.file_of_rank(rank) or self.files[rank]
+
+    def file_of_rank(self, rank: int) -> StoredFile | None:
+        """Return the data file of a rank; None if there is none."""
+        if not isinstance(self.files, StoredFiles):
+            found = (each for each in self.files if each.entry and each.entry.rank == rank)
+            return next(found, None)
+        index = self.files.table.index_of_rank(rank)
+        return None if index is None else self.files[index]
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """All pieces, one by one.
+
+        Raises:
+            FormatError: there are too many. Use `runs`.
+        """
+        return self.runs.expand()
+
+    @cached_property
+    def run_bounds(self) -> tuple[IntArray, IntArray]:
+        """The low and the high corner of the box around the pieces of each run, `(n, D)`."""
+        runs = self.runs
+        return grid_bounds(runs.offset, runs.shape, runs.count, runs.offset_step)
+
+    @cached_property
+    def piece_counts(self) -> IntArray:
+        """For each index in `runs.tensor`, the number of pieces of the stored tensor."""
+        counts = np.zeros(len(self.tensor_of), np.int64)
+        np.add.at(counts, self.runs.tensor, self.runs.sizes)
+        return counts
+
+    def pieces_of(self, tensor: int) -> Pieces:
+        """Return the pieces of a stored tensor, given by its index in `runs.tensor`."""
+        return self.runs.select(np.flatnonzero(self.runs.tensor == tensor)).expand()
+
+    def pieces_in(self, file: int) -> Pieces:
+        """Return the pieces in a file, given by its index."""
+        low, high = self._files_of_runs
+        runs = self.runs.select((low <= file) & (file < high))
+        wanted = np.full((len(runs), 1), file)
+        table = runs.file[:, None], np.ones_like(wanted), runs.count, runs.file_step[:, :, None]
+        return runs.at(*find_in_grids(np.arange(len(runs)), wanted, wanted + 1, table))
+
+    @cached_property
+    def _files_of_runs(self) -> tuple[IntArray, IntArray]:
+        """The first file of each run, and the one after the last."""
+        runs = self.runs
+        first, one = runs.file[:, None], np.ones((len(runs), 1), np.int64)
+        low, high = grid_bounds(first, one, runs.count, runs.file_step[:, :, None])
+        return low[:, 0], high[:, 0]
+
+    def byte_ranges(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
+        """Return the start and the end of the bytes of each piece in its file."""
         elements = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
-        ends: IntArray = pieces.start + elements * self.itemsizes[pieces.tensor]
-        return ends
+        start = self.file_bounds[pieces.file, 0] + pieces.start
+        ends: IntArray = start + elements * self.itemsizes[pieces.tensor]
+        return start, ends
 
     def tensors_in(self, file: int, start: int, stop: int) -> list[str]:
         """Return the names of the tensors that have bytes in a range of a file.
@@ -159,7 +228,8 @@ class Layout:
             file: the index of the file.
             start, stop: the range, in bytes.
         """
-        pieces = self.pieces
-        found = (pieces.file == file) & (pieces.start < stop) & (self.piece_ends(pieces) > start)
-        stored = {self.tensors[i].name for i in set(self.tensor_of[pieces.tensor[found]].tolist())}
+        pieces = self.pieces_in(file)
+        low, high = self.byte_ranges(pieces)
+        found = pieces.tensor[(low < stop) & (high > start)]
+        stored = {self.tensors[i].name for i in set(self.tensor_of[found].tolist())}
         return [t.name for t in self.tensors if t.name in stored or t.same_as in stored]

@@ -17,11 +17,28 @@ from shardwise.boxes import Box
 from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import add_checksum, block_count, verify_checksum
+from shardwise.manifest.data_files import LARGEST_INTEGER as LARGEST_INTEGER
+from shardwise.manifest.data_files import Count as Count
+from shardwise.manifest.data_files import (
+    FileEntry as FileEntry,
+)
+from shardwise.manifest.data_files import (
+    FileRule,
+    FileTable,
+    files_of_rules,
+    rules_of,
+)
+from shardwise.manifest.data_files import data_file as data_file
+from shardwise.manifest.data_files import save_id_of_file as save_id_of_file
 from shardwise.manifest.dtypes import DTYPES
 
-FORMAT, VERSION = "shardwise", 1
-LARGEST_INTEGER = 2**62
+FORMAT, VERSION = "shardwise", 2
+READABLE_VERSIONS = (1, 2)
+DATA_FILE_VERSION = 1
+"""The version in the headers of data files, which are the same in both versions of the format."""
 LARGEST_MANIFEST = 2**28
+LARGEST_TELEMETRY = 2**26
+"""Bytes of a compressed file; 131,072 ranks need less than 20 MB."""
 ALIGNMENT = 4096
 """Pieces begin at a multiple of this many bytes, and so do reads that bypass the page cache."""
 METADATA = "__metadata__"
@@ -38,22 +55,29 @@ FROZEN = "_frozen"
 """`model._frozen.…` are values that describe the frozen tensors of `model`; see `sw.trainable`."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+ENCODED_FIELDS = (
+    *("format", "version", "save_id", "step", "created", "world_size", "metrics", "per_rank"),
+    *("left_out", "files", "objects", "tensors"),
+)
+"""The fields of a manifest, in the order of its lines."""
+
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_DATA_FILE = re.compile(r"r\d{5,}-([0-9a-f]{16})\.safetensors")
+_TELEMETRY_FILE = r"telemetry-[0-9a-f]{16}\.json\.gz"
 _FILE_OF_SAVE = re.compile(
-    rf"{_DATA_FILE.pattern}(\.part)?|saving-[0-9a-f]{{16}}\.lock"
-    r"|\.manifest\.json\.[0-9a-f]{8}|removed\.json"
+    r"r\d{5,}-[0-9a-f]{16}\.safetensors(\.part)?|saving-[0-9a-f]{16}\.lock"
+    rf"|{_TELEMETRY_FILE}|\.(manifest\.json|{_TELEMETRY_FILE})\.[0-9a-f]{{8}}|removed\.json"
 )
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 Kind = TypeVar("Kind")
 SignedCount = Annotated[int, msgspec.Meta(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
-class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorEntry(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A global tensor.
 
     Attributes:
@@ -76,33 +100,8 @@ class ObjectEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Any
 
 
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data file, whose parts follow each other without gaps.
-
-    The header is in `[0, data_at)`, the pieces are in `[data_at, objects_at)`, and the plain values
-    of the rank in `[objects_at, checksums_at)`. The checksums of all bytes before them are in
-    `[checksums_at, size)`.
-
-    Attributes:
-        name: the name of the file.
-        rank: the rank that wrote the file.
-        size: the size of the file, in bytes.
-        data_at, objects_at, checksums_at: offsets of the parts, in bytes.
-        checksums_crc32: the CRC-32 of the table of checksums.
-    """
-
-    name: str
-    rank: Count
-    size: Count
-    data_at: Count
-    objects_at: Count
-    checksums_at: Count
-    checksums_crc32: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-
-
-@prepare_decoding
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The contents of a checkpoint.
+class ManifestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a manifest says, except the files.
 
     Attributes:
         format: `shardwise`.
@@ -114,7 +113,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         metrics: the saved metrics; None for metrics that were not finite.
         per_rank: the names of the per-rank values.
         left_out: what an export could not read from its source, with the reason; one line each.
-        files: the data files.
         objects: the plain values that all ranks share.
         tensors: the list of tensors, encoded; see `manifest/pieces.py`. It is long, and most
             readers of a manifest need other fields only.
@@ -129,9 +127,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     metrics: dict[str, float | None] = {}
     per_rank: tuple[Name, ...] = ()
     left_out: tuple[str, ...] = ()
-    files: tuple[FileEntry, ...]
     objects: tuple[ObjectEntry, ...]
     tensors: msgspec.Raw
+
+
+class Manifest(ManifestFields, frozen=True, kw_only=True):
+    """The contents of a checkpoint.
+
+    Attributes:
+        files: the data files. A decoded manifest has a `FileTable`.
+    """
+
+    files: Sequence[FileEntry]
+
+
+@prepare_decoding
+class _EncodedManifest(ManifestFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A manifest as it is stored, in which each version lists the files in its own way."""
+
+    files: msgspec.Raw
 
 
 def is_file_of_save(name: str) -> bool:
@@ -139,10 +153,12 @@ def is_file_of_save(name: str) -> bool:
     return _FILE_OF_SAVE.fullmatch(name) is not None
 
 
-def save_id_of_file(name: str) -> str | None:
-    """Return the save id in the name of a data file; None for any other name."""
-    match = _DATA_FILE.fullmatch(name)
-    return match.group(1) if match else None
+def names_of_checkpoint(manifest: Manifest) -> set[str]:
+    """Return the names of the files of a checkpoint, besides the manifest.
+
+    They are the data files, and the telemetry of the save, which may be missing.
+    """
+    return {*(each.name for each in manifest.files), telemetry_file(manifest.save_id)}
 
 
 def new_save_id() -> str:
@@ -150,14 +166,20 @@ def new_save_id() -> str:
     return secrets.token_hex(8)
 
 
-def data_file(rank: int, save_id: str) -> str:
-    """Return the name of a rank's data file."""
-    return f"r{rank:05d}-{save_id}.safetensors"
-
-
 def lock_file(save_id: str) -> str:
     """Return the name of the file that is locked while a save runs."""
     return f"saving-{save_id}.lock"
+
+
+def telemetry_file(save_id: str) -> str:
+    """Return the name of the file with the telemetry of a save; see `shardwise.telemetry`."""
+    return f"telemetry-{save_id}.json.gz"
+
+
+def save_id_of_telemetry(name: str) -> str | None:
+    """Return the save id in the name of a file of telemetry; None for any other name."""
+    save_id = name[len("telemetry-") :][:16]
+    return save_id if name == telemetry_file(save_id) else None
 
 
 def is_lock_file(name: str) -> bool:
@@ -231,13 +253,25 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
     Raises:
         StateError: the manifest is larger than the limit for reading.
+        FormatError: the files are not those of one save, in ascending order of their ranks.
     """
     lines = []
-    for field in Manifest.__struct_fields__:
+    for field in ENCODED_FIELDS:
         if field == "left_out" and not manifest.left_out:
             continue
-        lines.append(f'"{field}":'.encode() + msgspec.json.encode(getattr(manifest, field)))
+        value = getattr(manifest, field)
+        encoded = (
+            _encode_files(value, manifest.save_id)
+            if field == "files"
+            else msgspec.json.encode(value)
+        )
+        lines.append(f'"{field}":'.encode() + encoded)
     return _add_checksum(b"{" + b",\n".join(lines) + b",\n")
+
+
+def _encode_files(files: Sequence[FileEntry], save_id: str) -> bytes:
+    rules = [msgspec.json.encode(rule) for rule in rules_of(FileTable.of(files, save_id))]
+    return b"[" + b",\n".join(rules) + b"]"
 
 
 def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
@@ -245,7 +279,7 @@ def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
 
     Args:
         pending: a manifest that `encode_manifest` encoded without files.
-        files: the data files.
+        files: the data files, in ascending order of their ranks.
 
     Raises:
         FormatError: the bytes are not a pending manifest, or were altered.
@@ -258,7 +292,9 @@ def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
             "the pending manifest is damaged: it already lists the files that a commit adds; save "
             "the step again"
         )
-    return _add_checksum(head + b'"files":' + msgspec.json.encode(list(files)) + b",\n" + tail)
+    save_id = decode_json(body.rstrip(b",\n") + b"}", _Head).save_id
+    encoded = _encode_files(files, save_id)
+    return _add_checksum(head + b'"files":' + encoded + b",\n" + tail)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -270,12 +306,19 @@ def decode_manifest(data: bytes) -> Manifest:
     body = _verify_checksum(data, "the manifest")
     text = body.rstrip(b",\n") + b"}"
     head = decode_json(text, _Head)
-    if head.format != FORMAT or head.version != VERSION:
+    if head.format != FORMAT or head.version not in READABLE_VERSIONS:
         raise FormatError(
             f"the manifest has format {head.format!r} version {head.version}, but this version of "
-            f"shardwise reads {FORMAT!r} version {VERSION}: install a newer version of shardwise"
+            f"shardwise reads {FORMAT!r} versions 1 and {VERSION}: install a newer version of "
+            "shardwise"
         )
-    return decode_json(text, Manifest)
+    encoded = decode_json(text, _EncodedManifest)
+    if head.version == 1:
+        files = FileTable.of(decode_json(encoded.files, tuple[FileEntry, ...]), encoded.save_id)
+    else:
+        files = files_of_rules(decode_json(encoded.files, tuple[FileRule, ...]), encoded.save_id)
+    fields = {name: getattr(encoded, name) for name in ManifestFields.__struct_fields__}
+    return Manifest(files=files, **fields)
 
 
 def decode_json(encoded: bytes | msgspec.Raw, kind: type[Kind]) -> Kind:
@@ -314,6 +357,7 @@ def _verify_checksum(data: bytes, label: str) -> bytes:
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
+    save_id: str = ""
 
 
 def encode_header_entries(
@@ -361,7 +405,7 @@ def lay_out_file(
     entries, objects_start = pieces
     objects_stop = objects_start + objects_bytes
 
-    metadata = {"shardwise": str(VERSION), "save_id": save_id, "rank": str(rank)}
+    metadata = {"shardwise": str(DATA_FILE_VERSION), "save_id": save_id, "rank": str(rank)}
     head = msgspec.json.encode({METADATA: metadata})[:-1] + b","
     head += entries[1:-1] + b"," if entries != b"{}" else b""
 

@@ -12,25 +12,28 @@ import numpy.typing as npt
 
 from shardwise.boxes import find_uncovered_tensors
 from shardwise.boxes.box import BoolArray, IntArray, check_table_size
+from shardwise.boxes.coverage import find_unfilled_files
+from shardwise.boxes.grids import advance, expand_grids, merge_axes
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
+from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, Pieces, StoredFile
+from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.manifest.manifest import (
     LARGEST_INTEGER,
     LONGEST_NAME,
     RESERVED,
     Manifest,
-    check_file_name,
     check_save_id,
 )
-from shardwise.manifest.pieces import Runs, decode_tensors, expand_runs
+from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
 from shardwise.store import Store
 
-MOST_PIECES = 2**24
-MOST_UNCHECKED_PIECES = 2**22
-"""The largest table of pieces, in rows times dimensions, to allocate before checking file sizes."""
+MOST_UNCHECKED_INTEGERS = 2**22
+PLAUSIBLE_INTEGERS_PER_FILE = 2**16
+"""The largest tables of pieces, in rows times dimensions, that a load may allocate although the
+sizes of the files were not compared with the store."""
 ROUNDING = 1 + 1e-6
 """Tolerance of comparisons in floating point, which are used where integers could overflow."""
 
@@ -40,9 +43,8 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
 
     Args:
         manifest: a decoded manifest.
-        store: the files of the checkpoint. A few short entries can claim millions of pieces. So
-            before a large table of pieces is allocated, the sizes of the files are compared with
-            the store; not if it is None.
+        store: the files of the checkpoint. A few short entries can claim millions of pieces in a
+            few files. Then the sizes of these files are compared with the store; not if it is None.
 
     Raises:
         FormatError: as for `validate_layout`; or a file has another size, or an unsafe name.
@@ -50,11 +52,12 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
     """
     check_save_id(manifest.save_id)
     tensors, runs = decode_tensors(manifest.tensors)
+    files = FileTable.of(manifest.files, manifest.save_id)
     layout = Layout(
         format=manifest.format,
-        files=tuple(StoredFile(entry.name, entry.size, entry=entry) for entry in manifest.files),
+        files=StoredFiles(files),
         tensors=tensors,
-        pieces=Pieces.empty(),
+        runs=StoredRuns.of(runs),
         objects=manifest.objects,
         per_rank=manifest.per_rank,
         step=manifest.step,
@@ -65,15 +68,13 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
         left_out=manifest.left_out,
     )
     _check_names(layout)
-    _check_files(layout)
+    _check_data_files(layout, files)
     _check_tensors(layout)
-    _check_runs(layout, runs)
-    if store is not None and int(runs.count.sum()) * max(1, layout.dims) > MOST_UNCHECKED_PIECES:
-        _check_file_sizes(layout, store)
-    layout = replace(layout, pieces=expand_runs(runs, layout.file_bounds[:, 0]))
-    _check_pieces(layout, layout.pieces)
+    _check_runs(layout)
+    if store is not None:
+        _check_suspicious_sizes(layout, store)
     _check_coverage(layout)
-    _refuse_shared_bytes(layout)
+    _check_that_files_are_filled(layout)
     return layout
 
 
@@ -95,7 +96,7 @@ def validate_layout(layout: Layout) -> Layout:
             raise FormatError(f"a term belongs to tensor {index}, which does not exist")
     layout = replace(
         layout,
-        pieces=layout.pieces.padded(layout.dims),
+        runs=StoredRuns.of_pieces(layout.pieces.padded(layout.dims)),
         replicas=layout.replicas.padded(layout.dims),
     )
     for pieces in (layout.pieces, layout.replicas):
@@ -126,10 +127,10 @@ def _check_names(layout: Layout) -> None:
 
 
 def _check_files(layout: Layout) -> None:
+    """Check the files of a foreign checkpoint."""
     names: set[str] = set()
-    ranks: set[int] = set()
     for file in layout.files:
-        name, entry, parts = file.name, file.entry, file.name.split("/")
+        name, parts = file.name, file.name.split("/")
         if name in names:
             raise FormatError(f"the file {name[:200]!r} is listed twice")
         names.add(name)
@@ -137,28 +138,26 @@ def _check_files(layout: Layout) -> None:
             raise FormatError(
                 f"{name[:200]!r}: the content has {len(file.content)} bytes instead of {file.size}"
             )
-        if entry is None:
-            if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
-                raise FormatError(
-                    f"{name[:200]!r} is not a path below the directory of the checkpoint"
-                )
-            continue
-        check_file_name(name)
-        if entry.rank in ranks:
-            raise FormatError(f"the manifest lists two files of rank {entry.rank}")
-        ranks.add(entry.rank)
-        ordered = 8 <= entry.data_at <= entry.objects_at <= entry.checksums_at <= entry.size
-        table_size = 4 * block_count(entry.checksums_at)
-        if not ordered or entry.size - entry.checksums_at != table_size:
-            raise FormatError(
-                f"the manifest lists the parts of file {name!r} at offsets that overlap or do not "
-                "fit its size"
-            )
-        if entry.rank >= layout.world_size:
-            raise FormatError(
-                f"the manifest lists the file {name!r} of rank {entry.rank}, but only "
-                f"{layout.world_size} ranks saved"
-            )
+        if file.content is None and (not all(parts) or {".", ".."} & set(parts)):
+            raise FormatError(f"{name[:200]!r} is not a path below the directory of the checkpoint")
+
+
+def _check_data_files(layout: Layout, files: FileTable) -> None:
+    """Check the parts and the ranks of our data files. Their names follow from their ranks."""
+    rank, size, data_at, objects_at, checksums_at, _ = files.numbers.T
+    wrong = (data_at < 8) | (objects_at < data_at) | (checksums_at < objects_at)
+    wrong |= size - checksums_at != 4 * block_count(checksums_at)
+    if wrong.any():
+        name = files[int(np.argmax(wrong))].name
+        raise FormatError(
+            f"the manifest lists the parts of file {name!r} at offsets that overlap or do not fit "
+            "its size"
+        )
+    if len(rank) and rank[-1] >= layout.world_size:
+        raise FormatError(
+            f"the manifest lists the file {files[-1].name!r} of rank {int(rank[-1])}, but only "
+            f"{layout.world_size} ranks saved"
+        )
 
 
 def _check_tensors(layout: Layout) -> None:
@@ -190,19 +189,13 @@ def _check_tensors(layout: Layout) -> None:
             )
 
 
-def _check_runs(layout: Layout, runs: Runs) -> None:
-    """Check that tensors and files have room for all pieces that the runs claim.
+def _check_runs(layout: Layout) -> None:
+    """Check that tensors and files have room for all pieces of all runs.
 
-    Floats cannot overflow. Exact checks follow when the runs are expanded.
+    Floats cannot overflow. After that, no sum of integers can.
     """
-    total = sum(runs.count.tolist())
-    if total > MOST_PIECES:
-        raise FormatError(
-            f"the manifest claims {total} pieces, but at most {MOST_PIECES} are supported"
-        )
-    check_table_size(total, layout.dims)
-    tensors, files = layout.tensors, layout.files
-    claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count
+    runs, tensors, files = layout.runs, layout.tensors, layout.files
+    claimed = runs.shape.prod(axis=1, dtype=np.float64) * runs.count.prod(axis=1, dtype=np.float64)
     elements = layout.shapes.prod(axis=1, dtype=np.float64)
     has_excess = np.bincount(runs.tensor, claimed, len(tensors)) > elements * ROUNDING
     if has_excess.any():
@@ -210,30 +203,42 @@ def _check_runs(layout: Layout, runs: Runs) -> None:
         raise FormatError(f"{name}: the pieces have more elements than the tensor, so they overlap")
     claimed_bytes = float((claimed * layout.itemsizes[runs.tensor]).sum())
     data_start, data_end, _ = layout.file_bounds.T
-    file_bytes = sum((data_end - data_start).tolist())
+    file_bytes = float((data_end - data_start).sum(dtype=np.float64))
     if claimed_bytes > file_bytes * ROUNDING:
         raise FormatError(
-            f"the pieces have {claimed_bytes:.0f} bytes, but the files only {file_bytes}: pieces "
-            "share bytes, or lie outside of their files"
+            f"the pieces have {claimed_bytes:.0f} bytes, but the files only {file_bytes:.0f}: "
+            "pieces share bytes, or lie outside of their files"
         )
-    # No sum may overflow when runs are expanded, so the last piece of each run is checked.
-    steps = (runs.count - 1).astype(np.float64)
-    for start, step, times, largest in (
-        (runs.file, runs.file_step, steps, len(files) - 1),
-        (runs.start, runs.start_step, steps, LARGEST_INTEGER),
-        (runs.offset, runs.offset_step, steps[:, None], LARGEST_INTEGER),
+    nbytes = runs.shape.prod(axis=1, dtype=np.float64) * layout.itemsizes[runs.tensor]
+    times = (runs.count - 1).astype(np.float64)
+    for start, step, steps, size, largest in (
+        (runs.file, runs.file_step, times, 1, len(files)),
+        (runs.start, runs.start_step, times, nbytes, LARGEST_INTEGER),
+        (runs.offset, runs.offset_step, times[:, :, None], runs.shape, layout.shapes[runs.tensor]),
     ):
-        end = start.astype(np.float64) + times * step
-        wrong = (end < 0) | (end > largest) | (start > largest)
+        moves = steps * step
+        low = start + np.minimum(moves, 0).sum(axis=1)
+        high = start + np.maximum(moves, 0).sum(axis=1) + size
+        wrong = (low < 0) | (high > largest)
         if wrong.any():
             name = tensors[int(runs.tensor[np.argwhere(wrong)[0, 0]])].name
             raise FormatError(
                 f"{name}: a piece lies outside of its tensor, or in none of the "
                 f"{format_count(len(files), 'file')} that are listed"
             )
+    low, high = layout.run_bounds
+    outside = (runs.shape <= 0) | (low < 0) | (high > layout.shapes[runs.tensor])
+    if outside.any():
+        name = tensors[int(runs.tensor[np.argwhere(outside)[0, 0]])].name
+        raise FormatError(f"{name}: a piece is empty, or lies outside of the tensor")
 
 
-def _check_file_sizes(layout: Layout, store: Store) -> None:
+def _check_suspicious_sizes(layout: Layout, store: Store) -> None:
+    """Compare the sizes of files with the store if they are said to have very many pieces each."""
+    claimed = float(layout.runs.count.prod(axis=1, dtype=np.float64).sum()) * max(1, layout.dims)
+    plausible = PLAUSIBLE_INTEGERS_PER_FILE * len(layout.files)
+    if claimed <= max(plausible, MOST_UNCHECKED_INTEGERS):
+        return
     for file in layout.files:
         try:
             with closing(store.open(file.name)) as opened:
@@ -250,18 +255,37 @@ def _check_file_sizes(layout: Layout, store: Store) -> None:
             )
 
 
-def _refuse_shared_bytes(layout: Layout) -> None:
-    """Refuse pieces of a data file that share bytes. In foreign checkpoints, tensors may share."""
-    pieces = layout.pieces
-    order = np.lexsort((pieces.start, pieces.file))
-    file, start, end = pieces.file[order], pieces.start[order], layout.piece_ends(pieces)[order]
-    overlaps = (np.diff(file) == 0) & (start[1:] < end[:-1])
+def _check_that_files_are_filled(layout: Layout) -> None:
+    """Check that the pieces of each data file fill its data section, and share no bytes.
+
+    In foreign checkpoints, tensors may share bytes.
+    """
+    runs, (start, end, _) = layout.runs, layout.file_bounds.T
+    nbytes = runs.shape.prod(axis=1) * layout.itemsizes[runs.tensor]
+    wrong = find_unfilled_files(
+        end - start,
+        np.column_stack([runs.file, runs.start]),
+        np.column_stack([np.ones_like(nbytes), nbytes]),
+        runs.count,
+        np.stack([runs.file_step, runs.start_step], axis=-1),
+    )
+    if not len(wrong):
+        return
+    file = int(wrong[0])
+    pieces = layout.pieces_in(file)
+    low, high = layout.byte_ranges(pieces)
+    _refuse_pieces(layout, pieces, high > end[file], "lies outside of its file's data")
+    order = np.argsort(low, kind="stable")
+    overlaps = low[order][1:] < high[order][:-1]
+    name = layout.files[file].name
     if overlaps.any():
-        first = int(np.argmax(overlaps))
-        names = [_tensor_name(layout, pieces, int(order[i])) for i in (first, first + 1)]
-        raise FormatError(
-            f"pieces of {names[0]} and {names[1]} share bytes of {layout.files[file[first]].name}"
-        )
+        rows = order[int(np.argmax(overlaps)) :][:2].tolist()
+        first, second = (_tensor_name(layout, pieces, row) for row in rows)
+        raise FormatError(f"pieces of {first} and {second} share bytes of {name}")
+    raise FormatError(
+        f"the pieces in {name} have {int((high - low).sum())} bytes, but its data section has "
+        f"{int(end[file] - start[file])}: bytes are left over that belong to no piece"
+    )
 
 
 def _check_coverage(layout: Layout) -> None:
@@ -269,19 +293,22 @@ def _check_coverage(layout: Layout) -> None:
 
     Tied tensors, and the means of several terms, have no pieces of their own.
     """
-    pieces, tensor_of = layout.pieces, layout.tensor_of
+    runs, tensor_of = layout.runs, layout.tensor_of
     is_tied = np.array([t.same_as is not None for t in layout.tensors], bool)[tensor_of]
-    has_own = is_tied[pieces.tensor]
+    has_own = is_tied[runs.tensor]
     if has_own.any():
-        tensor = layout.tensors[int(tensor_of[pieces.tensor[np.argmax(has_own)]])]
+        tensor = layout.tensors[int(tensor_of[runs.tensor[np.argmax(has_own)]])]
         raise FormatError(
             f"{tensor.name}: the tensor is tied to {tensor.same_as!r}, but has its own pieces"
         )
     stored = ~is_tied
     stored[list(layout.terms)] = False
-    wrong = find_uncovered_tensors(
-        layout.shapes, pieces.tensor, pieces.offset, pieces.shape, stored
-    )
+    # Most runs cover a box without gaps, which need not be expanded.
+    shape, count = merge_axes(runs.shape, runs.count, runs.offset_step)
+    check_table_size(int(count.prod(axis=1, dtype=np.float64).sum()), max(2, layout.dims))
+    rows, k = expand_grids(count)
+    offset = advance(runs.offset[rows], k, runs.offset_step[rows])
+    wrong = find_uncovered_tensors(layout.shapes, runs.tensor[rows], offset, shape[rows], stored)
     if len(wrong):
         of_wrong = tensor_of[wrong[:5]].tolist()
         names = ", ".join(dict.fromkeys(layout.tensors[i].name for i in of_wrong))
@@ -291,11 +318,7 @@ def _check_coverage(layout: Layout) -> None:
 
 def _check_pieces(layout: Layout, pieces: Pieces) -> None:
     """Check that each piece lies within its tensor and its file."""
-    if len(pieces) > MOST_PIECES:
-        raise FormatError(
-            f"the checkpoint has {len(pieces)} pieces; at most {MOST_PIECES} are supported: save "
-            "it again from fewer ranks"
-        )
+    check_table_size(len(pieces), max(2, layout.dims))
     if pieces.offset.shape[1] > layout.dims:
         raise FormatError(
             f"a piece has {pieces.offset.shape[1]} dimensions, but no tensor has more than "
@@ -320,7 +343,7 @@ def _check_pieces(layout: Layout, pieces: Pieces) -> None:
     # In floating point, because integers could overflow.
     itemsize = layout.itemsizes[pieces.tensor]
     last = ((pieces.shape - 1.0) * pieces.stride).sum(axis=1) * itemsize
-    outside = (pieces.start < low) | (last > high - itemsize - pieces.start)
+    outside = (pieces.start < 0) | (last > high - low - itemsize - pieces.start)
     _refuse_pieces(layout, pieces, outside, "lies outside of its file's data")
 
 

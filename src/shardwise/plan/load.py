@@ -8,8 +8,10 @@ import numpy as np
 
 from shardwise.boxes import find_overlaps
 from shardwise.boxes.box import IntArray, Table, count_up
+from shardwise.boxes.grids import find_in_grids
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout
+from shardwise.manifest.pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +19,14 @@ class Transfers(Table):
     """Boxes to copy from pieces to fragments, in columns of n rows.
 
     Attributes:
-        piece: the index of the piece, `(n,)`.
+        run: the index of the run that has the piece, `(n,)`.
         fragment: the index of the wanted fragment, `(n,)`.
         offset, shape: the box in the global tensor, `(n, D)`.
         file: the index of the file, `(n,)`.
         low, high: the range of the file that contains the bytes of the box, `(n,)`.
     """
 
-    piece: IntArray
+    run: IntArray
     fragment: IntArray
     offset: IntArray
     shape: IntArray
@@ -70,7 +72,7 @@ def plan_load(
     Args:
         layout: the checkpoint.
         wanted: columns `(tensor, offset, shape)` of the wanted fragments, of shapes `(n,)`,
-            `(n, D)` and `(n, D)`. `tensor` has indices of stored tensors, as `Pieces.tensor`.
+            `(n, D)` and `(n, D)`. `tensor` has indices of stored tensors, as `Layout.runs.tensor`.
         largest_read: the greatest length of a span in bytes: one number, or one for each file.
         largest_gap: a span may include gaps of at most this many bytes between two wanted blocks.
         block: the number of bytes that one checksum covers.
@@ -79,17 +81,16 @@ def plan_load(
         The boxes to copy, sorted by file and start; and the *spans*: byte ranges of whole checksum
         blocks, each of which one request reads.
     """
-    pieces = layout.pieces
-    fragment, piece, offset, shape = find_overlaps(
-        wanted, (pieces.tensor, pieces.offset, pieces.shape)
-    )
-    part_of = pieces.select(piece)
+    fragment, run, part_of = _find_pieces(layout, wanted)
+    offset = np.maximum(wanted[1][fragment], part_of.offset)
+    stop = np.minimum((wanted[1] + wanted[2])[fragment], part_of.offset + part_of.shape)
+    shape = stop - offset
     itemsize = layout.itemsizes[part_of.tensor]
     elements = ((offset - part_of.offset) * part_of.stride).sum(axis=1)
     extent = ((shape - 1) * part_of.stride).sum(axis=1) + 1
-    low = part_of.start + elements * itemsize
+    low = layout.file_bounds[part_of.file, 0] + part_of.start + elements * itemsize
     high = low + extent * itemsize
-    transfers = Transfers(piece, fragment, offset, shape, part_of.file, low, high)
+    transfers = Transfers(run, fragment, offset, shape, part_of.file, low, high)
     transfers = _cut_at_gaps(layout, transfers, max(block, largest_gap))
     transfers = transfers.select(np.lexsort((transfers.low, transfers.file)))
     limits = np.broadcast_to(largest_read, len(layout.files))
@@ -97,12 +98,29 @@ def plan_load(
     return transfers, _choose_spans(transfers, layout.file_bounds[:, 2], limits, gap, block)
 
 
+def _find_pieces(
+    layout: Layout, wanted: tuple[IntArray, IntArray, IntArray]
+) -> tuple[IntArray, IntArray, Pieces]:
+    """Return the pieces that overlap wanted boxes: the box, the run, and the piece of each overlap.
+
+    First find the runs whose pieces may overlap a box, then, along their axes, the pieces.
+    """
+    runs, (low, high) = layout.runs, layout.run_bounds
+    box, run, *_ = find_overlaps(wanted, (runs.tensor, low, high - low))
+    if not runs.count.shape[1]:
+        return box, run, runs.select(run).expand()
+    _, offset, shape = wanted
+    table = runs.offset, runs.shape, runs.count, runs.offset_step
+    found, k = find_in_grids(run, offset[box], (offset + shape)[box], table)
+    return box[found], run[found], runs.at(run[found], k)
+
+
 def _cut_at_gaps(layout: Layout, transfers: Transfers, gap: int) -> Transfers:
     """Cut transfers along a dimension if at least `gap` unneeded bytes lie between two parts."""
-    pieces = layout.pieces
+    runs = layout.runs
     for dim in range(transfers.shape.shape[1]):
-        itemsize = layout.itemsizes[pieces.tensor[transfers.piece]]
-        stride = pieces.stride[transfers.piece, dim] * itemsize
+        itemsize = layout.itemsizes[runs.tensor[transfers.run]]
+        stride = runs.stride[transfers.run, dim] * itemsize
         count = transfers.shape[:, dim]
         extent = (transfers.high - transfers.low) - (count - 1) * stride
         apart = (count > 1) & (stride - extent >= gap)

@@ -5,37 +5,34 @@ Every rank computes the same plan, so that no plan is sent.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.boxes import Box, boxes_of_range, find_uncovered_tensors
-from shardwise.boxes.box import BoolArray, IntArray, check_table_size, padded_rows
+from shardwise.boxes import Box, find_uncovered_tensors
+from shardwise.boxes.box import IntArray, check_table_size, padded_rows
 from shardwise.errors import FormatError, LayoutError
 from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
-from shardwise.manifest.pieces import encode_tensors
+from shardwise.manifest.pieces import Runs, encode_tensors, find_runs, join_runs
+from shardwise.plan.assignment import Replicas, assign_writers, bytes_held, find_replicas
+from shardwise.plan.division import SMALLEST_DIVISION, find_divisions
+from shardwise.plan.file_layout import PieceGroup, PieceRows, lay_out_pieces
 from shardwise.plan.structure import (
     Coordinates,
     Description,
+    GroupMembers,
     HeldBoxes,
-    Structure,
+    RanksOfStructure,
     find_held_boxes,
+    list_tensors,
 )
-
-Float = npt.NDArray[np.float64]
-LARGEST_GRAIN = 1 << 20
-SMALLEST_GRAIN = 1 << 16
-"""Bounds on the unit, in bytes, at which replicas are cut; see `divide_replicas`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,42 +86,34 @@ def piece_table(
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The n pieces that all ranks write, in columns, as computed by one rank.
-
-    Rank r writes the rows `limits[r]:limits[r + 1]` to its file, in this order.
+    """The pieces that all ranks write, as computed by one rank.
 
     Attributes:
         rank: the rank that computed the plan.
+        world: the number of ranks.
         description: the structure and the fragments of this rank.
         per_rank: the names of the per-rank values of all ranks.
+        groups_of: by the fingerprint of each structure, its first rank and its groups of values.
         tensors: all tensors, without pieces; then the names that share the data of another tensor.
-        replicas: for each set of ranks that hold the same boxes, the ranks, and the fragments of
-            this rank that are these boxes: `((0, 1), [3, 7])` says that exactly the ranks 0 and 1
-            hold the boxes of the fragments 3 and 7. Sets of few ranks come first.
+        replicas: the boxes that this and other ranks hold.
         bytes_held: the tensor bytes of all ranks together, with replicas.
         bytes_stored: the tensor bytes that are written, without replicas.
-        limits: the first row of each rank, and n, `(ranks + 1,)`.
         writers: the ranks that write a file, in the order of the list of files.
-        tensor: the index of the tensor of each piece, `(n,)`.
-        fragment: the index of this rank's fragment that contains each piece; -1 if there is none.
-        offset, shape: the pieces, as boxes of the global tensors, `(n, D)`.
-        end: the bytes of all pieces up to the end of each piece, `(n,)`.
+        rows, groups: the pieces.
     """
 
     rank: int
+    world: int
     description: Description
     per_rank: tuple[str, ...]
+    groups_of: Mapping[bytes, tuple[int, GroupMembers]]
     tensors: tuple[TensorEntry, ...]
-    replicas: tuple[tuple[tuple[int, ...], IntArray], ...]
+    replicas: tuple[Replicas, ...]
     bytes_held: int
     bytes_stored: int
-    limits: IntArray
     writers: IntArray
-    tensor: IntArray
-    fragment: IntArray
-    offset: IntArray
-    shape: IntArray
-    end: IntArray
+    rows: PieceRows
+    groups: tuple[PieceGroup, ...]
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -137,9 +126,27 @@ class SavePlan:
         Args:
             rank: this rank, or another one that holds equal boxes.
         """
-        rows = slice(int(self.limits[rank]), int(self.limits[rank + 1]))
-        columns = self.fragment[rows], self.offset[rows], self.shape[rows]
-        return piece_table(self.description, *columns)
+        low, high = np.searchsorted(self.rows.rank, [rank, rank + 1]).tolist()
+        rows = slice(low, high)
+        start, fragment = [self.rows.start[rows]], [self.rows.fragment[rows]]
+        offset, shape = [self.rows.offset[rows]], [self.rows.shape[rows]]
+        for group in self.groups:
+            for i in np.flatnonzero(group.ranks == rank).tolist():
+                t = len(group.tensors)
+                start.append(group.starts[group.layout[i]])
+                box = tuple(group.box[i].tolist())
+                found = [self._fragment_at[tensor, box] for tensor in group.tensors.tolist()]
+                fragment.append(np.array(found, np.int64))
+                offset.append(np.tile(group.offset[i], (t, 1)))
+                shape.append(np.tile(group.shape, (t, 1)))
+        order = np.argsort(np.concatenate(start), kind="stable")
+        columns = np.concatenate(fragment), np.concatenate(offset), np.concatenate(shape)
+        return piece_table(self.description, *(column[order] for column in columns))
+
+    @cached_property
+    def _fragment_at(self) -> dict[tuple[int, tuple[int, ...]], int]:
+        """The index of this rank's fragment with a tensor and an offset."""
+        return fragments_by_offset(self.description, self.tensors, self.rows.offset.shape[1])
 
     @cached_property
     def header_entries(self) -> tuple[bytes, int]:
@@ -149,30 +156,25 @@ class SavePlan:
     @cached_property
     def encoded_tensors(self) -> msgspec.Raw:
         """The list of tensors in the manifest, with their pieces, encoded."""
-        ranks = np.repeat(np.arange(len(self.limits) - 1), np.diff(self.limits))
-        file = np.searchsorted(self.writers, ranks)
-        ends = np.append(0, self.end)
-        start = ends[:-1] - ends[self.limits[ranks]]
-        order = np.lexsort([*reversed(self.offset.T), self.tensor])
-        return encode_tensors(
-            self.tensors,
-            self.tensor[order],
-            file[order],
-            start[order],
-            self.offset[order],
-            self.shape[order],
-        )
+        file_of = np.zeros(int(self.writers.max(initial=0)) + 1, np.int64)
+        file_of[self.writers] = np.arange(len(self.writers))
+        rows = self.rows.select(np.lexsort([*reversed(self.rows.offset.T), self.rows.tensor]))
+        tables = [find_runs(rows.tensor, file_of[rows.rank], rows.start, rows.offset, rows.shape)]
+        tables += [_runs_of_group(group, file_of) for group in self.groups]
+        runs = join_runs(tables)
+        order = np.lexsort([*reversed(runs.offset.T), runs.tensor])
+        return encode_tensors(self.tensors, runs.select(order))
 
 
 class PlanCache:
     """Plans of earlier saves, for later saves of a state with the same structure.
 
-    The key is the fingerprint of all structures, and the rank.
+    The key is a digest of the structures and coordinates of all ranks, and the rank.
 
-    The fingerprint covers names, dtypes, shapes, boxes and ties on every rank, so that a changed
-    structure is planned again. A plan does not depend on addresses of tensors in memory. A save
-    uses the cache only if every rank has the plan. The key includes the rank, because one process
-    can have different ranks in different groups.
+    Structures have names, dtypes, shapes, rules and ties, so that a changed state is planned again.
+    A plan does not depend on addresses of tensors in memory. A save uses the cache only if every
+    rank has the plan. The key includes the rank, because one process can have different ranks in
+    different groups.
 
     Args:
         capacity: the largest number of plans in the cache.
@@ -180,92 +182,125 @@ class PlanCache:
 
     def __init__(self, capacity: int = 4) -> None:
         self._capacity = capacity
-        self._plans: OrderedDict[tuple[bytes, int], SavePlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[bytes, int], tuple[bytes, SavePlan]] = OrderedDict()
 
-    def fingerprints(self, rank: int) -> list[bytes]:
-        """Return the fingerprints of all plans of a rank in the cache."""
-        return [fingerprint for fingerprint, owner in self._plans if owner == rank]
+    def plans_for(
+        self, rank: int, world: int, fingerprint: bytes, coordinates: Coordinates
+    ) -> dict[bytes, SavePlan]:
+        """Return the plans in which a rank has this structure and these coordinates, by key.
 
-    def get(self, fingerprint: bytes, rank: int) -> SavePlan | None:
-        """Return a rank's part of the plan of a fingerprint; None if it is not in the cache."""
-        plan = self._plans.get((fingerprint, rank))
-        if plan is not None:
-            self._plans.move_to_end((fingerprint, rank))
-        return plan
+        Args:
+            rank: the rank.
+            world: the number of ranks.
+            fingerprint: a digest of the structure.
+            coordinates: the coordinates.
+        """
+        wanted = rank, world, fingerprint, coordinates
+        return {
+            key: plan
+            for (key, _), (structure, plan) in self._plans.items()
+            if (plan.rank, plan.world, structure, plan.description.coordinates) == wanted
+        }
 
-    def put(self, fingerprint: bytes, rank: int, plan: SavePlan) -> None:
-        """Add a rank's part of a plan. If the cache is full, remove the least recently used."""
-        self._plans[fingerprint, rank] = plan
+    def get(self, key: bytes, rank: int) -> SavePlan:
+        """Return a plan that is in the cache."""
+        self._plans.move_to_end((key, rank))
+        return self._plans[key, rank][1]
+
+    def put(self, key: bytes, rank: int, fingerprint: bytes, plan: SavePlan) -> None:
+        """Add a plan. If the cache is full, remove the least recently used one.
+
+        Args:
+            fingerprint: a digest of the structure that the rank has in this plan.
+        """
+        self._plans[key, rank] = fingerprint, plan
         while len(self._plans) > self._capacity:
             self._plans.popitem(last=False)
 
 
 def plan_save(
-    structures: Sequence[tuple[Structure, IntArray]],
-    coordinates: Sequence[Coordinates],
+    structures: Sequence[RanksOfStructure],
+    world: int,
     rank: int,
     description: Description,
+    *,
+    smallest_division: int = SMALLEST_DIVISION,
 ) -> SavePlan:
     """Plan which rank writes which boxes, so that each element is written once.
 
     Args:
         structures: the distinct structures, and the ranks that have each of them.
-        coordinates: the coordinates of each rank.
-        rank: this rank. The rows of the plan are the same on all ranks.
+        world: the number of ranks.
+        rank: this rank. The pieces of the plan are the same on all ranks.
         description: the structure and the fragments of this rank.
+        smallest_division: tensors that are split alike are planned together if they have at least
+            this many parts.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal; a tensor is
             tied on some ranks only; or there are too many pieces.
     """
-    entries, boxes = find_held_boxes(structures, coordinates, rank, description)
+    entries = list_tensors(structures)
     tensors = [*entries.values()]
-    _check_coverage(tensors, boxes)
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    divisions = find_divisions(structures, entries, smallest_division)
+    divided = {i for division in divisions for i in division.tensors.tolist()}
+    listed = {name: i for i, name in enumerate(entries) if i not in divided}
+    boxes = find_held_boxes(structures, listed, dims, rank, description)
+    _check_coverage(tensors, listed.values(), boxes)
     ties = _tied_entries(structures, entries)
     itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
-    holders = np.fromiter(map(len, boxes.sets), np.int64)[boxes.holders]
-    held = boxes.shape.prod(axis=1) * itemsizes[boxes.tensor] * holders
-    count = len(coordinates)
-    replicas = _replicas(boxes)
-    writer, box, offset, shape = _assign_writers(boxes, holders == 1, replicas, itemsizes, count)
+    rows, groups = assign_writers(boxes, divisions, itemsizes, world)
     try:
-        check_table_size(*offset.shape)  # a load refuses more pieces
+        check_table_size(*rows.offset.shape)
     except FormatError as error:
         raise LayoutError(str(error)) from error
-    # Wider types come first in a file, so that every piece is aligned to its own type.
-    tensor = boxes.tensor[box]
-    order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], writer])
-    limits = np.searchsorted(writer[order], np.arange(count + 1))
-    writes_file = np.diff(limits) > 0
-    for structure, ranks in structures:
-        writes_file[ranks] |= bool(structure.per_rank)
-    nbytes = shape[order].prod(axis=1) * itemsizes[tensor[order]]
+    rows, groups, sizes = lay_out_pieces(rows, groups, itemsizes, world)
+    writes_file = sizes > 0
+    for each in structures:
+        writes_file[each.ranks] |= bool(each.structure.per_rank)
+    names = chain(*(each.structure.per_rank for each in structures))
+    fragment_at = fragments_by_offset(description, tensors, dims) if divisions else {}
     return SavePlan(
         rank=rank,
+        world=world,
         description=description,
-        per_rank=tuple(dict.fromkeys(chain(*(each.per_rank for each, _ in structures)))),
+        per_rank=tuple(dict.fromkeys(names)),
+        groups_of={s.fingerprint: (int(s.ranks[0]), s.structure.groups) for s in structures},
         tensors=(*tensors, *ties),
-        replicas=tuple((ranks, boxes.fragment[rows]) for ranks, rows in replicas),
-        bytes_held=int(held.sum()),
-        bytes_stored=int(nbytes.sum()),
-        limits=limits,
+        replicas=tuple(find_replicas(boxes, divisions, rank, fragment_at, world)),
+        bytes_held=bytes_held(boxes, divisions, itemsizes),
+        bytes_stored=int(sizes.sum()),
         writers=np.flatnonzero(writes_file),
-        tensor=tensor[order],
-        fragment=boxes.fragment[box[order]],
-        offset=offset[order],
-        shape=shape[order],
-        end=np.cumsum(nbytes),
+        rows=rows,
+        groups=tuple(groups),
     )
 
 
-def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
-    if not tensors:
+def fragments_by_offset(
+    description: Description, tensors: Sequence[TensorEntry], dims: int
+) -> dict[tuple[int, tuple[int, ...]], int]:
+    """Return the index of each fragment by its tensor and its offset, padded to `dims`."""
+    index_of = {tensor.name: i for i, tensor in enumerate(tensors)}
+    index = [index_of[name] for name in description.structure.names]
+    padding = dims - description.offset.shape[1]
+    offsets = np.pad(description.offset, ((0, 0), (0, padding))).tolist()
+    listed = enumerate(zip(description.tensor.tolist(), offsets, strict=True))
+    return {(index[tensor], tuple(offset)): i for i, (tensor, offset) in listed}
+
+
+def _check_coverage(
+    tensors: Sequence[TensorEntry], listed: Collection[int], boxes: HeldBoxes
+) -> None:
+    """Check that boxes cover the listed tensors exactly once."""
+    if not listed:
         return
     shapes = padded_rows([t.shape for t in tensors], boxes.offset.shape[1], 1)
-    everything = np.ones(len(tensors), bool)
+    is_listed = np.zeros(len(tensors), bool)
+    is_listed[[*listed]] = True
     columns = boxes.tensor, boxes.offset, boxes.shape
-    wrong = find_uncovered_tensors(shapes, *columns, everything).tolist()
+    wrong = find_uncovered_tensors(shapes, *columns, is_listed).tolist()
     if not wrong:
         return
     lines = []
@@ -289,64 +324,28 @@ def _check_coverage(tensors: Sequence[TensorEntry], boxes: HeldBoxes) -> None:
     )
 
 
-def _replicas(boxes: HeldBoxes) -> list[tuple[tuple[int, ...], IntArray]]:
-    """Return the sets of several ranks, small sets first, and the rows of the boxes they hold."""
-    order = np.argsort(boxes.holders, kind="stable")
-    limits = np.searchsorted(boxes.holders[order], np.arange(1, len(boxes.sets)))
-    rows_of = np.split(order, limits)
-    found = [
-        (ranks, rows)
-        for ranks, rows in zip(boxes.sets, rows_of, strict=False)
-        if len(ranks) > 1 and len(rows)
-    ]
-    return sorted(found, key=lambda each: (len(each[0]), each[0]))
-
-
-def _assign_writers(
-    boxes: HeldBoxes,
-    has_one_holder: BoolArray,
-    replicas: Iterable[tuple[tuple[int, ...], IntArray]],
-    itemsize: IntArray,
-    world: int,
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Choose which rank writes each piece.
-
-    Returns:
-        The rank that writes each piece, the row of the box that contains the piece, and the offset
-        and shape of the piece.
-    """
-    alone = np.flatnonzero(has_one_holder)
-    first_rank = np.array([ranks[0] for ranks in boxes.sets], np.int64)
-    ranks = first_rank[boxes.holders[alone]]
-    sizes = boxes.shape[alone].prod(axis=1) * itemsize[boxes.tensor[alone]]
-    loads = np.bincount(ranks, weights=sizes, minlength=world).astype(np.float64)
-    rank_parts, box_parts = [ranks], [alone]
-    offset_parts, shape_parts = [boxes.offset[alone]], [boxes.shape[alone]]
-    for holders, rows in replicas:
-        shapes = boxes.shape[rows].tolist()
-        sizes_of_items = itemsize[boxes.tensor[rows]].tolist()
-        shapes_and_sizes = list(zip(map(tuple, shapes), sizes_of_items, strict=True))
-        parts = divide_replicas(shapes_and_sizes, holders, loads)
-        part_rows = rows[[index for index, _, _ in parts]]
-        rank_parts.append(np.array([rank for _, rank, _ in parts], np.int64))
-        box_parts.append(part_rows)
-        within = np.array([box.offset for _, _, box in parts], np.int64)
-        offset_parts.append(boxes.offset[part_rows] + within)
-        shape_parts.append(np.array([box.shape for _, _, box in parts], np.int64))
-    return (
-        np.concatenate(rank_parts),
-        np.concatenate(box_parts),
-        np.concatenate(offset_parts),
-        np.concatenate(shape_parts),
+def _runs_of_group(group: PieceGroup, file_of: IntArray) -> Runs:
+    """Return the runs of a group, whose ranks and boxes are the same for each of its tensors."""
+    order = np.argsort(group.layout, kind="stable")
+    q, r = len(order), len(group.tensors)
+    runs = find_runs(
+        tensor=group.layout[order],  # for now, the layout stands for the tensors
+        file=file_of[group.ranks[order]],
+        start=np.zeros(q, np.int64),
+        offset=group.offset[order],
+        shape=np.tile(group.shape, (q, 1)),
     )
+    starts = group.starts[runs.tensor].T.reshape(-1)
+    repeated = runs.select(np.tile(np.arange(len(runs)), r))
+    return replace(repeated, tensor=np.repeat(group.tensors, len(runs)), start=starts)
 
 
 def _tied_entries(
-    structures: Sequence[tuple[Structure, IntArray]], tensors: Mapping[str, TensorEntry]
+    structures: Sequence[RanksOfStructure], tensors: Mapping[str, TensorEntry]
 ) -> list[TensorEntry]:
     ties: dict[str, TensorEntry] = {}
-    for structure, _ in structures:
-        for name, same_as in structure.ties:
+    for each in structures:
+        for name, same_as in each.structure.ties:
             target = tensors[same_as]
             known = ties.get(name)
             if known is not None and known.same_as != same_as:
@@ -361,98 +360,3 @@ def _tied_entries(
                 )
             ties[name] = TensorEntry(name, target.dtype, target.shape, same_as)
     return list(ties.values())
-
-
-def water_fill(loads: Float, amount: float) -> Float:
-    """Divide `amount` so that the loads become as equal as possible.
-
-    Returns:
-        The amount to add to each load.
-    """
-    ordered = np.sort(loads)
-    level = amount
-    for n in range(1, len(ordered) + 1):
-        level = (float(ordered[:n].sum()) + amount) / n
-        if n == len(ordered) or level <= ordered[n]:
-            break
-    poured: Float = np.maximum(level - loads, 0.0)
-    return poured
-
-
-def divide_replicas(
-    replicas: Sequence[tuple[tuple[int, ...], int]],
-    holders: Sequence[int],
-    loads: Float,
-    *,
-    grain: int | None = None,
-) -> list[tuple[int, int, Box]]:
-    """Divide replicas among the ranks that hold them, and cut replicas where the parts meet.
-
-    The replicas form a sequence of bytes. Each holder gets one range of this sequence, so that the
-    loads become even. For example, two ranks with equal loads hold a tensor of 6 MiB and one of
-    2 MiB: the first rank gets 4 MiB of the first tensor, and the second rank gets the rest.
-
-    Args:
-        replicas: the shape and itemsize of each replica. The same ranks hold all of them.
-        holders: the ranks that hold the replicas.
-        loads: the bytes assigned to each rank so far, float64; updated in place.
-        grain: a replica is cut at multiples of about this many bytes, and a smaller one stays
-            whole. Default: 1/32 of a holder's part, between `SMALLEST_GRAIN` and `LARGEST_GRAIN`.
-
-    Returns:
-        The index of a replica, the rank that writes this part of it, and the box of the part,
-        relative to the replica; in the order of the sequence.
-    """
-    sizes = [math.prod(shape) * itemsize for shape, itemsize in replicas]
-    if grain is None:
-        part = sum(sizes) // (32 * len(holders))
-        grain = max(SMALLEST_GRAIN, min(LARGEST_GRAIN, part))
-    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    even_bounds = np.cumsum(water_fill(loads[list(holders)], float(starts[-1]))).tolist()
-    bounds = [0]
-    for bound in even_bounds[:-1]:
-        bounds.append(_nearest_cut(replicas, starts, bounds[-1], bound, grain))
-    bounds.append(starts[-1])
-    parts = []
-    for rank, low, high in zip(holders, bounds, bounds[1:], strict=False):
-        loads[rank] += high - low
-        for index in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
-            itemsize = replicas[index][1]
-            first = max(0, low - starts[index]) // itemsize
-            last = min(sizes[index], high - starts[index]) // itemsize
-            parts += [(index, rank, box) for box in boxes_of_range(replicas[index][0], first, last)]
-    return parts
-
-
-def _nearest_cut(
-    replicas: Sequence[tuple[tuple[int, ...], int]],
-    starts: list[int],
-    previous: int,
-    bound: float,
-    grain: int,
-) -> int:
-    """Return where to cut a sequence of replicas, near a position. All positions are in bytes.
-
-    A cut between two replicas is preferred if it is at most half a grain away. For example, a
-    float32 tensor of shape (8, 4) has rows of 16 bytes. With a grain of 32, it is cut after every 2
-    rows: at byte 64, if the position is 70.
-
-    Args:
-        replicas: the shape and itemsize of each replica.
-        starts: the first byte of each replica, and the end of the last one.
-        previous: the cut before.
-        bound: the position.
-    """
-    index = max(bisect_left(starts, bound - grain / 2), bisect_right(starts, previous))
-    if index == len(starts) or starts[index] <= bound + grain / 2:
-        return starts[min(index, len(starts) - 1)]
-    shape, itemsize = replicas[index - 1]
-    unit = itemsize
-    for n in reversed(shape):
-        if unit * n > grain:
-            break
-        unit *= n
-    unit *= max(1, grain // unit)
-    start = starts[index - 1]
-    begin = max(previous, start)
-    return max(begin, start + (begin + round(bound - begin) - start) // unit * unit)

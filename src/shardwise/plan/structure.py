@@ -10,14 +10,14 @@ of dimension 0 into 4 parts. Rank 2 has the coordinate `[2]`, and holds `[4:6,0:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from shardwise.boxes import Box, Sharding, Split, shard_boxes
-from shardwise.boxes.box import IntArray, pad_columns
+from shardwise.boxes.box import BoolArray, IntArray, pad_columns
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
@@ -40,6 +40,9 @@ class AxisSplit(msgspec.Struct, array_like=True, frozen=True):
     axis: int
 
 
+GroupMembers = tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+"""Names of plain values. Each value is a list with an item for each group: the value that some
+parameters, the members of the group, have in common."""
 Rule = tuple[AxisSplit, ...]
 """How a tensor is split. Without splits, each rank holds the whole tensor."""
 
@@ -55,6 +58,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
         listed: the boxes of tensors without a rule: index of the tensor, offset and shape.
         ties: for each tied tensor, its name, and the name in `names` of the tensor with its data.
         per_rank: the names of the per-rank values.
+        groups: the members of groups of parameters, which have plain values in common.
     """
 
     names: tuple[str, ...]
@@ -65,6 +69,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
     listed: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     per_rank: tuple[str, ...] = ()
+    groups: GroupMembers = ()
 
 
 def find_rules(
@@ -118,6 +123,23 @@ class Description:
     shape: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RanksOfStructure:
+    """The n ranks that have a structure.
+
+    Attributes:
+        structure: the structure.
+        ranks: the ranks, ascending, `(n,)`.
+        coordinates: their coordinates, `(n, axes)`.
+        fingerprint: a digest of the structure.
+    """
+
+    structure: Structure
+    ranks: IntArray
+    coordinates: IntArray
+    fingerprint: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBoxes:
     """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
@@ -139,70 +161,78 @@ class HeldBoxes:
     fragment: IntArray
 
 
-def find_held_boxes(
-    structures: Sequence[tuple[Structure, IntArray]],
-    coordinates: Sequence[Coordinates],
-    rank: int,
-    own: Description,
-) -> tuple[dict[str, TensorEntry], HeldBoxes]:
-    """Return all tensors by name, and the distinct boxes that ranks hold of them.
-
-    Args:
-        structures: the distinct structures, and the ranks that have each of them.
-        coordinates: the coordinates of each rank.
-        rank: this rank.
-        own: the fragments of this rank.
+def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntry]:
+    """Return the tensors of all structures by name.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor.
     """
-    dims = max((len(shape) for each, _ in structures for shape in each.shapes), default=0)
-    tied = {name for structure, _ in structures for name, _ in structure.ties}
+    tied = {name for each in structures for name, _ in each.structure.ties}
     tensors: dict[str, TensorEntry] = {}
-    index_of: dict[str, int] = {}
-    set_ids: dict[tuple[int, ...], int] = {}
     problems: list[str] = []
-    tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
-    for structure, ranks in structures:
-        table = _boxes_of_structure(structure, ranks, coordinates, dims, set_ids)
-        if rank in ranks:
-            table = np.vstack([table, _own_boxes(own, dims)])
-        held = set(np.unique(table[:, 0]).tolist()) if tied else set()
-        index = np.full(len(structure.names), -1)
+    for each in structures:
+        structure = each.structure
         columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
         for i, (name, dtype, shape) in enumerate(columns):
-            if name in tied and i not in held:
+            if name in tied and not len(_boxes_of_structure(each, {i}, len(shape), {})):
                 continue  # a rank without a fragment of a tensor cannot see that it is tied
-            first = tensors.setdefault(name, TensorEntry(name, dtype, shape))
-            index[i] = index_of.setdefault(name, len(index_of))
-            if (first.dtype, first.shape) != (dtype, shape):
+            first = tensors.get(name)
+            if first is None:
+                tensors[name] = TensorEntry(name, dtype, shape)
+            elif (first.dtype, first.shape) != (dtype, shape):
                 problems.append(
-                    f"{name}: {dtype} {list(shape)} on rank {ranks[0]}, "
+                    f"{name}: {dtype} {list(shape)} on rank {each.ranks[0]}, "
                     f"{first.dtype} {list(first.shape)} on an earlier rank"
                 )
-        table[:, 0] = index[table[:, 0]]
-        tables.append(table)
     if problems:
         raise MismatchError(
             "ranks have tensors of the same name with different dtypes or shapes; pass the parts "
             "of one tensor as a DTensor or sw.Shards, and give other tensors different names:",
             problems,
         )
-    return tensors, _merge_equal(np.concatenate(tables), set_ids)
+    return tensors
+
+
+def find_held_boxes(
+    structures: Sequence[RanksOfStructure],
+    index_of: Mapping[str, int],
+    dims: int,
+    rank: int,
+    own: Description,
+) -> HeldBoxes:
+    """Return the distinct boxes that ranks hold of some tensors.
+
+    Args:
+        structures: the distinct structures, and the ranks that have each of them.
+        index_of: the tensors by name, and their indices in the list of all tensors.
+        dims: the number D of dimensions to pad boxes to.
+        rank: this rank.
+        own: the fragments of this rank.
+    """
+    set_ids: dict[tuple[int, ...], int] = {}
+    tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
+    for each in structures:
+        index = np.array([index_of.get(name, -1) for name in each.structure.names], np.int64)
+        wanted = {i for i, number in enumerate(index.tolist()) if number >= 0}
+        table = _boxes_of_structure(each, wanted, dims, set_ids)
+        if rank in each.ranks:
+            table = np.vstack([table, _own_boxes(own, index >= 0, dims)])
+        table[:, 0] = index[table[:, 0]]
+        tables.append(table)
+    return _merge_equal(np.concatenate(tables), set_ids)
 
 
 def _boxes_of_structure(
-    structure: Structure,
-    ranks: IntArray,
-    coordinates: Sequence[Coordinates],
+    each: RanksOfStructure,
+    wanted: Collection[int],
     dims: int,
     set_ids: dict[tuple[int, ...], int],
 ) -> IntArray:
     """Return the boxes that ranks with one structure hold.
 
     Args:
-        structure, ranks: the structure, and the ranks that have it.
-        coordinates: the coordinates of all ranks.
+        each: the structure, and the ranks that have it.
+        wanted: the indices of the tensors in the structure whose boxes to return.
         dims: the number D of dimensions to pad boxes to.
         set_ids: the id of each set of ranks; new sets are added.
 
@@ -210,37 +240,39 @@ def _boxes_of_structure(
         A row `(tensor, *offset, *shape, holders, fragment)` for each box: the index of the tensor
         in the structure, the box, the id of the set of ranks that hold it, and -1.
     """
-    own_coordinates = np.array([coordinates[each] for each in ranks.tolist()], np.int64)
-    own_coordinates = own_coordinates.reshape(len(ranks), -1)
-    parts_of_rule = [
-        _parts_of_rule(rule, ranks, own_coordinates, set_ids) for rule in structure.rules
-    ]
+    structure = each.structure
     # Tensors with the same rule and shape have the same boxes: for example, all weights of shape
     # `(4096, 4096)` that are split by rows.
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, key in enumerate(zip(structure.rule_of, structure.shapes, strict=True)):
-        alike.setdefault(key, []).append(i)
+    for i in sorted(wanted):
+        alike.setdefault((structure.rule_of[i], structure.shapes[i]), []).append(i)
+    parts_of_rule = {
+        number: _parts_of_rule(structure.rules[number], each, set_ids)
+        for number in sorted({number for number, _ in alike if number >= 0})
+    }
     tables = []
     for (number, shape), tensors in alike.items():
         rows = []
         zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-        for splits, holders in parts_of_rule[number] if number >= 0 else ():
+        for splits, holders in parts_of_rule.get(number, ()):
             for box, _ in shard_boxes(shape, splits):
                 rows.append((*box.offset, *zeros, *box.shape, *ones, holders, -1))
         if rows:
             repeated = np.tile(np.array(rows, np.int64), (len(tensors), 1))
             tables.append(np.column_stack([np.repeat(tensors, len(rows)), repeated]))
-    everyone = set_ids.setdefault(tuple(ranks.tolist()), len(set_ids))
     rows = []
-    for i, offset, shape in structure.listed:
-        zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-        rows.append((i, *offset, *zeros, *shape, *ones, everyone, -1))
+    if structure.listed:
+        everyone = set_ids.setdefault(tuple(each.ranks.tolist()), len(set_ids))
+        for i, offset, shape in structure.listed:
+            if i in wanted:
+                zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
+                rows.append((i, *offset, *zeros, *shape, *ones, everyone, -1))
     listed = np.array(rows, np.int64).reshape(len(rows), 3 + 2 * dims)
     return np.concatenate([*tables, listed])
 
 
 def _parts_of_rule(
-    rule: Rule, ranks: IntArray, coordinates: IntArray, set_ids: dict[tuple[int, ...], int]
+    rule: Rule, each: RanksOfStructure, set_ids: dict[tuple[int, ...], int]
 ) -> list[tuple[tuple[Split, ...], int]]:
     """Return the splits of each part of a tensor, and the id of the set of ranks that hold it.
 
@@ -248,10 +280,10 @@ def _parts_of_rule(
     [1, 0] and [1, 1]. The parts are [0] and [1], which the ranks (0, 1) and (2, 3) hold.
 
     Args:
-        ranks, coordinates: the ranks that follow the rule, and their coordinates.
+        each: the ranks that follow the rule, and their coordinates.
         set_ids: the id of each set of ranks; new sets are added.
     """
-    indices = coordinates[:, [split.axis for split in rule]]
+    ranks, indices = each.ranks, each.coordinates[:, [split.axis for split in rule]]
     parts, inverse = np.unique(indices, axis=0, return_inverse=True)
     inverse = inverse.reshape(-1)
     order = np.argsort(inverse, kind="stable")
@@ -264,11 +296,11 @@ def _parts_of_rule(
     return found
 
 
-def _own_boxes(own: Description, dims: int) -> IntArray:
+def _own_boxes(own: Description, wanted: BoolArray, dims: int) -> IntArray:
     """Return the boxes of this rank as `_boxes_of_structure` does, with their fragments."""
-    n = len(own.tensor)
-    offset, shape = pad_columns(own.offset, dims, 0), pad_columns(own.shape, dims, 1)
-    return np.column_stack([own.tensor, offset, shape, np.full(n, -1), np.arange(n)])
+    rows = np.flatnonzero(wanted[own.tensor])
+    offset, shape = pad_columns(own.offset[rows], dims, 0), pad_columns(own.shape[rows], dims, 1)
+    return np.column_stack([own.tensor[rows], offset, shape, np.full(len(rows), -1), rows])
 
 
 def _merge_equal(table: IntArray, set_ids: dict[tuple[int, ...], int]) -> HeldBoxes:

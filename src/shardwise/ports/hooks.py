@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from shardwise.engine.load import LoadReport
 from shardwise.engine.save import SaveReport
+from shardwise.events import OperationRecord
 from shardwise.store import Store
 
 GROUP = "shardwise.hooks"
@@ -54,6 +55,7 @@ class RestoreReport:
             step, and decoding data of lost nodes; and "rebuilding": discarding newer steps and
             allocating memory for the next snapshots.
         unanswered: the nodes that did not answer and may hold a newer step, each with the reason.
+        record: the events of the phases, and those of the load.
     """
 
     step: int | None
@@ -63,6 +65,7 @@ class RestoreReport:
     origins: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
     unanswered: dict[str, str] = field(default_factory=dict)
+    record: OperationRecord = field(default_factory=OperationRecord)
 
     def __repr__(self) -> str:
         return f"<RestoreReport of step {self.step} from {self.source}>"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -227,6 +227,22 @@ def _sharded_leaf(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
     )
     key, sharding = _tie_key(value, fragments), Sharding(mesh, splits)
     return TensorLeaf(name, value.dtype, shape, fragments, key, sharding=sharding)
+
+
+def mesh_axes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
+    """Return the coordinate of this rank in each named axis of the meshes of its tensors.
+
+    Example: `{"pp": 1, "dp": 3, "tp": 0}`. Axes without names are left out.
+    """
+    meshes: dict[Any, None]
+    meshes = {leaf.sharding.mesh: None for leaf in tensors if leaf.sharding is not None}
+    axes: dict[str, int] = {}
+    for mesh in meshes:
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        coordinate = mesh.get_coordinate() if names else None
+        for name, index in zip(names, coordinate or (), strict=False):
+            axes.setdefault(name, index)
+    return axes
 
 
 @lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from shardwise.store.local import LocalStore
 from shardwise.store.places import (
     abort_uploads,
     can_be_reopened,
+    count_retries,
     exists,
     free_bytes,
     is_file,
@@ -45,6 +46,7 @@ __all__ = [
     "WritableFile",
     "abort_uploads",
     "can_be_reopened",
+    "count_retries",
     "exists",
     "free_bytes",
     "is_file",

@@ -117,6 +117,12 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
     return RetryingStore(store, Retry(parse_url(path, None, needs_host=False).retry_seconds))
 
 
+def count_retries(store: object) -> int:
+    """Return how many requests a store has repeated so far; 0 for stores that repeat none."""
+    retries: int = getattr(store, "retries", 0)
+    return retries
+
+
 def _open_remote(url: str, scheme: str) -> Store:
     """Return the store at the URL of another machine, by a plug-in if one has the scheme."""
     if scheme in OBJECT_SCHEMES:

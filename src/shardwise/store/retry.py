@@ -42,6 +42,9 @@ class Retry:
             warning for each outage.
         clock: a monotonic clock, in seconds.
         sleep: the function that waits between two attempts.
+
+    Attributes:
+        repeated: how many attempts have failed and were repeated, so far.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Retry:
         self._lock = threading.Lock()
         self._written_at: dict[str, float] = {}  # by place
         self._has_warned = False
+        self.repeated = 0
 
     def __reduce__(self) -> tuple[type[Retry], tuple[float, float]]:
         return type(self), (self.seconds, self._warning_seconds)
@@ -72,9 +76,12 @@ class Retry:
             OSError: of the last attempt.
         """
         begin = self._clock()
-        failure: OSError = StoreUnavailableError("not tried")
+        failure: OSError | None = None
         deadline = Deadline(self.seconds, self._clock, self._sleep)
         for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
+            if failure is not None:
+                with self._lock:
+                    self.repeated += 1
             try:
                 result = act()
             except StoreUnavailableError as error:
@@ -87,7 +94,7 @@ class Retry:
                 self._has_warned = False
                 return result
             self._warn(failure, begin)
-        raise failure
+        raise failure or StoreUnavailableError("not tried")
 
     def note_write(self, place: str) -> None:
         """Remember that a file was written."""
@@ -150,6 +157,11 @@ class RetryingStore:
 
     def __str__(self) -> str:
         return str(self.store)
+
+    @property
+    def retries(self) -> int:
+        """How many requests were repeated so far, here and in the stores that share the retry."""
+        return self._retry.repeated
 
     @property
     def traits(self) -> StoreTraits:

@@ -11,11 +11,13 @@ from shardwise.engine.commit import lock_save, publish_manifest, remove_leftover
 from shardwise.errors import FormatError, StoreError
 from shardwise.manifest.manifest import (
     LARGEST_MANIFEST,
+    LARGEST_TELEMETRY,
     MANIFEST,
     FileEntry,
     Manifest,
     decode_manifest,
     lock_file,
+    telemetry_file,
 )
 from shardwise.store import Store, lock_for_reading
 from shardwise.tiers.copy_file import FileCopier
@@ -72,9 +74,17 @@ def copy_checkpoint(
             if saved_manifest(target) != manifest:
                 files = [file.name for file in manifest.files]
                 publish_manifest(target, data, files, replace=MANIFEST in present)
+            _copy_telemetry(source, target, telemetry_file(manifest.save_id))
             with suppress(OSError):  # the mirror may refuse to delete; then older saves stay
                 remove_leftovers(target, own_lock=own_lock)
         return manifest, sum(entry.size for entry in missing)
+
+
+def _copy_telemetry(source: Store, target: Store, name: str) -> None:
+    """Copy the telemetry of a save, if it exists; losing it changes nothing else."""
+    with suppress(OSError):
+        if name not in target.list():
+            target.publish(name, source.read(name, limit=LARGEST_TELEMETRY), replace=True)
 
 
 def _copy_all(

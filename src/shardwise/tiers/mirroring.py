@@ -15,7 +15,12 @@ import msgspec
 
 from shardwise.engine.commit import remove_leftovers, saved_manifest
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
-from shardwise.manifest.manifest import is_file_of_save, step_directory, step_of_directory
+from shardwise.manifest.manifest import (
+    is_file_of_save,
+    names_of_checkpoint,
+    step_directory,
+    step_of_directory,
+)
 from shardwise.retention import (
     CheckpointInfo,
     Keep,
@@ -88,7 +93,8 @@ class Tier:
         files = set() if manifest is None else {each.name for each in manifest.files}
         if manifest is None or files - set(names):
             return None
-        if any(is_file_of_save(name) and name not in files for name in names):
+        ours = names_of_checkpoint(manifest)
+        if any(is_file_of_save(name) and name not in ours for name in names):
             self.with_leftovers.add(step)
         self._names[step] = names
         return CheckpointInfo.of(manifest)

@@ -18,6 +18,7 @@ from shardwise.store import (
     ReadOnlyStore,
     Store,
     StoreTraits,
+    count_retries,
     lock_for_reading,
 )
 from shardwise.store.store import Buffer
@@ -51,6 +52,11 @@ class TieredStore(ReadOnlyStore):
 
     def __str__(self) -> str:
         return str(self._tiers[0])
+
+    @property
+    def retries(self) -> int:
+        """How many requests to the tiers were repeated so far."""
+        return sum(map(count_retries, self._tiers))
 
     def origins(self) -> dict[str, int]:
         """Return how many bytes of data files were read so far, from "root" and "mirror".

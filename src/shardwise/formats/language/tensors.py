@@ -25,8 +25,8 @@ from shardwise.formats.language.shapes import (
     solve_sizes,
 )
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Pieces
 from shardwise.manifest.manifest import LARGEST_INTEGER
+from shardwise.manifest.pieces import Pieces
 
 MOST_BOXES = 2**26
 

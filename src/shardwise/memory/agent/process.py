@@ -23,6 +23,7 @@ from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
 from shardwise.memory.agent.lead import Leader, OpenedStores
+from shardwise.memory.agent.metrics import read_metrics
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
@@ -33,13 +34,15 @@ from shardwise.memory.identity import (
     read_or_create_secret,
     record_port,
     resolve_interface,
+    write_metrics_token,
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
-from shardwise.memory.records import REMOVE_OLD, AgentInfo, schema
+from shardwise.memory.records import REMOVE_OLD, TOLD_STAGES, AgentInfo, schema
 from shardwise.memory.registry import Registration
 from shardwise.memory.seal import MappedFiles
+from shardwise.memory.view import tell
 
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
@@ -87,7 +90,7 @@ def run_agent(
         finish_removals(home)
         observer = Observer(home, node)
         mirrors = Mirrors()
-        performers = _make_performers(home, node, observer, mapped_files, mirrors, tls)
+        performers = make_performers(home, node, observer, mapped_files, mirrors, tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
         info = AgentInfo(
             node=node,
@@ -105,7 +108,7 @@ def run_agent(
         )
 
 
-def _make_performers(
+def make_performers(
     home: Home,
     node: str,
     observer: Observer,
@@ -118,6 +121,8 @@ def _make_performers(
     leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
     return {
         "seal": follower.seal,
+        "collect": follower.collect,
+        **{tell(stage): follower.tell for stage in TOLD_STAGES},
         "commit": leader.perform,
         "protect": leader.perform,
         "protect_others": follower.protect_others,
@@ -151,7 +156,9 @@ async def _serve(
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
     threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
-    app = create_app(home.path, info.token, agent.wake, agent.list_failing)
+    write_metrics_token(home, info.token)
+    metrics = partial(read_metrics, home)
+    app = create_app(home.path, info.token, agent.wake, agent.list_failing, metrics)
     async with serve_connections(app, listener, tls=tls):
         agent.start()
         agent.wake()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
+from shardwise.events import Event
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import SnapshotDirectory
-from shardwise.memory.observe import read_outcome, why_retrying
+from shardwise.memory.observe import read_outcome, read_stage_of_node, why_retrying
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
 
 PAUSE, LONGEST_PAUSE = 0.001, 0.05
+MOST_ENDED = 64
 RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
 log = logging.getLogger("shardwise")
 
@@ -109,6 +112,29 @@ class PendingSave:
                 log.warning("a snapshot in memory failed; the training continues: %s", error)
             return False
         return True
+
+    def has_ended(self) -> bool:
+        """Return whether all stages have ended, or one has failed."""
+        try:
+            return None not in [self.outcome(stage) for stage in self.stages]
+        except StoreError:
+            return True
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the stages that have ended: this node's part of them, if its record still exists.
+
+        The wall clocks of the agent and of this process are the same.
+        """
+        now = time.perf_counter() - time.time()
+        found: list[Event] = []
+        for stage in self.stages:
+            outcome, ended_at = read_stage_of_node(self.place, stage, self.save_id)
+            outcome = outcome or self._outcomes.get(stage)
+            if outcome is not None and (ended_at is not None or found):
+                last = found[-1].start + found[-1].seconds if found else 0.0
+                start = last if ended_at is None else ended_at + now - outcome.seconds
+                found.append(Event(stage, start, outcome.seconds, outcome.bytes))
+        return tuple(found)
 
     def has_succeeded(self) -> bool:
         """Return whether all stages have succeeded."""
@@ -210,14 +236,33 @@ class PendingSaves:
     def __init__(self) -> None:
         self._saves: list[PendingSave] = []
         self._told: set[str] = set()
+        self._ended: dict[str, tuple[Event, ...]] = {}
+        self._noted: set[str] = set()
 
     def add(self, save: PendingSave) -> None:
         """Add a save, and forget the saves that have succeeded."""
+        self.note_ended()
         self._saves = [
             *(each for each in self._saves if not each.has_succeeded() or self._is_new(each)),
             save,
         ]
         self._told &= {each.save_id for each in self._saves}
+        self._noted &= {each.save_id for each in self._saves}
+
+    def note_ended(self) -> None:
+        """Keep the stages of the saves that have ended, for `take_ended`."""
+        for save in self._saves:
+            if save.save_id not in self._noted and save.has_ended():
+                self._noted.add(save.save_id)
+                self._ended[save.save_id] = save.events()
+        while len(self._ended) > MOST_ENDED:
+            self._ended.pop(next(iter(self._ended)))
+
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of the saves that ended since the last call, by id."""
+        self.note_ended()
+        ended, self._ended = self._ended, {}
+        return ended
 
     def take_saved(self) -> list[int]:
         """Return the steps that became durable since the last call."""

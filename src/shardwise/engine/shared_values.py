@@ -1,0 +1,122 @@
+"""The plain values that ranks share: whether they are equal, and what a manifest has of them.
+
+Hyperparameters of an optimizer are *grouped*: a learning rate belongs to a list of parameters, the
+*members* of its group. The members are a part of a rank's structure, because they seldom change.
+Only the hyperparameters themselves are compared at each save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from shardwise.errors import MismatchError
+from shardwise.manifest.manifest import ObjectEntry
+from shardwise.plan.structure import GroupMembers
+from shardwise.state.local_state import LocalState
+from shardwise.state.plain_values import JsonValue, find_differences
+
+DIFFERENT_VALUES = (
+    "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap other "
+    "values that are meant to differ in sw.PerRank(value):"
+)
+MOST_PARTS_SHOWN = 5
+LONGEST_SHOWN = 40
+"""The most characters of a value to show in an error message."""
+
+SharedValues = tuple[dict[str, JsonValue], dict[str, list[tuple[tuple[str, ...], JsonValue]]]]
+"""Two dicts of one rank: the plain values, by name; and the grouped values, by name. A grouped
+value is a list of pairs: the members of a group, and the value that they have in common."""
+_Values = tuple[dict[str, JsonValue], dict[str, list[JsonValue]]]
+"""The same without the members."""
+
+
+def members_of(state: LocalState) -> GroupMembers:
+    """Return the members of the groups of a state, by the name of the grouped value."""
+    groups = state.grouped.items()
+    return tuple((name, tuple(members for members, _ in listed)) for name, listed in groups)
+
+
+def encode_values(state: LocalState, *, order: Literal["sorted"] | None = None) -> bytes:
+    """Return the plain values of a state, encoded without the members of groups.
+
+    Args:
+        order: `"sorted"` sorts the keys of all dicts, so that equal values have equal bytes.
+    """
+    groups = {name: [value for _, value in listed] for name, listed in state.grouped.items()}
+    return msgspec.json.encode((state.objects, groups), order=order)
+
+
+def decode_values(encoded: bytes, members: GroupMembers) -> SharedValues:
+    """Return the values that `encode_values` has encoded, with the members of their groups.
+
+    Args:
+        members: as in the structure of a rank that has these values.
+    """
+    objects, groups = msgspec.json.decode(encoded, type=_Values)
+    return objects, {name: list(zip(listed, groups[name], strict=True)) for name, listed in members}
+
+
+def merge_values(
+    values: Mapping[int, SharedValues], summary: str = DIFFERENT_VALUES
+) -> tuple[ObjectEntry, ...]:
+    """Merge the plain values of ranks.
+
+    Args:
+        values: the values of some ranks by rank, ascending. Other ranks have the same values as one
+            of these.
+        summary: the first line of the error.
+
+    Raises:
+        MismatchError: ranks have different values with the same name. The error lists all names.
+    """
+    # A value and the first rank that has the value: in `objects` by name, and in `grouped` by name
+    # and member of a group.
+    objects: dict[str, tuple[JsonValue, int]] = {}
+    grouped: dict[str, dict[str, tuple[JsonValue, int]]] = {}
+    problems: list[str] = []
+    for rank, (own_objects, own_groups) in values.items():
+        for name, value in own_objects.items():
+            first, first_rank = objects.setdefault(name, (value, rank))
+            if first != value:
+                problems += _describe_differences(first, value, name, first_rank, rank)
+        for name, groups in own_groups.items():
+            first_of = grouped.setdefault(name, {})
+            for members, value in groups:
+                own = value, rank
+                wrong = [each for each in members if first_of.setdefault(each, own)[0] != value]
+                if wrong:
+                    first, first_rank = first_of[wrong[0]]
+                    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                    group = f"{name} of {wrong[0]}{more}"
+                    problems += _describe_differences(first, value, group, first_rank, rank)
+    if problems:
+        raise MismatchError(summary, problems)
+    entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
+    for name, first_of in grouped.items():
+        merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
+        for member, (value, _) in first_of.items():
+            key = msgspec.json.encode(value)
+            merged.setdefault(key, {"members": [], "value": value})["members"].append(member)
+        entries.append(ObjectEntry(name, [*merged.values()]))
+    return tuple(entries)
+
+
+def _describe_differences(
+    a: JsonValue, b: JsonValue, name: str, first_rank: int, rank: int
+) -> list[str]:
+    """Return a line for each of the first few parts in which the values of two ranks differ."""
+    lines = [
+        f"{part}: {_shown(x)} on rank {first_rank}, {_shown(y)} on rank {rank}"
+        for part, x, y in find_differences(a, b, name)
+    ]
+    if len(lines) > MOST_PARTS_SHOWN:
+        lines[MOST_PARTS_SHOWN:] = [f"{name}: and {len(lines) - MOST_PARTS_SHOWN} more parts"]
+    return lines
+
+
+def _shown(encoded: JsonValue) -> str:
+    text = "absent" if encoded is msgspec.UNSET else msgspec.json.encode(encoded).decode()
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

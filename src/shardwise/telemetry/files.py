@@ -1,0 +1,98 @@
+"""Where telemetry is stored: beside the checkpoint of a save, or in a directory of the root.
+
+Example: the save with the id `0123456789abcdef` has the file `telemetry-0123456789abcdef.json.gz`
+in the directory of its checkpoint. A load has no directory of its own. Its telemetry is in the
+directory `telemetry` of the root, and is called `load-20261127T040506Z-89abcdef01234567.json.gz`.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import datetime
+
+from shardwise.manifest.manifest import LARGEST_TELEMETRY, telemetry_file
+from shardwise.store import Store
+from shardwise.telemetry.encoding import decode_file, encode_file
+from shardwise.telemetry.records import OPERATIONS, Telemetry
+
+DIRECTORY = "telemetry"
+"""In a root: the telemetry of operations without a directory of their own."""
+KEPT_FILES = 256
+"""In `DIRECTORY`, the newest files stay."""
+
+_OPERATION_FILE = re.compile(
+    rf"({'|'.join(OPERATIONS)})-(\d{{8}}T\d{{6}}Z)-[0-9a-f]{{16}}\.json\.gz"
+)
+
+
+def read_of_save(checkpoint: Store, save_id: str) -> Telemetry | None:
+    """Return the telemetry of a save; None if it is missing.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        save_id: the id in the manifest.
+
+    Raises:
+        FormatError: the file is damaged, or has another version.
+        OSError: the store failed.
+    """
+    return _read(checkpoint, telemetry_file(save_id))
+
+
+def write_of_save(checkpoint: Store, telemetry: Telemetry) -> None:
+    """Store the telemetry of a save, whose id is `telemetry.id`.
+
+    Raises:
+        OSError: the store failed.
+    """
+    checkpoint.publish(telemetry_file(telemetry.id), encode_file(telemetry), replace=True)
+
+
+def list_operations(root: Store) -> list[str]:
+    """Return the names of the files with the telemetry of loads and other operations, oldest first.
+
+    Raises:
+        OSError: the store failed.
+    """
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = root.at(DIRECTORY).list()
+    matches = [match for name in names if (match := _OPERATION_FILE.fullmatch(name))]
+    return [match[0] for match in sorted(matches, key=lambda match: (match[2], match[0]))]
+
+
+def read_operation(root: Store, name: str) -> Telemetry | None:
+    """Return the telemetry in a file that `list_operations` named; None if it was removed.
+
+    Raises:
+        FormatError: the file is damaged, or has another version.
+        OSError: the store failed.
+    """
+    return _read(root.at(DIRECTORY), name)
+
+
+def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES) -> str:
+    """Store the telemetry of a load or another operation in a root, and return the file's name.
+
+    Args:
+        keep: how many files stay there, the newest ones.
+
+    Raises:
+        OSError: the store failed.
+    """
+    started = datetime.fromisoformat(telemetry.started)
+    name = f"{telemetry.operation}-{started:%Y%m%dT%H%M%SZ}-{telemetry.id}.json.gz"
+    directory = root.at(DIRECTORY)
+    directory.publish(name, encode_file(telemetry), replace=True)
+    for old in list_operations(root)[:-keep]:
+        directory.delete(old)
+    return name
+
+
+def _read(store: Store, name: str) -> Telemetry | None:
+    try:
+        data = store.read(name, limit=LARGEST_TELEMETRY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return decode_file(data, f"{store}/{name}")

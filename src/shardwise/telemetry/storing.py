@@ -1,0 +1,168 @@
+"""`TelemetryWriter`: a thread of rank 0 that combines, logs and stores telemetry."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from shardwise.events import format_bytes
+from shardwise.manifest.manifest import MANIFEST, step_directory, telemetry_file
+from shardwise.store import Store
+from shardwise.telemetry import files
+from shardwise.telemetry.records import StageColumns, Telemetry, combine
+from shardwise.telemetry.rows import MICROSECONDS, align, decode_message
+
+LARGEST_CLOCK_OFFSET = 5.0
+"""Seconds. If the clock of a rank is off by more, a warning names the rank."""
+SNAPSHOT_PERIOD = 60.0
+"""Seconds. The telemetry of at most one snapshot is stored in this time."""
+KEPT_TABLES = 8
+"""The last tables. Ranks may learn at different times that the agents have completed a save."""
+MOST_RANKS_SHOWN = 5
+
+log = logging.getLogger("shardwise")
+
+
+class TelemetryWriter:
+    """Combines the messages of the ranks, and stores the tables in the background.
+
+    Args:
+        root: the root of the run.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, root: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = root, clock
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._tables: dict[tuple[str, str], Telemetry] = {}
+        self._snapshot_stored_at: float | None = None
+        self._warned_ranks: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    def add(self, message: bytes) -> None:
+        """Store the tables of a message, without waiting for it."""
+        self._messages.put(message)
+        if self._thread is None:
+            # A daemon, because a store that does not answer must not keep the process alive.
+            self._thread = threading.Thread(
+                target=self._work, name="shardwise-telemetry", daemon=True
+            )
+            self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds until everything is stored."""
+        self._messages.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive() and timeout:
+                log.warning("%s: the telemetry of the last operations is not stored", self._root)
+
+    def _work(self) -> None:
+        while (message := self._messages.get()) is not None:
+            self._add_message(message)
+
+    def _add_message(self, message: bytes) -> None:
+        try:
+            for table in decode_message(message, "the telemetry of the ranks"):
+                self._add_table(table)
+        except Exception as error:  # losing telemetry must not change anything else
+            log.warning(
+                "%s: telemetry is not stored: %s; checkpoints are not affected",
+                *(self._root, error),
+            )
+
+    def _add_table(self, table: Telemetry) -> None:
+        key = table.operation, table.id
+        earlier = self._tables.pop(key, None)
+        if earlier is not None:
+            table = combine([earlier, table])
+        self._tables[key] = table
+        while len(self._tables) > KEPT_TABLES:
+            self._tables.pop(next(iter(self._tables)))
+        table = align(table)
+        self._warn_of_clocks(table)
+        if len(table.ranks) == table.world_size:
+            log.info("%s", describe(table), extra={"shardwise": summarize(table)})
+        self._store(table)
+
+    def _store(self, table: Telemetry) -> None:
+        if table.operation == "save":
+            checkpoint = self._root.at(step_directory(table.step or 0))
+            if MANIFEST in checkpoint.list():  # otherwise, it is removed already
+                files.write_of_save(checkpoint, table)
+                if MANIFEST not in checkpoint.list():  # it was removed meanwhile
+                    checkpoint.delete(telemetry_file(table.id))
+            return
+        if table.operation == "snapshot":
+            last, now = self._snapshot_stored_at, self._clock()
+            if last is not None and now - last < SNAPSHOT_PERIOD:
+                return
+            self._snapshot_stored_at = now
+        files.write_operation(self._root, table)
+
+    def _warn_of_clocks(self, table: Telemetry) -> None:
+        is_off = np.abs(table.clock) > LARGEST_CLOCK_OFFSET * MICROSECONDS
+        new = [
+            row for row in np.flatnonzero(is_off) if int(table.ranks[row]) not in self._warned_ranks
+        ]
+        if not new:
+            return
+        self._warned_ranks.update(int(table.ranks[row]) for row in new)
+        shown = [
+            f"rank {table.ranks[row]} on {table.hosts[table.host[row]]} by "
+            f"{table.clock[row] / MICROSECONDS:+.1f} s"
+            for row in new[:MOST_RANKS_SHOWN]
+        ]
+        more = f", and {len(new) - len(shown)} more" if len(new) > len(shown) else ""
+        log.warning(
+            "clocks differ from that of rank %d: %s%s. Checkpoints are not affected, but times of "
+            "files and in logs mislead: check NTP on these hosts",
+            *(table.ranks[0], ", ".join(shown), more),
+        )
+
+
+def slowest_row(stage: StageColumns) -> int:
+    """Return the row of the rank that worked longest in a stage, without its waits."""
+    return int(np.argmax(np.where(stage.has_run, stage.duration - stage.waited, -1)))
+
+
+def describe(table: Telemetry) -> str:
+    """Return one line about an operation, which names the slowest rank of its longest stage."""
+    step = "" if table.step is None else f" of step {table.step}"
+    text = f"{table.operation}{step}: {table.seconds:.2f} s on {table.world_size} ranks"
+    if not table.stages:
+        return text
+    stage = max(table.stages, key=lambda each: int((each.duration - each.waited).max()))
+    row = slowest_row(stage)
+    work = (stage.duration[row] - stage.waited[row]) / MICROSECONDS
+    nbytes = f" ({format_bytes(int(stage.bytes[row]))})" if stage.bytes[row] else ""
+    host = table.hosts[table.host[row]]
+    return (
+        f"{text}; longest in {stage.name}: rank {table.ranks[row]} on {host}, {work:.2f} s{nbytes}"
+    )
+
+
+def summarize(table: Telemetry) -> dict[str, object]:
+    """Return the numbers of an operation for structured logs: seconds by stage, and so on."""
+    return {
+        "operation": table.operation,
+        "id": table.id,
+        "step": table.step,
+        "path": table.path,
+        "seconds": table.seconds,
+        "ranks": len(table.ranks),
+        "bytes": int(sum(int(each.bytes.sum()) for each in table.stages)),
+        "retries": int(sum(int(each.retries.sum()) for each in table.stages)),
+        "stages": {
+            each.name: {
+                "seconds": float(each.duration.max() / MICROSECONDS),
+                "slowest_rank": int(table.ranks[slowest_row(each)]),
+            }
+            for each in table.stages
+        },
+    }
