@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=315,
-    statements=31865,
+    statements=31875,
     modules_of_api=77,
-    statements_of_api=7797,
+    statements_of_api=7804,
     record_types=252,
-    names_across_packages=351,  # the ports are used from everywhere
+    names_across_packages=352,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=63,
 )
