@@ -23,6 +23,8 @@ from demo_plot import draw_plot
 from rich.console import Console
 from rich.table import Table
 
+import shardwise as sw
+
 TRAIN = Path(__file__).parent / "train.py"
 BOUND = 1e-5
 """Largest allowed difference of the first loss after a resume; each further step adds as much.
@@ -79,9 +81,12 @@ def main() -> int:
     story = [launch(console, phase, out, "story", every=every) for phase in phases]
     console.print(costs_table(story), comparison_table(story, reference.losses), sep="\n")
     draw_plot(story, reference, out / "losses.png")
-    console.print(f"Plot: {out / 'losses.png'}. Total time: {time.monotonic() - began:.0f} s.")
+    report = sw.report(out / "story")
+    report.write_page(out / "report.html")
+    console.print(f"Plot: {out / 'losses.png'}. Report of all saves: {out / 'report.html'}.")
+    console.print(f"Total time: {time.monotonic() - began:.0f} s.")
 
-    wrong = failed_checks(story, reference.losses)
+    wrong = [*failed_checks(story, reference.losses), *report.problems]
     for line in wrong:
         console.print(f"[red]✗[/] {line}")
     return 1 if wrong else 0

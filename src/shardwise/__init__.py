@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
     from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
+    from shardwise.reporting.report import Report as Report
+    from shardwise.reporting.report import report as report
     from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
@@ -90,6 +93,7 @@ _MODULE_OF_NAME = {
     "PartialSave": "partial_save",
     "PerRank": "state.per_rank",
     "RankError": "errors",
+    "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
     "RunProgress": "memory.progress",
@@ -104,6 +108,7 @@ _MODULE_OF_NAME = {
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",
+    "TreeGroup": "engine.tree",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
@@ -114,6 +119,7 @@ _MODULE_OF_NAME = {
     "load": "api",
     "open": "api",
     "remove": "listing",
+    "report": "reporting.report",
     "save": "api",
     "spec": "formats.specification",
     "trainable": "adapters.trainable",

@@ -11,6 +11,7 @@ import torch
 
 import shardwise as sw
 from tests.cli.conftest import Run
+from tests.tools.telemetry_runs import save_of, write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 FREE = {"metrics", "seconds", "value", "values", "a", "b", "left_out"}
@@ -43,12 +44,16 @@ def test_the_page_has_the_keys_that_are_printed(run: Run, root: Path, tmp_path: 
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     (root / "step-00000400").mkdir()
+    slow = tmp_path / "slow"
+    at_once = save_of(16, step=1, noise=0, started="2026-11-26")
+    write_run(slow, [at_once, save_of(16, step=2, noise=0, slow={"write": {3: 3.0}})])
     commands: dict[str, list[tuple[str | Path, ...]]] = {
         "ls": [(root,)],
         "inspect": [(two,), (two, "model.w"), (two, "epoch"), (two, "mine")],
         "verify": [(root,)],
         "diff": [(two, tmp_path / "three")],
         "export": [(two, tmp_path / "published")],
+        "report": [(slow, "-o", tmp_path / "report.html")],
         "rm": [(root, "--step", "200", "--yes")],
     }
     page = described()

@@ -1,17 +1,23 @@
-"""Carry out the decisions of an agent about freeing memory in the thread of the test."""
+"""Carry out the decisions of an agent: in the thread of the test, or in threads of its process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from shardwise.deadline import Deadline
 from shardwise.memory import decide
 from shardwise.memory.agent.actions import free, look_up_root
+from shardwise.memory.agent.agent import Agent
+from shardwise.memory.agent.mirrors import Mirrors
+from shardwise.memory.agent.process import make_performers
 from shardwise.memory.decide import decide_run
+from shardwise.memory.files import listen_to_bell
 from shardwise.memory.home import Home, Run, SnapshotInUse
 from shardwise.memory.observe import Observer, read_run_view
 from shardwise.memory.reclaim import remove_if_unused
+from shardwise.memory.seal import MappedFiles
 
 
 def free_decided(run: Run) -> bool:
@@ -70,3 +76,17 @@ class Attendant:
         self.now += seconds
         self.look()
         self.look()
+
+
+@contextmanager
+def agent_in_threads(home: Home, node: str) -> Iterator[Agent]:
+    """Run the agent of a node in this process while the block runs, without its server."""
+    observer = Observer(home, node)
+    agent = Agent(observer, make_performers(home, node, observer, MappedFiles(), Mirrors(), None))
+    threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
+    agent.start()
+    agent.wake()
+    try:
+        yield agent
+    finally:
+        agent.stop(20.0)

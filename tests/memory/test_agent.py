@@ -26,7 +26,8 @@ from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.memory.observe import Observer
-from shardwise.memory.records import PendingManifest, Retry, StagedFile, StageOutcome
+from shardwise.memory.records import AgentInfo, PendingManifest, Retry, StagedFile, StageOutcome
+from shardwise.memory.replies import Replies
 from shardwise.store import LocalStore
 from shardwise.tiers.options import StorageTask
 from tests.soak.steadiness import anonymous
@@ -182,14 +183,15 @@ def test_no_snapshot_is_persisted_of_a_step_that_the_run_has_left(
         step=3,
         manifest="",
         files=[(file.name, "node") for file in made.files],
-        nodes=[],
+        nodes=[AgentInfo("node", "", "")],
         leader="node",
         storage=StorageTask(root=str(root)),
     )
     write_record(place.path / records.save_record("pending", made.save_id), pending)
-    for stage, whose in (("commit", "all"), ("persist", "done")):
-        outcome = StageOutcome(save_id=made.save_id, stage=stage, node="node")
-        write_record(place.path / records.save_record(stage, made.save_id, whose), outcome)
+    outcome = StageOutcome(save_id=made.save_id, stage="commit", node="node")
+    write_record(place.path / records.save_record("commit", made.save_id, "all"), outcome)
+    reply = Replies.of_node(0, 1, {}).encode(made.save_id, "persist")
+    write_record(place.path / records.save_record("persist", made.save_id, "done"), reply)
     if resumed_from is not None:
         resume_from(LocalStore(root), run.name, resumed_from)
     Leader("node").perform(Action("persist", place, made.save_id))

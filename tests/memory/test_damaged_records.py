@@ -21,11 +21,12 @@ from shardwise.memory.observe import read_outcome
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
-    PersistRequest,
     Retry,
     RingFile,
     StagedFile,
     StageOutcome,
+    StageRequest,
+    SubtreeReply,
 )
 from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.spawn import running_agent
@@ -53,7 +54,8 @@ RECORDS = [
         leader="a",
         storage=StorageTask(root="/r"),
     ),
-    PersistRequest(save_id=SAVE, root="/r", files=[FILE], wait=1.0),
+    StageRequest(save_id=SAVE, stage="persist", wait=1.0),
+    SubtreeReply(save_id=SAVE, stage="commit", nodes=b"abcd", nbytes=bytes(8)),
     StorageTask(newest=1, root="/r", keep={}),
     Retry(save_id=SAVE, stage="persist", failure="no answer", since=0.0, attempts=1),
     StageOutcome(save_id=SAVE, stage="commit"),
@@ -84,10 +86,12 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
         (RECORDS[3], {"save_id": "another"}),
         (RECORDS[3], {"files": [("../file", "a")]}),
         (RECORDS[4], {"wait": -1.0}),
-        (RECORDS[5], {"newest": -1}),
-        (RECORDS[6], {"stage": "cOmmit"}),
-        (RECORDS[7], {"save_id": "ABCDEF"}),
-        (RECORDS[7], {"bytes": -1}),
+        (RECORDS[3], {"fan_out": 0}),
+        (RECORDS[5], {"stage": "cOmmit"}),
+        (RECORDS[6], {"newest": -1}),
+        (RECORDS[7], {"stage": "cOmmit"}),
+        (RECORDS[8], {"save_id": "ABCDEF"}),
+        (RECORDS[8], {"bytes": -1}),
     ],
 )
 def test_values_that_no_trainer_and_no_agent_writes_are_damage(

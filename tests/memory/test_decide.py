@@ -34,7 +34,7 @@ from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))
-STAGES = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD, "rescue")
+STAGES = (*decide.STAGES_WITH_WORK, "rescue")
 
 
 def save_id_in_name(step: int) -> str:

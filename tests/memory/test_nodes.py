@@ -20,9 +20,9 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import MANIFEST, Manifest, encode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import encode_record, listen_to_bell, write_record
-from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.lineage import Lineage, Resumption
-from shardwise.memory.records import AgentInfo, PendingManifest, StageOutcome
+from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.redundancy.parity import encode_parity
 from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
 from shardwise.memory.remote.search import (
@@ -33,13 +33,15 @@ from shardwise.memory.remote.search import (
     Search,
     list_own_files,
 )
-from shardwise.memory.remote.snapshot_nodes import Nodes, run_on_nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
+from shardwise.memory.remote.subtrees import Asking, connect, question_of_stage
+from shardwise.memory.replies import Replies
 from shardwise.memory.trainer import node_watch
 from shardwise.tiers.options import StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, Served, serve, served
 
-# Waiting for records of other nodes.
+# Waiting for the replies of other nodes.
 
 __all__ = ["served"]
 SAVE = "f" * 16
@@ -48,21 +50,37 @@ REQUEST, DONE = (
     records.save_record("protect", SAVE, "done"),
 )
 WAIT = 0.3
+HERE = AgentInfo("here", "", "")
 
 
-def expecting(served: Served, tmp_path: Path, *, asked: str) -> StageOutcome:
+def pending_of(*infos: AgentInfo, step: int = 10) -> PendingManifest:
+    return PendingManifest(
+        save_id=SAVE,
+        step=step,
+        manifest="{}",
+        files=[],
+        nodes=list(infos),
+        leader="here",
+        storage=StorageTask(root=""),
+    )
+
+
+def ask(place: SnapshotDirectory, there: AgentInfo, wait: float) -> Replies:
+    """What another node says that was asked to protect a snapshot."""
+    pending = pending_of(HERE, there)
+    question = question_of_stage(pending, "protect", wait)
+    with closing(connect(place, pending.nodes, "here", question, None)) as nodes:
+        return Asking(nodes, question).ask(["there"])
+
+
+def expecting(served: Served, tmp_path: Path) -> Replies:
     """What a node that was asked to protect a snapshot says when it has."""
     place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
-    infos = [
-        AgentInfo("here", "", ""),
-        AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN),
-    ]
     place.path.mkdir(parents=True)
     bound = threading.Timer(5.0, place.abandon)
     bound.start()
     try:
-        with closing(Nodes(place, infos, "here", WAIT)) as nodes:
-            return nodes.wait_for_record("there", DONE, StageOutcome, request_name=asked)
+        return ask(place, AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN), WAIT)
     finally:
         bound.cancel()
 
@@ -80,26 +98,37 @@ def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
 
 
 def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
-    served.fill(REQUEST, b"{}")
-    done = encode_record(StageOutcome(save_id=SAVE, stage="protect", bytes=7))
+    done = encode_record(Replies.of_node(1, 7, {}).encode(SAVE, "protect"))
     timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
     timer.start()
-    assert expecting(served, tmp_path, asked=REQUEST).bytes == 7
-    with pytest.raises(sw.StoreError, match="did not provide entry"):
-        Nodes(
-            SnapshotDirectory(Run(tmp_path), 10), [AgentInfo("here", "", "")], "here", WAIT
-        ).wait_for_record("here", "entry", StageOutcome)
+    replies = expecting(served, tmp_path)
+    assert (replies.nodes.tolist(), replies.nbytes.tolist()) == ([1], [7])
+    assert not replies.lost
+
+
+def test_who_does_not_answer_is_lost(tmp_path: Path) -> None:
+    place = SnapshotDirectory(Run(tmp_path / RUN), 10)
+    place.path.mkdir(parents=True)
+    with silent() as port:
+        replies = ask(place, AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN), WAIT)
+    assert list(replies.lost) == ["there"]
+    assert f"node there did not provide {DONE} of step 10" in replies.lost["there"]
 
 
 def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path: Path) -> None:
     """As it went on without the one who waits, from an older step."""
-    served.fill(REQUEST, b"{}")
     timer = threading.Timer(4 * WAIT, (served.step / REQUEST).unlink)
     timer.start()
     started = time.monotonic()
-    with pytest.raises(sw.StoreError, match="node there has discarded step 10"):
-        expecting(served, tmp_path, asked=REQUEST)
+    replies = expecting(served, tmp_path)
+    assert "node there has discarded step 10" in replies.lost["there"]
     assert 3 * WAIT < time.monotonic() - started < 20.0
+
+
+def test_an_invalid_reply_is_not_waited_for_again(served: Served, tmp_path: Path) -> None:
+    """Its index is of no node of the save."""
+    served.fill(DONE, encode_record(Replies.of_node(2, 7, {}).encode(SAVE, "protect")))
+    assert "reply to protect" in expecting(served, tmp_path).lost["there"]
 
 
 def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
@@ -204,43 +233,22 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
             threading.Timer(0.3, place.abandon).start()
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.wait_for_record("there", DONE, StageOutcome)
+                nodes.write("there", REQUEST, b"{}")
             assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
-            with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.write_to_others((REQUEST, b"{}"))
+        with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
+            ask(place, infos[1], 60.0)
+        (place.path / ABANDONED_MARKER).unlink()
+        threading.Timer(0.3, place.abandon).start()
+        started = time.monotonic()
+        with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
+            ask(place, infos[1], 60.0)
+        assert 0.25 < time.monotonic() - started < 4.5
 
 
 def test_answers_count_though_this_process_did_not_run_until_the_time_had_passed() -> None:
     with silent() as listening, unreachable() as lost:
         nodes = {"silent": ("127.0.0.1", listening), "lost": ("127.0.0.1", lost)}
         assert list(node_watch._why_unreachable(nodes, 0.0)) == ["lost"]
-
-
-def test_many_nodes_are_talked_to_at_a_time() -> None:
-    together = threading.Barrier(8, timeout=20)
-    names = [f"n{i}" for i in range(8)]
-
-    def work(node: str) -> str:
-        together.wait()
-        return node.upper()
-
-    assert list(run_on_nodes(names, work).items()) == [(name, name.upper()) for name in names]
-
-
-def test_what_fails_of_one_node_is_raised_when_the_others_have_ended() -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def work(node: str) -> None:
-        if node == "bad":
-            begun.wait(20)
-            raise sw.StoreError("bad is lost")
-        begun.set()
-        time.sleep(0.1)
-        ended.set()
-
-    with pytest.raises(sw.StoreError, match="bad is lost"):
-        run_on_nodes(["bad", "good"], work)
-    assert ended.is_set()
 
 
 # Nodes that no rank is on any more: found, though only others know of them.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -24,13 +23,22 @@ from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
 from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo, PendingManifest, RingFile, StagedFile, StageOutcome
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    RingFile,
+    StagedFile,
+    StageOutcome,
+    SubtreeReply,
+)
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.view import StageState
 from shardwise.tiers.options import StorageTask
+from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 from tests.memory.test_snapshots import shm
+from tests.tools.agents import until
 
 # What an agent sees of a snapshot: when there is work to do, and when it has to wait.
 
@@ -234,7 +242,7 @@ def pending(save_id: str) -> PendingManifest:
         step=1,
         manifest="",
         files=[],
-        nodes=[],
+        nodes=[AgentInfo("a", "", "")],
         leader="a",
         storage=StorageTask(root="/nowhere"),
     )
@@ -302,20 +310,18 @@ def test_a_damaged_outcome_is_a_failure(place: SnapshotDirectory) -> None:
     assert "damaged" in ended.failure
 
 
-@pytest.mark.parametrize("stage", ["persist", "protect"])
+@pytest.mark.parametrize("stage", ["commit", "persist", "protect"])
 def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: str) -> None:
     write_record(place.path / records.save_record(stage, ONE), DAMAGES[0])
     following = Follower("a", MappedFiles())
     (action,) = decide_run(read_run_view(place.run), 0.0)
-    if action.kind == "copy":
-        following.copy(action)
-    else:
-        assert action.kind == "protect_others"
-        following.protect_others(action)
-    done = read_record(place.path / records.save_record(stage, ONE, "done"), StageOutcome)
+    kinds = {"commit": "collect", "persist": "copy", "protect": "protect_others"}
+    assert action.kind == kinds[stage]
+    getattr(following, action.kind)(action)
+    done = read_record(place.path / records.save_record(stage, ONE, "done"), SubtreeReply)
     assert done is not None
-    assert (done.stage, done.node) == (stage, "a")
-    assert records.save_record(stage, ONE) in done.failure
+    assert (done.stage, done.nodes) == (stage, b"")
+    assert records.save_record(stage, ONE) in done.failures["a"]
     assert not decide_run(read_run_view(place.run), 0.0)
 
 
@@ -344,7 +350,8 @@ def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
     write_record(place.path / records.save_record("pending", ONE), damaged)
-    Leader("a").perform(Action("commit", place, ONE))
+    with agent_in_threads(Home(place.run.path.parents[2]), "a"):
+        until(lambda: read_outcome(place, "commit", ONE))
     ended = read_outcome(place, "commit", ONE)
     assert ended is not None
     assert "the pending manifest was altered" in ended.failure
@@ -365,16 +372,17 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
             pending(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced
         )
         write_record(place.path / records.save_record("pending", ONE), led)
-        with ThreadPoolExecutor(1) as pool:
-            committing = pool.submit(Leader("a").perform, Action("commit", place, ONE))
-            deadline = time.monotonic() + 1.5
-            while not place.is_committed() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            was_committed, ended = place.is_committed(), read_outcome(place, "commit", ONE)
-            place.abandon()
-        assert isinstance(committing.exception(), StoreError)
-        assert was_committed
-        assert ended is None
+        started = time.monotonic()
+        with agent_in_threads(Home(place.run.path.parents[2]), "a"):
+            until(lambda: read_outcome(place, "commit", ONE))
+            assert time.monotonic() - started < 1.5
+            ended = read_outcome(place, "commit", ONE)
+            assert ended is not None
+            assert not ended.failure
+            assert place.is_committed()
+            told = records.save_record("commit", ONE, "told")
+            assert not place.has(told)
+            until(lambda: place.has(told))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

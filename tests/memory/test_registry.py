@@ -9,24 +9,42 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 import shardwise as sw
 from shardwise.checkpointer.restoring import _describe_first_nodes
 from shardwise.errors import StoreError
-from shardwise.memory.home import Home
+from shardwise.manifest.manifest import MANIFEST, FileEntry, data_file
+from shardwise.memory.files import write_record
+from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.identity import make_run_token, read_or_create_node_name
-from shardwise.memory.records import AgentInfo
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    StagedFile,
+    file_record,
+    save_record,
+)
 from shardwise.memory.registry import (
     LONGEST_AGE,
+    MOST_EARLIER,
+    MOST_NEWEST,
+    NEWEST_FILE,
+    NEWEST_PERIOD,
     NODES_DIRECTORY,
     RETRY_PERIOD,
+    Entries,
+    NodeEntry,
     Registration,
     read_entries,
+    read_newest_nodes,
+    remove_earlier,
 )
 from shardwise.memory.remote.client import AgentClient
-from shardwise.store import LocalStore
+from shardwise.store import LocalStore, publish_private
+from shardwise.tiers.options import StorageTask
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import end_agents, until
 
@@ -56,18 +74,120 @@ def entries(tmp_path: Path) -> list[Path]:
 
 def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -> None:
     root, home = LocalStore(tmp_path), home_of_run(tmp_path)
-    assert read_entries(root, RUN) == ([], {})
+    assert read_entries(root, RUN) == Entries([], {}, {})
     for info in (HERE, THERE):
         Registration(home, info).update()
-    found, unreachable = read_entries(root, RUN)
-    assert {info.node: info.url for info in found} == {c.node: c.url for c in (HERE, THERE)}
-    assert {info.token for info in found} == {make_run_token(TOKEN, RUN)}
-    assert not unreachable
+    found = read_entries(root, RUN)
+    assert {i.node: i.url for i in found.agents} == {c.node: c.url for c in (HERE, THERE)}
+    assert {info.token for info in found.agents} == {make_run_token(TOKEN, RUN)}
+    assert not found.unreachable
     for path in entries(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o600
         assert TOKEN.encode() not in path.read_bytes()
-    assert [info.node for info in read_entries(root, RUN, [HERE.node])[0]] == [THERE.node]
-    assert read_entries(root, "f" * 16)[0] == [], "that is another run"
+    assert [i.node for i in read_entries(root, RUN, [HERE.node]).agents] == [THERE.node]
+    assert read_entries(root, "f" * 16).agents == [], "that is another run"
+
+
+def lead_save(home: Home, step: int, infos: list[AgentInfo], epoch: int = 0) -> None:
+    """Have the node lead a committed save of a step."""
+    place = SnapshotDirectory(home.run(RUN), step)
+    place.path.mkdir(parents=True, exist_ok=True)
+    pending = PendingManifest(
+        save_id=RUN,
+        step=step,
+        manifest="",
+        files=[],
+        nodes=infos,
+        leader=infos[0].node,
+        epoch=epoch,
+        storage=StorageTask(root=""),
+    )
+    write_record(place.path / save_record("pending", RUN), pending)
+    (place.path / MANIFEST).touch()
+
+
+def many_infos(count: int) -> list[AgentInfo]:
+    return [HERE, *(AgentInfo(f"n{i}", f"http://192.0.2.1:{i}", TOKEN) for i in range(1, count))]
+
+
+def test_the_root_names_a_few_nodes_of_the_newest_snapshot(tmp_path: Path) -> None:
+    root, home, now = LocalStore(tmp_path), home_of_run(tmp_path), [1e9]
+    registration = Registration(home, HERE, lambda: now[0])
+    registration.update()
+    assert read_newest_nodes(root, RUN) == [], "nothing is committed"
+    lead_save(home, 2, many_infos(2048))
+    registration.update()
+    found = read_newest_nodes(root, RUN)
+    assert len(found) == MOST_NEWEST
+    assert found[0].url == HERE.url
+    assert {info.token for info in found} == {make_run_token(TOKEN, RUN)}
+    path = tmp_path / NODES_DIRECTORY / NEWEST_FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert TOKEN.encode() not in path.read_bytes()
+    assert read_newest_nodes(root, "f" * 16) == [], "that is another run"
+    assert [i.node for i in read_entries(root, RUN, now=1e9).agents] == [HERE.node]
+
+    written = path.stat().st_mtime_ns
+    lead_save(home, 3, many_infos(2048))
+    now[0] += 2 * NEWEST_PERIOD
+    registration.update()
+    assert path.stat().st_mtime_ns == written, "the nodes are the same"
+    lead_save(home, 4, many_infos(2))
+    now[0] += 2 * NEWEST_PERIOD
+    registration.update()
+    assert [info.node for info in read_newest_nodes(root, RUN)] == [HERE.node, "n1"]
+
+    shutil.rmtree(home.run(RUN).path)
+    registration.update()
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b"[" * 100_000, b"x" * 200_000])
+def test_damaged_names_of_nodes_are_as_if_there_were_none(tmp_path: Path, damage: bytes) -> None:
+    home = home_of_run(tmp_path)
+    lead_save(home, 2, many_infos(2))
+    Registration(home, HERE).update()
+    path = tmp_path / NODES_DIRECTORY / NEWEST_FILE
+    path.write_bytes(damage)
+    assert read_newest_nodes(LocalStore(tmp_path), RUN) == []
+    path.unlink()
+    assert read_newest_nodes(LocalStore(tmp_path), RUN) == []
+
+
+def test_an_entry_tells_when_its_node_last_took_part(tmp_path: Path) -> None:
+    home, root = home_of_run(tmp_path), LocalStore(tmp_path)
+    registration = Registration(home, HERE)
+    registration.update()
+    assert read_entries(root, RUN).epochs == {HERE.node: 0}
+    name = data_file(0, RUN)
+    place = SnapshotDirectory(home.run(RUN), 2)
+    place.path.mkdir()
+    registration.update()
+    entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
+    write_record(place.path / file_record(name, "staged"), StagedFile(entry, "slot", 2, (), 7))
+    (place.path / name).touch()
+    registration.update()
+    assert read_entries(root, RUN).epochs == {HERE.node: 7}
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_the_entries_of_nodes_of_long_ago_are_removed(tmp_path: Path, epoch: int) -> None:
+    root = LocalStore(tmp_path)
+    for number in range(2 * MOST_EARLIER):
+        for of in (0, 1):
+            info = replace(HERE, node=f"n{of}-{number}")
+            entry = msgspec.json.encode(NodeEntry(info, RUN, 1e12 + number, of))
+            publish_private(root.at(NODES_DIRECTORY), f"{info.node}.json", entry, b"")
+    remove_earlier(root, RUN, epoch, excluding=["n0-0"])
+    left = {info.node for info in read_entries(root, RUN).agents}
+    newest = {f"n0-{number}" for number in range(MOST_EARLIER, 2 * MOST_EARLIER)} | {"n0-0"}
+    of_now = {f"n1-{number}" for number in range(2 * MOST_EARLIER)}
+    if epoch == 0:
+        assert len(left) == 4 * MOST_EARLIER
+    elif epoch == 1:
+        assert left == newest | of_now
+    else:
+        assert left == {f"n1-{n}" for n in range(MOST_EARLIER, 2 * MOST_EARLIER)} | {"n0-0"}
 
 
 def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
@@ -95,9 +215,9 @@ def test_entries_that_others_may_read_or_write_are_not_believed(tmp_path: Path, 
     Registration(home_of_run(tmp_path), HERE).update()
     (path,) = entries(tmp_path)
     path.chmod(mode)
-    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
-    assert found == []
-    assert "others may read or write" in unreachable[HERE.node]
+    found = read_entries(LocalStore(tmp_path), RUN)
+    assert found.agents == []
+    assert "others may read or write" in found.unreachable[HERE.node]
 
 
 def test_no_token_is_written_where_files_are_not_private(
@@ -109,7 +229,7 @@ def test_no_token_is_written_where_files_are_not_private(
     assert "does not enforce file modes" in caplog.text
     (path,) = entries(tmp_path)
     assert make_run_token(TOKEN, RUN) not in path.read_text()
-    assert list(read_entries(LocalStore(tmp_path), RUN)[1]) == [HERE.node]
+    assert list(read_entries(LocalStore(tmp_path), RUN).unreachable) == [HERE.node]
 
 
 def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
@@ -117,19 +237,19 @@ def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
     Registration(home, HERE, lambda: 1e9).update()
     damaged = tmp_path / NODES_DIRECTORY / "damaged.json"
     damaged.touch(0o600)
-    found, unreachable = read_entries(root, RUN, now=1e9)
-    assert [info.node for info in found] == [HERE.node]
-    assert "is damaged" in unreachable["damaged"]
-    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1)[0] == []
+    found = read_entries(root, RUN, now=1e9)
+    assert [info.node for info in found.agents] == [HERE.node]
+    assert "is damaged" in found.unreachable["damaged"]
+    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1).agents == []
     assert entries(tmp_path) == [damaged]
 
 
 def test_a_token_is_not_sent_to_what_listens_on_another_host(tmp_path: Path) -> None:
     """An agent that serves 127.0.0.1 of its host is not the one that serves it here."""
     Registration(home_of_run(tmp_path), replace(HERE, host="elsewhere")).update()
-    found, unreachable = read_entries(LocalStore(tmp_path), RUN)
-    assert found == []
-    assert "serves its own host only, elsewhere" in unreachable[HERE.node]
+    found = read_entries(LocalStore(tmp_path), RUN)
+    assert found.agents == []
+    assert "serves its own host only, elsewhere" in found.unreachable[HERE.node]
 
 
 def test_a_root_that_cannot_be_written_to_is_tried_again_later(

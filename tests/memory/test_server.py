@@ -26,8 +26,9 @@ from shardwise.errors import StoreError
 from shardwise.memory.agent import server
 from shardwise.memory.agent.server import create_app, serve_connections
 from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
-from shardwise.memory.records import PersistRequest
+from shardwise.memory.records import PendingManifest
 from shardwise.memory.view import Failing
+from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 from tests.memory.certificates import Authority
 
@@ -94,6 +95,7 @@ def serve(
     idle_timeout: float = 90.0,
     most: int = 100,
     failing: Sequence[Failing] = (),
+    wake: Callable[[], None] = lambda: None,
     metrics: Callable[[], str] = str,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
@@ -103,13 +105,14 @@ def serve(
     ready = threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
+    def note_wake() -> None:
+        served.wakes.append(time.monotonic())
+        wake()
+
     async def run() -> None:
         ended = asyncio.Event()
         running.append((asyncio.get_running_loop(), ended))
-        app = create_app(
-            *(home, TOKEN, lambda: served.wakes.append(time.monotonic())),
-            *(lambda: [*failing], metrics),
-        )
+        app = create_app(home, TOKEN, note_wake, lambda: [*failing], metrics)
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()
@@ -364,9 +367,18 @@ def test_what_trainers_say_is_taken_from_nobody_else(served: Served, name: str) 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])
 def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) -> None:
-    write_record(tmp_path / "note", {"save_id": RUN, "root": "/", "files": [name], "wait": 1.0})
+    pending = PendingManifest(
+        save_id=RUN,
+        step=1,
+        manifest="",
+        files=[(name, "a")],
+        nodes=[],
+        leader="a",
+        storage=StorageTask(root="/"),
+    )
+    write_record(tmp_path / "note", pending)
     with pytest.raises(StoreError, match="regex"):
-        read_record(tmp_path / "note", PersistRequest)
+        read_record(tmp_path / "note", PendingManifest)
 
 
 def test_only_notes_are_taken(served: Served) -> None:

@@ -19,6 +19,7 @@ from shardwise.cli.diff import diff
 from shardwise.cli.export import export
 from shardwise.cli.inspect import inspect
 from shardwise.cli.ls import ls
+from shardwise.cli.report import report
 from shardwise.cli.rm import rm
 from shardwise.cli.terminal import print_error
 from shardwise.cli.verify import verify
@@ -82,7 +83,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, diff, export, rm):
+for command in (ls, inspect, verify, diff, export, report, rm):
     app.command()(command)
 app.add_typer(agent, name="agent")
 
@@ -96,7 +97,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """List, inspect, verify, compare, export and remove checkpoints.
+    """List, inspect, verify, compare, export and remove checkpoints, and report on their saves.
 
     Reads checkpoints of shardwise, PyTorch DCP, DeepSpeed, Megatron, Hugging Face, Lightning and
     others (see docs/formats.md). Run `shardwise COMMAND --help` for help on a command.

@@ -6,14 +6,17 @@ A save passes these stages. The arrows are the actions that complete them:
                                                     |
                                                     +--persist--> persisted --retain--> retained
 
-To stage, the ranks copy their state to host memory. Each node seals its files. The leader commits.
-To protect, the leader has each node perform `protect_others`; to persist, `copy`. Then it removes
-old checkpoints from storage (`retain`). Protecting and persisting run at the same time. RESCUE
-requests that a save for memory only is persisted, after a trainer was lost or the run has ended.
+To stage, the ranks copy their state to host memory. Each node seals its files. The leader commits:
+it has each node `collect` the checksums of its files. To protect, it has each node perform
+`protect_others`; to persist, `copy`. Then it removes old checkpoints from storage (`retain`).
+Protecting and persisting run at the same time. RESCUE requests that a save for memory only is
+persisted, after a trainer was lost or the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
-have an action. The leader is the agent on the node of rank 0. It requests the stages from the other
-nodes by records, and writes the outcome of each stage to all nodes.
+have an action. The leader is the agent on the node of rank 0. Requests are records, which travel
+along a tree of nodes (`node_tree.py`): a node that has a request passes it on to the nodes below
+it, and combines their replies with its own. In the same way, each node tells the nodes below it how
+a stage has ended (`tell commit`, and so on).
 
 A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
 with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
@@ -35,8 +38,8 @@ from itertools import islice
 
 from shardwise.memory.home import Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import DATA_SUFFIXES, REMOVE_OLD, save_record
-from shardwise.memory.view import RunView, SaveView, SnapshotView, StageState
+from shardwise.memory.records import DATA_SUFFIXES, REMOVE_OLD, TOLD_STAGES, save_record
+from shardwise.memory.view import RunView, SaveView, SnapshotView, StageState, tell
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
@@ -99,7 +102,17 @@ BETWEEN_LOOKUPS = 10.0  # between two reads of the root
 UNTIL_FREED_IF_STORED = 1800.0  # the snapshots are freed if storage has the newest snapshot
 UNTIL_FREED = 86400.0  # the snapshots are freed in any case
 UNTIL_REMOVED = 10.0  # a run without snapshots is removed, and a snapshot without data is freed
-STAGES_WITH_WORK = ("seal", "commit", "protect", "protect_others", "persist", "copy", REMOVE_OLD)
+STAGES_WITH_WORK = (
+    "seal",
+    "collect",
+    "commit",
+    *map(tell, TOLD_STAGES),
+    "protect",
+    "protect_others",
+    "persist",
+    "copy",
+    REMOVE_OLD,
+)
 """The stages on which a node has work to do, as it seals, leads a save, or fulfils requests."""
 
 
@@ -185,12 +198,12 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
 
     An open stage pins a snapshot, unless the stage has ended for a newer snapshot. If this node
     leads a save, it keeps the snapshot until the save is persisted. It does so even if newer saves
-    are persisted before, and even if the save has no data files. Abandoned snapshots are not
-    pinned.
+    are persisted before, and even if the save has no data files. While this node tells others how a
+    stage has ended, it keeps the snapshot too. Abandoned snapshots are not pinned.
     """
     if snapshot.is_abandoned:
         return False
-    if any(save.must_be_persisted for save in snapshot.saves.values()):
+    if any(save.must_be_persisted or save.is_being_told for save in snapshot.saves.values()):
         return True
     newer = [each for each in run.snapshots if each.step > snapshot.step]
     open_stages = {stage for save in snapshot.saves.values() for stage in save.open_stages}

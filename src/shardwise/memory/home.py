@@ -61,7 +61,7 @@ AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
 FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"
 _ROOT_RECORD = "root.json"
 KNOWN_NODES_RECORD = "nodes.json"
-MOST_KNOWN_NODES = 64
+MOST_EARLIER_NODES = 16
 OUTCOMES_DIRECTORY = "ended"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
@@ -219,16 +219,14 @@ class Run:
         return []
 
     def record_nodes(self, nodes: Iterable[AgentInfo]) -> None:
-        """Record on this node which nodes the run uses. Earlier nodes stay in the record.
+        """Record on this node which nodes the run uses. The newest earlier nodes stay recorded.
 
         Ranks may return to this node after other nodes have continued the run. They find these
         nodes by this record; the records of the old snapshots do not name them.
         """
-        known = {info.node: info for info in self.known_nodes()}
-        for info in nodes:
-            known.pop(info.node, None)
-            known[info.node] = info
-        newest = list(known.values())[-MOST_KNOWN_NODES:]
+        current = {info.node: info for info in nodes}
+        earlier = [info for info in self.known_nodes() if info.node not in current]
+        newest = [*earlier[-MOST_EARLIER_NODES:], *current.values()]
         write_record(self.path / KNOWN_NODES_RECORD, newest)
 
     def steps(self) -> list[int]:

@@ -18,12 +18,14 @@ from shardwise.manifest.manifest import MANIFEST, decode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
+from shardwise.memory.node_tree import tree_of_run
 from shardwise.memory.rank_liveness import has_trainers, is_rank_alive, lost_ranks
 from shardwise.memory.records import (
     PendingManifest,
     Retry,
     StagedFile,
     StageOutcome,
+    SubtreeReply,
     rank_in_name,
 )
 from shardwise.memory.view import (
@@ -33,10 +35,10 @@ from shardwise.memory.view import (
     SnapshotView,
     Stage,
     StageState,
+    tell,
 )
 
 T = TypeVar("T")
-NODE_THEN_CLUSTER: tuple[records.RecordKind, ...] = ("done", "all")
 
 
 def _decode_save_id(data: bytes, record_type: type[str], label: object) -> str:
@@ -232,11 +234,14 @@ def read_stage_of_node(
         The outcome, and when it was recorded, in seconds since 1970; None and None if there is no
         record any more.
     """
-    for kind in NODE_THEN_CLUSTER:
-        path = place.path / records.save_record(stage, save_id, kind)
-        with suppress(OSError):
-            if outcome := read_record(path, StageOutcome):
-                return outcome, path.stat().st_mtime
+    done, every = (place.path / records.save_record(stage, save_id, k) for k in ("done", "all"))
+    with suppress(OSError):
+        reply = read_record(done, SubtreeReply)
+        if reply is not None and reply.own is not None:
+            return reply.own, reply.own_ended_at
+    with suppress(OSError):
+        if outcome := read_record(every, StageOutcome):
+            return outcome, every.stat().st_mtime
     return None, None
 
 
@@ -300,9 +305,14 @@ class _SnapshotReader:
             stages={
                 **self._read_cluster_stages(save_id, staged, pending, own),
                 "seal": Stage(self._seal_state(save_id, staged, unsealed)),
+                "collect": Stage(self._state_on_this_node("commit", save_id)),
                 "protect_others": Stage(self._state_on_this_node("protect", save_id)),
                 "copy": Stage(self._state_on_this_node("persist", save_id)),
                 "rescue": Stage(self._rescue_state(save_id)),
+                **{
+                    tell(stage): Stage(self._tell_state(stage, save_id, pending))
+                    for stage in records.TOLD_STAGES
+                },
             },
         )
 
@@ -367,6 +377,15 @@ class _SnapshotReader:
             return StageState.DONE
         waits = stage == "persist" and self._is_copying(save_id)
         return StageState.WAITING if waits else StageState.RUNNING
+
+    def _tell_state(self, stage: str, save_id: str, pending: PendingManifest | None) -> StageState:
+        """Return RUNNING if other nodes have to be told how a stage ended."""
+        if pending is None or not self._has(stage, save_id, "all"):
+            return StageState.NOT_REQUESTED
+        if self._has(stage, save_id, "told"):
+            return StageState.DONE
+        has_children = bool(tree_of_run(pending).children(self.node))
+        return StageState.RUNNING if has_children else StageState.NOT_REQUESTED
 
     def _rescue_state(self, save_id: str) -> StageState:
         """Return DONE if the rescue was requested, from this node or by this node."""

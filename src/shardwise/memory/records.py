@@ -24,6 +24,8 @@ GeneratedFileName = Annotated[
 ]
 """The name of a file that an agent makes; it begins with a dot until the file is complete."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+MOST_FAN_OUT = 32
+FanOut = Annotated[int, msgspec.Meta(ge=1, le=MOST_FAN_OUT)]
 RequestedStage = Annotated[str, msgspec.Meta(pattern=r"\A(commit|protect|persist)\Z")]
 AnyStage = Annotated[str, msgspec.Meta(pattern=r"\A(stage|commit|protect|persist|retain|rescue)\Z")]
 
@@ -34,7 +36,9 @@ REMOVE_OLD = "retain"
 STAGES = ("commit", "protect", "persist", REMOVE_OLD)
 """The stages whose outcome is recorded for the cluster."""
 STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying.json"
-RecordKind = Literal["", "done", "all", "retry", "copy"]
+TOLD_STAGES = ("commit", "protect", "persist")
+"""The stages whose outcome each node of the tree tells the nodes below it."""
+RecordKind = Literal["", "done", "all", "told", "retry", "copy"]
 PENDING_KINDS: tuple[RecordKind, ...] = ("", "copy")
 _SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
 
@@ -119,7 +123,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     The leader is the agent on the node of rank 0.
 
     Attributes:
-        manifest: the manifest as JSON text, without its files.
+        manifest: the manifest as JSON text, without its files; "" in the copies on other nodes.
         files: the name and node of each file, in the order of the manifest.
         nodes: the agents of all nodes of the run.
         leader: the name of the leader's node.
@@ -131,6 +135,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         copies, parity, group: the options of `Memory` for copies and parity.
         rings: for each ring, the names of its ranks' files. A ring is ranks of different nodes that
             hold the same data; see `trainer/rings.py`.
+        fan_out: the number of nodes that a node asks; see `node_tree.py`.
         wait: seconds to wait for a node that does not answer.
         budget: bytes per second that each node may copy to storage; None for no limit.
     """
@@ -150,26 +155,71 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     parity: Count = 0
     group: Count = 8
     rings: list[list[str]] = []
+    fan_out: FanOut = MOST_FAN_OUT
     wait: Seconds = 60.0
     budget: Count | None = None
 
 
 @prepare_decoding
-class PersistRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to copy files of this node to storage.
+class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stage ended for the cluster; or, for a file that could not be staged, why.
 
     Attributes:
-        root: the root of the checkpoints.
-        files: the names of the files.
-        wait: seconds to wait for each file to be staged and sealed.
-        budget: bytes per second; None for no limit.
+        seconds: the duration of the stage.
+        bytes: the bytes that were processed.
+        failure: the reason why the stage failed; "" if it succeeded.
+        node: the name of the node that wrote the record.
     """
 
     save_id: SaveId
-    root: str
-    files: list[FileName]
+    stage: AnyStage
+    seconds: Seconds = 0.0
+    bytes: Count = 0
+    failure: str = ""
+    node: str = ""
+
+
+@prepare_decoding
+class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to a node and to all nodes below it in the tree, to do their part of a stage.
+
+    Attributes:
+        wait: seconds to wait for a node that does not answer.
+    """
+
+    save_id: SaveId
+    stage: AnyStage
     wait: Seconds
-    budget: Count | None = None
+
+
+@prepare_decoding
+class SubtreeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node and the nodes below it in the tree did for a stage; see `replies.py`.
+
+    The numbers are columns of little-endian integers. A node and a file are given by their index in
+    the lists of the pending manifest.
+
+    Attributes:
+        nodes: the nodes that did their part, 4 bytes each, in ascending order.
+        nbytes: for each of them, the bytes that it processed, 8 bytes each.
+        files: when a save is committed, the sealed files, 4 bytes each, in ascending order.
+        entries: for each of them, the integers of its `FileEntry` after the rank, 8 bytes each.
+        failures: for the first nodes that failed to do their part, the reasons.
+        lost: for the first nodes that did not answer, what was wrong.
+        own: how the stage ended on the node that replies, without the nodes below it.
+        own_ended_at: when it ended there, in seconds since 1970.
+    """
+
+    save_id: SaveId
+    stage: AnyStage
+    nodes: bytes = b""
+    nbytes: bytes = b""
+    files: bytes = b""
+    entries: bytes = b""
+    failures: dict[str, str] = {}
+    lost: dict[str, str] = {}
+    own: StageOutcome | None = None
+    own_ended_at: Seconds = 0.0
 
 
 @prepare_decoding
@@ -195,25 +245,6 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
 
 
-@prepare_decoding
-class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage ended, on one node or for the cluster.
-
-    Attributes:
-        seconds: the duration of the stage.
-        bytes: the bytes that were processed.
-        failure: the reason why the stage failed; "" if it succeeded.
-        node: the name of the node that wrote the record.
-    """
-
-    save_id: SaveId
-    stage: AnyStage
-    seconds: Seconds = 0.0
-    bytes: Count = 0
-    failure: str = ""
-    node: str = ""
-
-
 @cache
 def schema() -> str:
     """Return a digest of the fields and the encoding of all records.
@@ -230,13 +261,14 @@ def schema() -> str:
 def save_record(stage: str, save_id: str, kind: RecordKind = "") -> str:
     """Return the name of a record of a save.
 
-    `save_record("persist", id)` is the request by which a leader requests the stage `persist` from
-    a node. `save_record("protect", id)` requests `protect`: a `StageOutcome`, as it needs no more.
+    `save_record("persist", id)` is the `StageRequest` of the stage `persist`, or of another stage.
     `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
 
     Args:
-        kind: "done" for the `StageOutcome` on this node, "all" for that of the cluster; "retry" for
-            the `Retry`; "copy" for the copy of the `PendingManifest` on all other nodes.
+        kind: "done" for the `SubtreeReply` of this node, "all" for the `StageOutcome` of the
+            cluster, "told" for the `SubtreeReply` of this node once the nodes below it have this
+            outcome; "retry" for the `Retry`; "copy" for the copy of the `PendingManifest` on all
+            other nodes.
     """
     return f"{stage}-{kind}-{save_id}.json" if kind else f"{stage}-{save_id}.json"
 

@@ -18,7 +18,18 @@ from shardwise.decoding import prepare_decoding
 from shardwise.manifest.manifest import Count
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import PendingManifest, Seconds, StagedFile, StageOutcome
+from shardwise.memory.records import (
+    TOLD_STAGES,
+    PendingManifest,
+    Seconds,
+    StagedFile,
+    StageOutcome,
+)
+
+
+def tell(stage: str) -> str:
+    """Return the name of the stage in which a node tells others how a stage has ended."""
+    return f"tell {stage}"
 
 
 class StageState(Enum):
@@ -69,9 +80,11 @@ class SaveView:
         has_pending_manifest: whether this node has the pending manifest itself, because it leads
             the save.
         epoch: the epoch of the run at the save; None if no record contains the epoch.
-        stages: the stages by name. `copy` is this node's part of persisting, and `protect_others`
-            is this node's part of protecting. For a save that was for memory only, `rescue` is done
-            as soon as an agent has requested to persist the save.
+        stages: the stages by name. `collect`, `protect_others` and `copy` are the parts of
+            committing, protecting and persisting of this node and of the nodes below it in the
+            tree. `tell("commit")` and so on tell the nodes below it how a stage has ended. For a
+            save that was for memory only, `rescue` is done as soon as an agent has requested to
+            persist the save.
     """
 
     save_id: str
@@ -92,6 +105,11 @@ class SaveView:
         """The stages that the ranks of this node requested and that have not ended."""
         requested = {stage for each in self.staged for stage in each.stages}
         return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
+
+    @property
+    def is_being_told(self) -> bool:
+        """Whether this node tells other nodes how a stage has ended."""
+        return any(self.state_of(tell(stage)) is StageState.RUNNING for stage in TOLD_STAGES)
 
     @property
     def must_be_persisted(self) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from shardwise.deadline import Deadline
 from shardwise.errors import ShardwiseError, StoreError
-from shardwise.manifest.manifest import step_directory
+from shardwise.manifest.manifest import FileEntry, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.lead import (
     OpenedStores,
@@ -30,13 +33,22 @@ from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import (
-    PersistRequest,
+    PendingManifest,
     StagedFile,
     StageOutcome,
+    StageRequest,
 )
 from shardwise.memory.remote.snapshot_nodes import Nodes
+from shardwise.memory.remote.subtrees import (
+    Asking,
+    Question,
+    connect,
+    question_of_outcome,
+    question_of_stage,
+)
+from shardwise.memory.replies import Replies, combine_replies
 from shardwise.memory.seal import MappedFiles, seal
-from shardwise.memory.view import RootView
+from shardwise.memory.view import RootView, tell
 from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
 from shardwise.tiers.copy_file import FileCopier
@@ -46,6 +58,9 @@ log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
 FILES_AT_ONCE = 2
 RESCUE_REQUEST_TIMEOUT = 0.5
+MOST_RESCUERS = 32
+Done = tuple[int, dict[int, FileEntry]]
+"""The bytes that a node processed; and, in a commit, the entries of its files by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +100,49 @@ class Follower:
                     place.path / records.file_record(name, "entry"), seal(data, staged.file)
                 )
 
+    def collect(self, action: Action) -> None:
+        """Collect the entries of this node's files, as soon as they are sealed."""
+        self._fulfil_request(action, "commit", self._collect_entries)
+
     def copy(self, action: Action) -> None:
         """Copy this node's files to storage."""
-        self._fulfil_request(
-            action,
-            "persist",
-            PersistRequest,
-            lambda request: self._copy_files(action.place, request),
-        )
+        self._fulfil_request(action, "persist", self._copy_files)
 
     def protect_others(self, action: Action) -> None:
         """Make the copies or parity that this node stores for others."""
-        place = action.place
 
-        def make_copies_or_parity(_: StageOutcome) -> int:
-            pending = read_pending_manifest(action)
+        def make_copies_or_parity(
+            place: SnapshotDirectory, pending: PendingManifest, wait: float
+        ) -> Done:
+            # The outcome of the commit, which brings the manifest, travels at the same time.
+            outcome = records.save_record("commit", pending.save_id, "all")
+            place.wait_for(outcome, Deadline(wait))
             infos = agents_of(pending, place.run)
             with closing(Nodes(place, infos, self.node, pending.wait, self.tls)) as nodes:
                 return nodes.retry(
                     lambda: protect_others(place, pending, nodes, self.node, self.mapped_files)
-                )
+                ), {}
 
-        self._fulfil_request(action, "protect", StageOutcome, make_copies_or_parity)
+        self._fulfil_request(action, "protect", make_copies_or_parity)
+
+    def tell(self, action: Action) -> None:
+        """Tell the nodes below this node how a stage has ended."""
+        place, save_id = action.place, action.save_id
+        stage = next(each for each in records.TOLD_STAGES if tell(each) == action.kind)
+        pending = read_pending_manifest(action)
+        done = _read_existing(place.path / records.save_record(stage, save_id, "all"), StageOutcome)
+        question = question_of_outcome(place, pending, stage, done)
+        with self._asking(place, question) as replies:
+            told = replies()
+        if told.lost:
+            log.warning(
+                "step %d: some nodes do not know the outcome of %s: %s",
+                place.step,
+                stage,
+                "; ".join(told.lost.values()),
+            )
+        name = records.save_record(stage, save_id, "told")
+        write_record(place.path / name, told.encode(save_id, stage))
 
     def remove_old(self, action: Action) -> None:
         """Remove old checkpoints from storage. Stop if the request is withdrawn.
@@ -125,18 +161,20 @@ class Follower:
                     task.remove_old(root, lambda: action.place.has(name))
             return 0  # bytes
 
-        self._fulfil_request(
-            action,
+        path = action.place.path
+        done = try_stage(
+            action.place,
             records.REMOVE_OLD,
-            StorageTask,
-            remove,
-            kind="all",
+            action.save_id,
+            self.node,
+            lambda: remove(_read_existing(path / name, StorageTask)),
         )
+        write_record(path / records.save_record(records.REMOVE_OLD, action.save_id, "all"), done)
 
     def rescue(self, action: Action) -> None:
         """Request to persist a snapshot that was for memory only.
 
-        Ask the leader first, then the other nodes, including this node, until a node accepts.
+        Ask the leader first, then the first other nodes and this node, until a node accepts.
         """
         place = action.place
         log.warning("%s: persisting step %d", action.why, place.step)
@@ -144,7 +182,8 @@ class Follower:
         request = StageOutcome(save_id=pending.save_id, stage="rescue", node=self.node)
         infos = agents_of(pending, place.run)
         with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
-            for node in dict.fromkeys([pending.leader, *(info.node for info in pending.nodes)]):
+            others = [info.node for info in pending.nodes[:MOST_RESCUERS]]
+            for node in dict.fromkeys([pending.leader, *others, self.node]):
                 try:
                     nodes.write(node, records.save_record("rescue", pending.save_id), request)
                 except StoreError as error:
@@ -154,12 +193,25 @@ class Follower:
                 write_record(place.path / records.save_record("called", pending.save_id), request)
                 return
 
-    def _copy_files(self, place: SnapshotDirectory, request: PersistRequest) -> int:
+    def _collect_entries(
+        self, place: SnapshotDirectory, pending: PendingManifest, wait: float
+    ) -> Done:
+        """Wait until this node's files are sealed, and return their entries."""
+        deadline = Deadline(wait)
+        entries = {}
+        for index, (name, node) in enumerate(pending.files):
+            if node == self.node:
+                entry, failure = (records.file_record(name, kind) for kind in ("entry", "failed"))
+                place.wait_for(entry, deadline, failure_name=failure)
+                entries[index] = _read_existing(place.path / entry, FileEntry)
+        return sum(each.size for each in entries.values()), entries
+
+    def _copy_files(self, place: SnapshotDirectory, pending: PendingManifest, wait: float) -> Done:
         """Copy several files at a time to storage, each as soon as it is staged."""
-        copier = FileCopier(request.budget)
+        copier = FileCopier(pending.budget)
 
         def copy(name: str, store: Store) -> int:
-            deadline = Deadline(request.wait)
+            deadline = Deadline(pending.wait)
             # The record of a staged file is valid only once the file exists.
             place.wait_for(name, deadline, failure_name=records.file_record(name, "failed"))
             entry = _read_existing(
@@ -174,33 +226,95 @@ class Follower:
             return entry.size
 
         with (
-            self.stores.open(request.root) as root,
+            self.stores.open(pending.storage.root) as root,
             ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-files") as pool,
         ):
             store = root.at(step_directory(place.step))
-            return sum(pool.map(lambda name: copy(name, store), request.files))
+            names = [name for name, node in pending.files if node == self.node]
+            return sum(pool.map(lambda name: copy(name, store), names)), {}
 
     def _fulfil_request(
         self,
         action: Action,
         stage: str,
-        record_type: type[Record],
-        work: Callable[[Record], int],
-        kind: records.RecordKind = "done",
+        work: Callable[[SnapshotDirectory, PendingManifest, float], Done],
     ) -> None:
-        """Read a leader's request, do the work, and record the result.
+        """Ask the nodes below this node, do this node's part of a stage, and write the reply.
 
         Args:
-            record_type: the type of the request.
-            work: takes the request, and returns the number of bytes processed.
-            kind: the kind of the record that gets the result.
+            work: does this node's part. It takes the snapshot, its pending manifest, and how many
+                seconds to wait for what is missing.
         """
         place, save_id = action.place, action.save_id
-        path = place.path / records.save_record(stage, save_id)
-        done = try_stage(
-            place, stage, save_id, self.node, lambda: work(_read_existing(path, record_type))
-        )
-        write_record(place.path / records.save_record(stage, save_id, kind), done)
+        entries: dict[int, FileEntry] = {}
+        done: StageOutcome | None = None
+
+        def work_on_part() -> int:
+            nonlocal entries
+            nbytes, entries = work(place, pending, request.wait)
+            return nbytes
+
+        try:
+            path = place.path / records.save_record(stage, save_id)
+            request = _read_existing(path, StageRequest)
+            pending = _wait_for_pending_manifest(action, request.wait)
+            index = [info.node for info in pending.nodes].index(self.node)
+        except (StoreError, ValueError) as error:
+            log.error("%s: %s", stage, error)
+            replies = Replies(failures={self.node: str(error)})
+        else:
+            with self._asking(place, question_of_stage(pending, stage, request.wait)) as others:
+                done = try_stage(place, stage, save_id, self.node, work_on_part)
+                ended_at = time.time()
+                own = Replies.of_node(index, done.bytes, entries)
+                if done.failure:
+                    own = Replies(failures={self.node: done.failure})
+                replies = combine_replies([own, others()])
+        reply = replies.encode(save_id, stage)
+        if done is not None:
+            reply = msgspec.structs.replace(reply, own=done, own_ended_at=ended_at)
+        write_record(place.path / records.save_record(stage, save_id, "done"), reply)
+
+    @contextmanager
+    def _asking(
+        self, place: SnapshotDirectory, question: Question
+    ) -> Iterator[Callable[[], Replies]]:
+        """Ask the nodes below this node while the block runs.
+
+        Yields:
+            A function that waits for the replies and returns them.
+        """
+        children = question.tree.children(self.node)
+        if not children:
+            yield Replies
+            return
+        infos = agents_of(question.pending, place.run)
+        with (
+            closing(connect(place, infos, self.node, question, self.tls)) as nodes,
+            ThreadPoolExecutor(1, "shardwise-asking") as pool,
+        ):
+            asking = Asking(nodes, question)
+            replies = pool.submit(asking.ask, children)
+            try:
+                yield replies.result
+            except BaseException:
+                asking.stop()
+                raise
+
+
+def _wait_for_pending_manifest(action: Action, seconds: float) -> PendingManifest:
+    """Return the pending manifest of a save, which comes with the request to commit the save.
+
+    The request to persist it travels at the same time, and may arrive earlier.
+
+    Raises:
+        StoreError: it did not come in time.
+    """
+    place, kinds = action.place, records.PENDING_KINDS
+    names = [records.save_record("pending", action.save_id, kind) for kind in kinds]
+    if not any(map(place.has, names)):
+        place.wait_for(names[-1], Deadline(seconds))
+    return read_pending_manifest(action)
 
 
 def _read_existing(path: Path, record_type: type[Record]) -> Record:

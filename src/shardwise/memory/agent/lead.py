@@ -1,8 +1,9 @@
 """Leads a save through its stages: the work of the agent on the node of rank 0.
 
-The leader has the pending manifest. It requests each stage from the other nodes by a record, waits
-for their records that the stage is done, and writes the outcome to all nodes. A stage that fails
-has an outcome too. If storage does not answer, the action raises, and the agent tries it again.
+The leader has the pending manifest. It requests each stage from the top of the tree of nodes, which
+is its own node, waits for the combined reply, and writes the outcome to its node. From there, the
+outcome travels down the tree too (`actions.py`). A stage that fails has an outcome too. If storage
+does not answer, the action raises, and the agent tries it again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+import msgspec
+
+from shardwise.deadline import Deadline
 from shardwise.engine.commit import commit_save, lock_for_publishing
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import (
@@ -26,24 +29,28 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.memory import records
 from shardwise.memory.decide import Action
-from shardwise.memory.files import read_record, write_record
+from shardwise.memory.files import encode_record, read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
+from shardwise.memory.node_tree import NodeTree
 from shardwise.memory.options import Tls
-from shardwise.memory.records import (
-    AgentInfo,
-    PendingManifest,
-    PersistRequest,
-    Retry,
-    StageOutcome,
-)
+from shardwise.memory.records import AgentInfo, PendingManifest, Retry, StageOutcome
+from shardwise.memory.redundancy.placement import plan_protection
 from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, list_own_files
-from shardwise.memory.remote.snapshot_nodes import Nodes, run_on_nodes
+from shardwise.memory.remote.snapshot_nodes import Nodes
+from shardwise.memory.remote.subtrees import (
+    Asking,
+    Question,
+    connect,
+    question_of_outcome,
+    question_of_stage,
+)
+from shardwise.memory.replies import Replies
 from shardwise.store import Store, open_store
 from shardwise.tiers.copy_file import FileCopier
+from shardwise.tiers.options import StorageTask
 
-T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 RESCUE_TIMEOUT = 5.0
 """Seconds to wait for a node that does not answer, during a rescue."""
@@ -51,6 +58,7 @@ LONGEST_OUTAGE = 86400.0
 """Seconds for which a stage is tried again while the storage does not answer."""
 READ_THREADS = 2
 MOST_STORES = 16
+MOST_FAILURES_SHOWN = 3
 
 
 class OpenedStores:
@@ -94,7 +102,7 @@ class Leader:
     stores: OpenedStores = field(default_factory=OpenedStores)
 
     def perform(self, action: Action) -> None:
-        """Do the work of a stage (commit, protect or persist), and write its outcome to all nodes.
+        """Do the work of a stage (commit, protect or persist), and write its outcome.
 
         After a rescue, another node than the node of rank 0 can persist.
         """
@@ -104,81 +112,82 @@ class Leader:
         except StoreError as error:
             self._record_damage(action, stage, error)
             return
-        infos = agents_of(pending, place.run)
-        is_rescue = place.has(records.save_record("rescue", pending.save_id))
-        wait = min(pending.wait, RESCUE_TIMEOUT) if is_rescue else pending.wait
-        with closing(Nodes(place, infos, self.node, wait, self.tls)) as nodes:
-            save = _LeaderSave(place, pending, nodes, self)
-            work: Callable[[], int] = getattr(save, stage)
-            done = try_stage(place, stage, pending.save_id, self.node, work)
-            nodes.write_to_all(records.save_record(stage, pending.save_id, "all"), done)
+        save = _LeaderSave(place, pending, self)
+        work: Callable[[], int] = getattr(save, stage)
+        done = try_stage(place, stage, pending.save_id, self.node, work)
+        name = records.save_record(stage, pending.save_id, "all")
+        if self.node != pending.leader:
+            save.tell(stage, done)
+        write_record(place.path / name, done)
+        place.run.wake_agent()
 
     def _record_damage(self, action: Action, stage: str, error: StoreError) -> None:
         """Record on all nodes that a stage failed, because the pending manifest is damaged.
 
+        Without it, the nodes do not know the tree, so this node writes to each of them.
+
         Raises:
-            StoreError: the record was removed, or other nodes do not answer.
+            StoreError: the record was removed.
         """
         place = action.place
         if not place.has(records.save_record("pending", action.save_id)):
             raise error
         failure = _log_failure(place, error)
         done = StageOutcome(save_id=action.save_id, stage=stage, failure=failure, node=self.node)
+        name = records.save_record(stage, action.save_id, "all")
         infos = place.run.known_nodes()
+        pending = PendingManifest(
+            save_id=action.save_id,
+            step=place.step,
+            manifest="",
+            files=[],
+            nodes=infos,
+            leader=self.node,
+            storage=StorageTask(root=""),
+        )
+        others = [info.node for info in infos if info.node != self.node]
+        question = Question(
+            pending,
+            stage,
+            NodeTree((self.node, *others), max(1, len(others))),
+            lambda _: ((name, encode_record(done)),),
+            name,
+            records.save_record(stage, action.save_id, "told"),
+            RESCUE_TIMEOUT,
+            needs_no_reply=True,
+        )
         with closing(Nodes(place, infos, self.node, RESCUE_TIMEOUT, self.tls)) as nodes:
-            nodes.write_to_all(records.save_record(stage, action.save_id, "all"), done)
+            Asking(nodes, question).ask(others)
+        write_record(place.path / name, done)
 
 
 @dataclass(frozen=True, slots=True)
 class _LeaderSave:
-    """A save that this node leads. Each method does the work of a stage, and returns its bytes.
-
-    Attributes:
-        nodes: connections to the nodes of the save.
-    """
+    """A save that this node leads. Each method does the work of a stage, and returns its bytes."""
 
     place: SnapshotDirectory
     pending: PendingManifest
-    nodes: Nodes
     leader: Leader
 
     def commit(self) -> int:
-        """Collect the entries of all files, and write the manifest to all nodes."""
-        files_of = self._files_by_node()
-
-        def collect_entries(node: str) -> dict[str, FileEntry]:
-            return {
-                name: self.nodes.wait_for_record(
-                    node,
-                    records.file_record(name, "entry"),
-                    FileEntry,
-                    failure_name=records.file_record(name, "failed"),
-                )
-                for name in files_of[node]
-            }
-
-        entries_of = run_on_nodes(files_of, collect_entries)
-        entries = [entries_of[node][name] for name, node in self.pending.files]
+        """Collect the entries of all files, and write the manifest to this node."""
+        replies = self._ask("commit")
+        entries_of = replies.file_entries(self.pending)
+        if replies.failures or len(entries_of) < len(self.pending.files):
+            raise StoreError(_describe_failures(replies))
+        entries = [entries_of[name] for name, _ in self.pending.files]
         manifest = complete_manifest(self.pending.manifest.encode(), entries)
-        # Write to this node first: the commit here must not wait for a lost node whose files are
-        # not needed.
-        self.nodes.write(self.leader.node, MANIFEST, manifest)
-        pending_copy = records.save_record("pending", self.pending.save_id, "copy"), self.pending
-        self.nodes.write_to_others(pending_copy, (MANIFEST, manifest))
+        write_record(self.place.path / MANIFEST, manifest)
         return sum(each.size for each in entries)
 
     def protect(self) -> int:
         """Have all nodes make the requested copies or parity."""
         if not (self.pending.copies or self.pending.parity):
             return 0
-        save_id = self.pending.save_id
-        request = StageOutcome(save_id=save_id, stage="protect", node=self.leader.node)
-        self.nodes.write_to_all(records.save_record("protect", save_id), request)
-        outcome_of = run_on_nodes(
-            [info.node for info in self.pending.nodes],
-            lambda node: self._wait_for_node("protect", node),
-        )
-        return _total_bytes(outcome_of)
+        replies = self._ask("protect")
+        if replies.failures or len(replies.nodes) < len(self.pending.nodes):
+            raise StoreError(_describe_failures(replies))
+        return int(replies.nbytes.sum())
 
     def persist(self) -> int:
         """Have all nodes copy their files to storage, and publish the manifest there."""
@@ -196,6 +205,23 @@ class _LeaderSave:
             request = records.save_record(records.REMOVE_OLD, save_id)
             write_record(self.place.path / request, self.pending.storage)
         return copied
+
+    def tell(self, stage: str, done: StageOutcome) -> None:
+        """Tell the top of the tree how a stage has ended, which is not this node."""
+        question = question_of_outcome(self.place, self.pending, stage, done)
+        self._ask_top(question)
+
+    def _ask(self, stage: str) -> Replies:
+        """Request a stage from all nodes that take part in it, and return the combined replies."""
+        save_id = self.pending.save_id
+        is_rescue = self.place.has(records.save_record("rescue", save_id))
+        wait = min(self.pending.wait, RESCUE_TIMEOUT) if is_rescue else self.pending.wait
+        return self._ask_top(question_of_stage(self.pending, stage, wait))
+
+    def _ask_top(self, question: Question) -> Replies:
+        infos = agents_of(self.pending, self.place.run)
+        with closing(connect(self.place, infos, self.leader.node, question, self.leader.tls)) as to:
+            return Asking(to, question).ask([question.tree.top])
 
     def _refuse_superseded(self, root: Store) -> None:
         """Raise if the run was resumed from an older step while this snapshot was persisted."""
@@ -216,21 +242,15 @@ class _LeaderSave:
 
     def _copy_files(self, store: Store) -> int:
         """Have each node copy its files to storage, then copy the files that are still missing."""
-        files_of = self._files_by_node()
-        # Send all requests before waiting for any node.
-        reached = run_on_nodes(
-            files_of,
-            lambda node: self._unless_lost(node, lambda: self._request_copy(node, files_of[node])),
-        )
-        outcome_of = run_on_nodes(
-            [node for node in files_of if reached[node]],
-            lambda node: self._unless_lost(node, lambda: self._wait_for_node("persist", node)),
-        )
-        copied = {node: done for node, done in outcome_of.items() if done is not None}
-        nbytes = _total_bytes(copied)
+        replies = self._ask("persist")
+        if replies.failures:
+            raise StoreError(_describe_failures(replies))
+        copied = replies.names_of_nodes(self.pending)
+        nbytes = int(replies.nbytes.sum())
         outcome = records.save_record("commit", self.pending.save_id, "all")
-        commit = self.nodes.wait_for_record(self.leader.node, outcome, StageOutcome)
-        if commit.failure:
+        self.place.wait_for(outcome, Deadline(self.pending.wait))
+        commit = read_record(self.place.path / outcome, StageOutcome)
+        if commit is not None and commit.failure:
             raise StoreError(
                 f"step {self.place.step} cannot be persisted, because its commit failed: "
                 f"{commit.failure}; save the step again"
@@ -238,12 +258,10 @@ class _LeaderSave:
         # If an earlier attempt lost its lock in an outage, its files may have been removed.
         stored = set(store.list())
         names = [
-            name
-            for node in files_of
-            for name in files_of[node]
-            if node not in copied or name not in stored
+            name for name, node in self.pending.files if node not in copied or name not in stored
         ]
         if names:
+            log.warning("%d files are copied for their nodes: %s", len(names), replies.lost)
             nbytes += self._copy_files_of_lost_nodes(names, store)
         return nbytes
 
@@ -257,9 +275,11 @@ class _LeaderSave:
         run, step, node, tls = self.place.run, self.place.step, self.leader.node, self.leader.tls
         manifest = decode_manifest(self.place.read_file(MANIFEST))
         entries = [entry for entry in manifest.files if entry.name in names]
-        known = {info.node: info for info in agents_of(self.pending, run)}
-        search = Search(run, node, [list_own_files(run, node)], known, tls)
-        search.ask()
+        holders = self._find_holders(names, manifest.files)
+        infos = {info.node: info for info in agents_of(self.pending, run) if info.node in holders}
+        own = msgspec.structs.replace(list_own_files(run, node), known_nodes=[])
+        search = Search(run, node, [own], infos, tls, only=names)
+        search.ask(follows=False)
         assembly = search.choose_snapshot(step)
         if assembly.step is None:
             reasons = "; ".join(reason for _, reason in assembly.skipped)
@@ -273,53 +293,22 @@ class _LeaderSave:
                 copier.copy(source, entry, store)
         return sum(entry.size for entry in entries)
 
-    def _request_copy(self, node: str, files: list[str]) -> bool:
-        """Request that a node copies its files to storage; return True."""
-        request = PersistRequest(
-            save_id=self.pending.save_id,
-            root=self.pending.storage.root,
-            files=files,
-            budget=self.pending.budget,
-            wait=self.pending.wait,
-        )
-        self.nodes.write(node, records.save_record("persist", self.pending.save_id), request)
-        return True
-
-    def _unless_lost(self, node: str, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`; None if the node is lost."""
-        try:
-            return work()
-        except StoreError as error:
-            self.place.refuse_abandoned()
-            log.warning("node %s is lost: %s", node, error)
-            return None
-
-    def _wait_for_node(self, stage: str, node: str) -> StageOutcome:
-        """Wait until a node has done its part of a stage."""
-        save_id = self.pending.save_id
-        done, request = (
-            records.save_record(stage, save_id, "done"),
-            records.save_record(stage, save_id),
-        )
-        return self.nodes.wait_for_record(node, done, StageOutcome, request_name=request)
-
-    def _files_by_node(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name, node in self.pending.files:
-            found.setdefault(node, []).append(name)
-        return found
+    def _find_holders(self, names: Collection[str], files: Sequence[FileEntry]) -> set[str]:
+        """Return the nodes that may have files: their own nodes, and those that protect them."""
+        holders = {node for name, node in self.pending.files if name in names}
+        for group in plan_protection(self.pending, files).groups:
+            if any(name in names for member in group.members for name, _ in member.files):
+                holders |= {member.node for member in group.members}
+        return holders
 
 
-def _total_bytes(outcome_of: dict[str, StageOutcome]) -> int:
-    """Return the bytes of all nodes' parts of a stage.
-
-    Raises:
-        StoreError: a node's part failed.
-    """
-    for node, done in outcome_of.items():
-        if done.failure:
-            raise StoreError(f"node {node}: {done.failure}")
-    return sum(done.bytes for done in outcome_of.values())
+def _describe_failures(replies: Replies) -> str:
+    """Return which nodes did not do their part of a stage, and why."""
+    reasons = [f"node {node}: {failure}" for node, failure in replies.failures.items()]
+    reasons += replies.lost.values()
+    shown = "; ".join(reasons[:MOST_FAILURES_SHOWN])
+    more = len(reasons) - MOST_FAILURES_SHOWN
+    return f"{shown}; and {more} more" if more > 0 else shown or "some nodes did not reply"
 
 
 def read_pending_manifest(action: Action) -> PendingManifest:

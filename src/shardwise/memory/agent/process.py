@@ -39,9 +39,10 @@ from shardwise.memory.identity import (
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
 from shardwise.memory.reclaim import finish_removals, remove_if_unused
-from shardwise.memory.records import REMOVE_OLD, AgentInfo, schema
+from shardwise.memory.records import REMOVE_OLD, TOLD_STAGES, AgentInfo, schema
 from shardwise.memory.registry import Registration
 from shardwise.memory.seal import MappedFiles
+from shardwise.memory.view import tell
 
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
@@ -89,7 +90,7 @@ def run_agent(
         finish_removals(home)
         observer = Observer(home, node)
         mirrors = Mirrors()
-        performers = _make_performers(home, node, observer, mapped_files, mirrors, tls)
+        performers = make_performers(home, node, observer, mapped_files, mirrors, tls)
         agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
         info = AgentInfo(
             node=node,
@@ -107,7 +108,7 @@ def run_agent(
         )
 
 
-def _make_performers(
+def make_performers(
     home: Home,
     node: str,
     observer: Observer,
@@ -120,6 +121,8 @@ def _make_performers(
     leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
     return {
         "seal": follower.seal,
+        "collect": follower.collect,
+        **{tell(stage): follower.tell for stage in TOLD_STAGES},
         "commit": leader.perform,
         "protect": leader.perform,
         "protect_others": follower.protect_others,

@@ -36,6 +36,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         step: the step; None if no snapshot was found.
+        epoch: the epoch of the save; None if it is unknown.
         nodes_by_file: the nodes that have each file; empty for files that must be decoded. For the
             manifest, the node that provided it.
         sizes: size of each data file in bytes.
@@ -55,6 +56,7 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
     skipped: list[tuple[int, str]] = []
     choosing_seconds: float = 0.0
     unanswered: dict[str, str] = {}
+    epoch: int | None = None
 
 
 class AssembledStore(ReadOnlyStore):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
@@ -12,7 +14,7 @@ import msgspec
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import MANIFEST, FileEntry, decode_manifest
+from shardwise.manifest.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import LARGEST_RECORD, decode_record
 from shardwise.memory.home import Run, SnapshotDirectory, list_steps
@@ -29,6 +31,8 @@ RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
 READ_TIMEOUT = 10.0
 SEARCH_TIMEOUT = 60.0  # for all requests of a search together
 MOST_REQUESTS = 64
+MOST_READERS = 3
+"""How many nodes are asked at most for the nodes of a snapshot."""
 MOST_FILES_SHOWN = 3
 T = TypeVar("T")
 
@@ -40,19 +44,28 @@ class NodeFiles(msgspec.Struct, array_like=True):
     Attributes:
         node: the name of the node.
         steps: for each step, the name and size in bytes of each file.
-        known_nodes: the agents of the nodes that this node knows.
+        known_nodes: the agents of the nodes of the snapshots that this node has.
     """
 
     node: str
     steps: dict[int, dict[str, int]]
-    known_nodes: list[AgentInfo]
+    known_nodes: list[AgentInfo] = []
 
 
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
-    known = {info.node: info for info in run.known_nodes()}
-    known |= {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
-    return NodeFiles(node, list_steps(run.path.parents[1], run.name), list(known.values()))
+    known = {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
+    steps = {
+        step: {name: size for name, size in files.items() if _is_searched(name)}
+        for step, files in list_steps(run.path.parents[1], run.name).items()
+    }
+    return NodeFiles(node, steps, list(known.values()))
+
+
+def _is_searched(name: str) -> bool:
+    """Return whether a search needs a file: it is data, a manifest or a pending manifest."""
+    is_data = name.endswith(records.DATA_SUFFIXES)
+    return is_data or name == MANIFEST or bool(records.pending_records([name]))
 
 
 class Search:
@@ -65,6 +78,7 @@ class Search:
         infos: the agents of these nodes and of others.
         tls: certificates for the connections; None if they are unencrypted.
         lineage: the lineage of the run. Superseded snapshots are skipped.
+        only: the names of the files that are searched; None for all files of a snapshot.
         deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
 
     Attributes:
@@ -81,6 +95,7 @@ class Search:
         tls: Tls | None = None,
         lineage: Lineage | None = None,
         deadline: Deadline | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         self.nodes = list(nodes)
         self.infos = dict(infos)
@@ -88,23 +103,45 @@ class Search:
         self._here = here
         self._tls = tls
         self._lineage = lineage
+        self._only = only
         self._deadline = deadline or Deadline(SEARCH_TIMEOUT)
         self._silent: dict[str, StoreError] = {}  # nodes that did not answer in time
+        self._asked: dict[tuple[str, str], AgentInfo] = {}
+        self._manifests: dict[tuple[str, int], Manifest] = {}
+        self._lock = threading.Lock()
+        self._readers: Counter[str] = Counter()  # by save: the nodes that were asked for its nodes
+        self._nodes_of_save: dict[str, list[AgentInfo]] = {}
 
-    def ask(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+    @property
+    def unanswered(self) -> list[AgentInfo]:
+        """The agents that were asked and did not answer."""
+        answered = {each.node for each in self.nodes}
+        return [info for info in self._asked.values() if info.node not in answered]
+
+    def ask(
+        self,
+        is_enough: Callable[[], bool] = lambda: False,
+        agents: Callable[[], Iterable[AgentInfo]] | None = None,
+        *,
+        follows: bool = True,
+    ) -> None:
         """Ask nodes for their files, then the nodes that these nodes know, and so on.
 
         Perhaps only one node knows the nodes of an earlier training, or knows another address of
-        such a node than this node does.
+        such a node than this node does. No address is asked twice.
 
         Args:
-            is_enough: returns whether the answers so far suffice. If so, the others are not
-                awaited.
+            is_enough: returns whether the answers so far suffice. If so, no others are awaited, and
+                if it is true at first, none is asked.
+            agents: returns the agents to ask; by default, all in `infos`.
+            follows: whether to ask the nodes that nodes know.
         """
+        if is_enough():
+            return
         names = {each.node for each in self.nodes}
-        asked: set[tuple[str, str]] = set()
+        checked = len(names)
         to_ask = [
-            *self.infos.values(),
+            *(self.infos.values() if agents is None else agents()),
             *(info for each in self.nodes for info in each.known_nodes),
         ]
         pending: dict[Future[NodeFiles], AgentInfo] = {}
@@ -114,14 +151,19 @@ class Search:
         ):
             while True:
                 for info in to_ask:
-                    if info.node not in names and (info.node, info.url) not in asked:
-                        asked.add((info.node, info.url))
+                    if info.node not in names and (info.node, info.url) not in self._asked:
+                        self._asked[info.node, info.url] = info
                         with suppress(StoreError):  # the URL or the token is invalid
                             client = self._make_client(info, CONNECT_TIMEOUT)
                             abort_unanswered.callback(client.abort)
-                            pending[pool.submit(_list_files, client, info, self._run.name)] = info
-                if not pending or is_enough():
+                            pending[pool.submit(self._list_files, client, info, follows)] = info
+                if not pending:
                     return
+                # To check takes the longer, the more nodes have answered.
+                if len(names) > checked + checked // 8:
+                    checked = len(names)
+                    if is_enough():
+                        return
                 to_ask = []
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
                     info = pending.pop(future)
@@ -132,6 +174,40 @@ class Search:
                             names.add(info.node)
                             self.nodes.append(files)
                             self.infos[info.node] = info
+
+    def _list_files(self, client: AgentClient, info: AgentInfo, follows: bool) -> NodeFiles:
+        """Return the files of the run on a node, as its agent lists them."""
+        steps = client.list_files(self._run.name)
+        known = self._nodes_of_newest(client, steps) if follows else []
+        return NodeFiles(info.node, steps, known)
+
+    def _nodes_of_newest(
+        self, client: AgentClient, steps: Mapping[int, Mapping[str, int]]
+    ) -> list[AgentInfo]:
+        """Return the nodes of the newest snapshot whose pending manifest a node can provide.
+
+        All nodes of a snapshot have the same list, which is long. So only a few of them are asked.
+        """
+        deadline = Deadline(READ_TIMEOUT)
+        for step in sorted(steps, reverse=True):
+            for name in records.pending_records(steps[step]):
+                if deadline.has_passed():  # the node answers too slowly
+                    return []
+                save_id = records.save_id_in_name(name)
+                with self._lock:
+                    if self._readers[save_id] >= MOST_READERS:
+                        return self._nodes_of_save.get(save_id, [])
+                    self._readers[save_id] += 1
+                try:
+                    data = client.read(self._run.name, step, name, limit=LARGEST_RECORD)
+                    nodes = decode_record(data, PendingManifest, name).nodes
+                except OSError:
+                    with self._lock:
+                        self._readers[save_id] -= 1
+                    continue
+                self._nodes_of_save[save_id] = nodes
+                return nodes
+        return []
 
     def read(self, node: str, step: int, name: str) -> bytes:
         """Return the contents of a small file of a node. A node that was silent is not asked again.
@@ -232,7 +308,7 @@ class Search:
             if MANIFEST not in files or (saves and saves <= tried_saves):
                 continue
             try:
-                manifest = decode_manifest(self.read(each.node, step, MANIFEST))
+                manifest = self._read_manifest(each.node, step)
             except (FormatError, OSError) as error:
                 reasons.append(f"node {each.node}: {error}")
                 continue
@@ -248,6 +324,17 @@ class Search:
                     return found
                 reasons.append(found)
         return "; ".join(reasons) or "not committed"
+
+    def _read_manifest(self, node: str, step: int) -> Manifest:
+        """Return a manifest, which is read from a node only once.
+
+        Raises:
+            OSError: the node does not answer, or does not have the manifest.
+            FormatError: the manifest is damaged.
+        """
+        if (node, step) not in self._manifests:
+            self._manifests[node, step] = decode_manifest(self.read(node, step, MANIFEST))
+        return self._manifests[node, step]
 
     def _why_superseded(self, step: int, pending: PendingManifest | None) -> str:
         """Return why a save is superseded, or "" if it is not.
@@ -291,10 +378,13 @@ class Search:
         """
         size_of = {file.name: file.size for file in files}
         files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
-        nodes_by_file = {
-            name: [node for node, names in files_of.items() if names.get(name) == size]
-            for name, size in size_of.items()
-        }
+        nodes_by_file: dict[str, list[str]] = {name: [] for name in size_of}
+        for node, names in files_of.items():
+            for name, size in names.items():
+                if size_of.get(name) == size:
+                    nodes_by_file[name].append(node)
+        if self._only is not None:
+            nodes_by_file = {name: nodes_by_file[name] for name in self._only}
         lost = {name for name, nodes in nodes_by_file.items() if not nodes}
         protection: Protection | None = None
         if pending is not None and pending.parity:
@@ -309,25 +399,5 @@ class Search:
             return f"no reachable node has {shown}" + (f" and {more} more" if more > 0 else "")
         nodes_by_file[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, names in files_of.items() if names}
-        return Assembly(step, nodes_by_file, size_of, infos, protection)
-
-
-def _list_files(client: AgentClient, info: AgentInfo, run: str) -> NodeFiles:
-    """Return the files of a run on a node, as its agent lists them."""
-    steps = client.list_files(run)
-    return NodeFiles(info.node, steps, _nodes_of_newest(client, run, steps))
-
-
-def _nodes_of_newest(
-    client: AgentClient, run: str, steps: Mapping[int, Mapping[str, int]]
-) -> list[AgentInfo]:
-    """Return the nodes of the newest snapshot whose pending manifest a node can provide."""
-    deadline = Deadline(READ_TIMEOUT)
-    for step in sorted(steps, reverse=True):
-        for name in records.pending_records(steps[step]):
-            if deadline.has_passed():  # the node answers too slowly
-                return []
-            with suppress(OSError):
-                data = client.read(run, step, name, limit=LARGEST_RECORD)
-                return decode_record(data, PendingManifest, name).nodes
-    return []
+        epoch = None if pending is None else pending.epoch
+        return Assembly(step, nodes_by_file, size_of, infos, protection, epoch=epoch)

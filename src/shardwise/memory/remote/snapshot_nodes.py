@@ -1,11 +1,9 @@
-"""The nodes of a snapshot: reads and writes records on them, waits for records, and reads files."""
+"""The nodes of a snapshot: reads and writes records on them, and reads their files."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,40 +17,19 @@ from shardwise.memory.files import (
 )
 from shardwise.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo, StageOutcome
+from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
 from shardwise.store.store import Buffer
 
 LOCAL_PAUSE = 0.005
-LONGEST_RECORD_WAIT = (
-    5.0  # an agent waits this long for a record before it replies that it has none
-)
 RETRY_PAUSE = 0.2
 ABANDONED_PERIOD = 0.05
-MOST_THREADS = 32
 CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
+MOST_NODES_SHOWN = 8
 T = TypeVar("T")
 
 
-def run_on_nodes(nodes: Iterable[str], work: Callable[[str], T]) -> dict[str, T]:
-    """Call `work` for many nodes at a time, and return the result for each.
-
-    Raises:
-        StoreError: a call failed. It is raised after the calls in progress have ended.
-    """
-    names = list(nodes)
-    if len(names) < 2:
-        return {node: work(node) for node in names}
-    with ThreadPoolExecutor(min(len(names), MOST_THREADS), "shardwise-nodes") as pool:
-        jobs = {node: pool.submit(work, node) for node in names}
-        try:
-            return {node: job.result() for node, job in jobs.items()}
-        finally:
-            for job in jobs.values():
-                job.cancel()
-
-
-class _NoRetryError(StoreError):
+class FinalError(StoreError):
     """A retry is pointless: the run continued without a node, a node discarded the snapshot, or a
     record is damaged."""
 
@@ -66,6 +43,10 @@ class Nodes:
         this_node: the name of this node.
         wait: seconds until a node that does not answer counts as lost.
         tls: certificates for the connections; None if they are unencrypted.
+        timeout: seconds until a single request fails.
+
+    Attributes:
+        this_node: as above.
 
     Raises:
         StoreError: the files of `tls` cannot be read.
@@ -78,41 +59,41 @@ class Nodes:
         this_node: str,
         wait: float,
         tls: Tls | None = None,
+        *,
+        timeout: float = READ_TIMEOUT,
     ) -> None:
         self._place = place
-        self._this_node = this_node
+        self.this_node = this_node
         self._wait = wait
-        others = [info for info in infos if info.node != this_node]
-        context = None if tls is None or not others else tls.for_client()
-        self._clients = {
-            info.node: AgentClient(
-                info,
-                connect_timeout=min(CONNECT_TIMEOUT, wait),
-                read_timeout=min(READ_TIMEOUT, wait),
-                tls=context,
-            )
-            for info in others
-        }
+        self._infos = {info.node: info for info in infos if info.node != this_node}
+        self._tls = None if tls is None or not self._infos else tls.for_client()
+        self._lock = threading.Lock()
+        self._clients: dict[str, AgentClient] = {}
+        self._timeout = min(timeout, wait)
         self._closed, self._abandoned = threading.Event(), threading.Event()
-        if others:
-            threading.Thread(
-                target=self._abort_when_abandoned, name="shardwise-abandoned", daemon=True
-            ).start()
+        self._is_aborted = False
 
     def _abort_when_abandoned(self) -> None:
         """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
         while not self._closed.wait(ABANDONED_PERIOD):
             if self._place.has(ABANDONED_MARKER):
                 self._abandoned.set()
-                for client in self._clients.values():
-                    client.abort()
+                self.abort()
                 return
+
+    def abort(self) -> None:
+        """Make requests in progress and all later requests fail. Any thread may call this."""
+        with self._lock:
+            self._is_aborted = True
+            for client in self._clients.values():
+                client.abort()
 
     def close(self) -> None:
         """Close the connections."""
-        self._closed.set()
-        for client in self._clients.values():
-            client.close()
+        with self._lock:
+            self._closed.set()
+            for client in self._clients.values():
+                client.close()
 
     def read(self, node: str, name: str, *, limit: int) -> bytes:
         """Return the contents of a small file of another node.
@@ -124,98 +105,13 @@ class Nodes:
         place = self._place
         return self._client(node).read(place.run.name, place.step, name, limit=limit)
 
-    def wait_for_record(
-        self,
-        node: str,
-        name: str,
-        record_type: type[T],
-        *,
-        request_name: str = "",
-        failure_name: str = "",
-    ) -> T:
-        """Wait until a node has a record, and return the record.
-
-        Args:
-            node: the node.
-            name: the name of the record.
-            record_type: the type of the record.
-            request_name: the name of the record that requested this one. While the node has the
-                request, the wait continues.
-            failure_name: the name of a `StageOutcome` record. If this record exists, the awaited
-                record will never appear.
-
-        Raises:
-            StoreError: the node does not answer, the record does not appear, or the snapshot was
-                abandoned, or discarded on the node.
-        """
-        deadline = Deadline(self._wait)
-        while True:
-            self._place.refuse_abandoned()
-            try:
-                if (data := self._poll(node, name, deadline.seconds_left())) is not None:
-                    return self._decode(node, name, data, record_type)
-                if failure_name and (data := self._poll(node, failure_name)) is not None:
-                    failure = self._decode(node, failure_name, data, StageOutcome).failure
-                    raise _NoRetryError(f"node {node}: {failure}")
-                if request_name:
-                    if self._poll(node, request_name) is None:
-                        raise _NoRetryError(
-                            f"node {node} has discarded step {self._place.step}, so it will not "
-                            f"provide {name}; use a newer snapshot"
-                        )
-                    deadline = Deadline(self._wait)
-            except _NoRetryError:
-                raise
-            except StoreError:
-                self._raise_if_run_continued_without([node])
-                self._abandoned.wait(RETRY_PAUSE)
-            if deadline.has_passed():
-                raise StoreError(
-                    f"node {node} did not provide {name} of step {self._place.step} within "
-                    f"{self._wait:.0f} s: its agent is lost, stopped or overloaded; see its log"
-                )
-
     def write(self, node: str, name: str, record: object) -> None:
         """Write a record on a node.
 
         Raises:
             StoreError: the node does not answer, or the snapshot was abandoned.
         """
-        self.retry(lambda: self._write_once(node, name, record))
-
-    def write_to_others(self, *named_records: tuple[str, object]) -> None:
-        """Write records on all other nodes.
-
-        Args:
-            named_records: names and records. Each node gets them in this order.
-
-        Raises:
-            StoreError: some nodes do not answer (the others have the records), or the snapshot was
-                abandoned.
-        """
-        remaining = list(self._clients)
-
-        def write_to_remaining() -> None:
-            nonlocal remaining
-            failures = run_on_nodes(remaining, lambda node: self._try_to_write(node, named_records))
-            remaining = [node for node in remaining if failures[node]]
-            self._raise_if_run_continued_without(remaining)
-            if remaining:
-                raise StoreError("; ".join(failures[node] for node in remaining))
-
-        self.retry(write_to_remaining)
-
-    def write_to_all(self, name: str, record: object) -> None:
-        """Write a record on all nodes, and on this node last, after the others have it or are lost.
-
-        Raises:
-            StoreError: some nodes do not answer (the others have the record), or the snapshot was
-                abandoned.
-        """
-        try:
-            self.write_to_others((name, record))
-        finally:
-            self._write_once(self._this_node, name, record)
+        self.retry(lambda: self.write_once(node, name, record))
 
     def retry(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Call it again while other nodes do not answer.
@@ -232,13 +128,13 @@ class Nodes:
             self._place.refuse_abandoned()
             try:
                 return work()
-            except _NoRetryError:
+            except FinalError:
                 raise
             except StoreError as error:
-                is_final = isinstance(error.__cause__, (FileNotFoundError, _NoRetryError))
+                is_final = isinstance(error.__cause__, (FileNotFoundError, FinalError))
                 if is_final or deadline.has_passed():
                     raise
-            self._abandoned.wait(RETRY_PAUSE)
+            self.pause()
 
     def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
         """Fill `out` with the bytes of a file of another node from `offset`, and return `out`.
@@ -251,14 +147,18 @@ class Nodes:
         try:
             self._client(node).read_range_into(run, step, name, offset, out)
         except StoreError as error:
-            self._raise_if_run_continued_without([node], error)
+            self.raise_if_run_continued_without([node], error)
             raise
         return out
 
-    def _raise_if_run_continued_without(
+    def raise_if_run_continued_without(
         self, nodes: Sequence[str], error: StoreError | None = None
     ) -> None:
-        """Raise if newer snapshots are made without one of these nodes, which do not answer."""
+        """Raise if newer snapshots are made without one of these nodes, which do not answer.
+
+        Raises:
+            FinalError: names these nodes.
+        """
         step = self._place.step
         newer = [each for each in self._place.run.snapshots() if each.step > step]
         manifests = (each.pending_manifests() for each in reversed(newer))
@@ -266,62 +166,100 @@ class Nodes:
         present = {info.node for each in newest for info in each.nodes}
         absent = sorted(set(nodes) - present)
         if present and absent:
-            raise _NoRetryError(
+            raise FinalError(
                 f"step {step} is not completed, because the run continued without node "
                 f"{', '.join(absent)}; use a newer snapshot"
             ) from error
 
     def _client(self, node: str) -> AgentClient:
-        try:
+        with self._lock:
+            if node not in self._clients:
+                self._clients[node] = self._make_client(node)
+                if self._is_aborted:
+                    self._clients[node].abort()
             return self._clients[node]
-        except KeyError:
-            known = ", ".join(sorted([self._this_node, *self._clients]))
+
+    def _make_client(self, node: str) -> AgentClient:
+        """Return a client of another node. The first call starts the thread that aborts requests.
+
+        Few of thousands of nodes get a client.
+        """
+        if node not in self._infos:
+            known = ", ".join(sorted([self.this_node, *self._infos])[:MOST_NODES_SHOWN])
             raise StoreError(
                 f"step {self._place.step} of run {self._place.run.name} has no node {node}; its "
                 f"nodes are {known}"
-            ) from None
+            )
+        if not self._clients:
+            threading.Thread(
+                target=self._abort_when_abandoned, name="shardwise-abandoned", daemon=True
+            ).start()
+        return AgentClient(
+            self._infos[node],
+            connect_timeout=min(CONNECT_TIMEOUT, self._wait),
+            read_timeout=self._timeout,
+            tls=self._tls,
+        )
 
-    def _write_once(self, node: str, name: str, record: object) -> None:
+    def write_once(self, node: str, name: str, record: object) -> None:
+        """Write a record on a node, and do not try again.
+
+        Raises:
+            StoreError: the node does not answer.
+        """
         data = record if isinstance(record, bytes) else encode_record(record)
-        if node == self._this_node:
+        if node == self.this_node:
             write_record(self._place.path / name, data)
             # The record may be a request to another thread of this agent.
             self._place.run.wake_agent()
         else:
             self._client(node).put(self._place.run.name, self._place.step, name, data)
 
-    def _try_to_write(self, node: str, named_records: Sequence[tuple[str, object]]) -> str:
-        """Write records on a node, and return why that failed, or ""."""
-        try:
-            for name, record in named_records:
-                self._write_once(node, name, record)
-        except StoreError as error:
-            return f"node {node}: {error}"
-        return ""
+    def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        """Wait at most `seconds` for a record. Return its bytes; None if it is missing.
 
-    def _poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
-        """Wait at most `seconds` for a record. Return its bytes; None if it is missing."""
+        Raises:
+            StoreError: the node does not answer.
+            FinalError: this node's record cannot be read.
+        """
         place = self._place
-        if node != self._this_node:
-            wait = min(LONGEST_RECORD_WAIT, seconds)
+        if node != self.this_node:
             with suppress(FileNotFoundError):
                 return self._client(node).read(
-                    place.run.name, place.step, name, limit=LARGEST_RECORD, wait=wait
+                    place.run.name, place.step, name, limit=LARGEST_RECORD, wait=seconds
                 )
             return None
-        try:
-            return place.read_file(name)
-        except FileNotFoundError:
-            if seconds > 0:
-                time.sleep(LOCAL_PAUSE)
-            return None
-        except StoreError as error:
-            raise _NoRetryError(f"node {node}: {error}") from error
+        for _ in Deadline(seconds).attempts(pause=LOCAL_PAUSE):
+            with suppress(FileNotFoundError):
+                try:
+                    return place.read_file(name)
+                except StoreError as error:
+                    raise FinalError(f"node {node}: {error}") from error
+            if place.has(ABANDONED_MARKER):
+                break
+        return None
 
-    def _decode(self, node: str, name: str, data: bytes, record_type: type[T]) -> T:
-        is_here = node == self._this_node
+    def refuse_abandoned(self) -> None:
+        """Raise if the snapshot is abandoned.
+
+        Raises:
+            StoreError: the snapshot is abandoned.
+        """
+        self._place.refuse_abandoned()
+
+    def pause(self) -> None:
+        """Wait before the next attempt to reach a node; not if the snapshot was abandoned."""
+        self._abandoned.wait(RETRY_PAUSE)
+
+    def decode(self, node: str, name: str, data: bytes, record_type: type[T]) -> T:
+        """Return the value of a node's record.
+
+        Raises:
+            FinalError: the record is damaged.
+        """
+        is_here = node == self.this_node
         label = self._place.path / name if is_here else f"{name} of step {self._place.step}"
         try:
             return decode_record(data, record_type, label)
         except StoreError as error:
-            raise _NoRetryError(f"node {node}: {error}") from error
+            raise FinalError(f"node {node}: {error}") from error

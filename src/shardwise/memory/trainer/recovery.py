@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator
+from collections import Counter
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -11,12 +12,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.deadline import Deadline
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round, concatenate
+from shardwise.engine.rounds import Round, unite
 from shardwise.manifest.manifest import MANIFEST
+from shardwise.memory import records
 from shardwise.memory.home import Run
 from shardwise.memory.observe import RecordCache, read_run_view
-from shardwise.memory.registry import read_entries
+from shardwise.memory.records import AgentInfo
+from shardwise.memory.registry import (
+    Entries,
+    read_entries,
+    read_newest_nodes,
+    remove_earlier,
+)
 from shardwise.memory.remote.assembled import AssembledStore, Assembly
 from shardwise.memory.remote.search import NodeFiles, Search, list_own_files
 
@@ -68,85 +77,122 @@ def _find_assembly(
     run, here = snapshots.run, snapshots.node
     complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
     with Round(group, "listing snapshots") as all_ranks:
-        own = None
+        own = _Listed()
         if snapshots.is_first_of_node:
             _wait_for_commits(run, complete_saves)
-            own = list_own_files(run, here)
+            files = list_own_files(run, here)
+            own.known = set(files.known_nodes)
+            own.earlier = set(run.known_nodes())
+            own.nodes[group.rank] = msgspec.structs.replace(files, known_nodes=[])
         return all_ranks.all_reduce(
-            [] if own is None else [(group.rank, own)],
-            list[tuple[int, NodeFiles]],
-            concatenate,
-            lambda found: _search_nodes(
-                snapshots,
-                [files for _, files in sorted(found, key=itemgetter(0))],
-                step,
-                damaged_step,
-                nodes_read,
-            ),
+            own,
+            _Listed,
+            _combine_listed,
+            lambda found: _search_nodes(snapshots, found, step, damaged_step, nodes_read),
             Assembly,
         )
 
 
+@prepare_decoding
+class _Listed(msgspec.Struct):
+    """What some ranks know about snapshots.
+
+    Attributes:
+        nodes: the files of nodes, each by the first rank of the node.
+        known: the agents of the nodes of the snapshots that they have.
+        earlier: the agents of nodes that have taken part in the run.
+    """
+
+    nodes: dict[int, NodeFiles] = {}
+    known: set[AgentInfo] = set()
+    earlier: set[AgentInfo] = set()
+
+
+def _combine_listed(parts: Sequence[_Listed]) -> _Listed:
+    """Unite what ranks know. All nodes of a snapshot know the same nodes, which are kept once."""
+    return _Listed(
+        unite([each.nodes for each in parts]),
+        set().union(*(each.known for each in parts)),
+        set().union(*(each.earlier for each in parts)),
+    )
+
+
 def _search_nodes(
     snapshots: Snapshots,
-    nodes: list[NodeFiles],
+    listed: _Listed,
     step: int | None,
     damaged_step: int | None,
     nodes_read: Collection[str],
 ) -> Assembly:
     """Ask further nodes as far as necessary, and choose the snapshot.
 
+    Ask the nodes of the snapshots found so far, and the nodes that the root names as those of the
+    newest snapshot. Only if their snapshots may not be the newest, ask all nodes that the root
+    lists, and those that took part in the run earlier.
+
     Args:
-        nodes: the files of the nodes that have ranks.
+        listed: the files of the nodes that have ranks, and other nodes.
     """
     membership, run, here = snapshots.membership, snapshots.run, snapshots.node
-    here_or_known = {info.node for info in membership.nodes}
-    others, unreachable = read_entries(snapshots.root, run.name, here_or_known)
-    infos = {info.node: info for info in (*others, *membership.nodes)}
+    nodes = [files for _, files in sorted(listed.nodes.items(), key=itemgetter(0))]
+    infos = {info.node: info for info in membership.nodes}
     search = Search(run, here, nodes, infos, snapshots.tls, membership.lineage)
-    search.ask(lambda: damaged_step is None and search.is_complete(step))
+
+    def is_enough() -> bool:
+        return damaged_step is None and search.is_complete(step)
+
+    search.ask(is_enough, lambda: _in_order(listed.known))
+    search.ask(is_enough, lambda: read_newest_nodes(snapshots.root, run.name))
+    entries = Entries([], {}, {})
+    if not is_enough():
+        answered = {each.node for each in search.nodes}
+        entries = read_entries(snapshots.root, run.name, answered)
+        search.ask(is_enough, lambda: [*entries.agents, *_in_order(listed.earlier)])
     start = time.perf_counter()
     assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
     seconds = time.perf_counter() - start
-    answered = {each.node for each in search.nodes}
-    known = [*others, *(info for each in search.nodes for info in each.known_nodes)]
-    silent = {
-        info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-        for info in known
-    }
-    unanswered = {n: why for n, why in {**unreachable, **silent}.items() if n not in answered}
-    if unanswered and search.is_complete(step):
-        unanswered = {}
+    unanswered: dict[str, str] = {}
+    if not is_enough():
+        unanswered = entries.unreachable | {
+            info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
+            for info in search.unanswered
+        }
+    if assembly.epoch is not None:
+        remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})
     return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)
+
+
+def _in_order(infos: set[AgentInfo]) -> list[AgentInfo]:
+    return sorted(infos, key=lambda info: (info.node, info.url))
 
 
 def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
     with Round(group, "asking what was staged") as all_ranks:
-        places = snapshots.run.snapshots() if snapshots.is_first_of_node else []
-        staged_files = [each.file.name for place in places for each in place.staged_files()]
-        files_of_saves = [
-            (pending.save_id, [name for name, _ in pending.files])
-            for place in places
-            for pending in place.pending_manifests()
-        ]
-        own = staged_files, files_of_saves
+        own: dict[str, tuple[int, int]] = {}
+        for place in snapshots.run.snapshots() if snapshots.is_first_of_node else []:
+            staged = Counter(
+                records.save_id_in_name(each.file.name) for each in place.staged_files()
+            )
+            expected = {each.save_id: len(each.files) for each in place.pending_manifests()}
+            own |= {save: (staged[save], expected.get(save, 0)) for save in staged | expected}
         return all_ranks.all_reduce(
-            own,
-            tuple[list[str], list[tuple[str, list[str]]]],
-            lambda parts: (
-                concatenate([names for names, _ in parts]),
-                concatenate([saves for _, saves in parts]),
-            ),
-            _complete_saves,
-            set[str],
+            own, dict[str, tuple[int, int]], _add_counts, _complete_saves, set[str]
         )
 
 
-def _complete_saves(staged: tuple[list[str], list[tuple[str, list[str]]]]) -> set[str]:
-    """Return the ids of the saves of which all files are staged."""
-    names, saves = set(staged[0]), staged[1]
-    return {save for save, files in saves if names.issuperset(files)}
+def _add_counts(messages: Sequence[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """Return for each save how many files are staged, and how many it has, if a node knows this."""
+    total: dict[str, tuple[int, int]] = {}
+    for message in messages:
+        for save, (staged, expected) in message.items():
+            others, known = total.get(save, (0, 0))
+            total[save] = others + staged, max(known, expected)
+    return total
+
+
+def _complete_saves(counts: dict[str, tuple[int, int]]) -> set[str]:
+    return {save for save, (staged, expected) in counts.items() if staged == expected > 0}
 
 
 def _wait_for_commits(run: Run, saves: set[str]) -> None:

@@ -1,0 +1,202 @@
+"""Nodes of a run that one process simulates: each answers on a port of its own, at once.
+
+A simulated node has sealed its files, and does what is requested of it and of the nodes below it
+in the tree. The process counts the requests and the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.manifest.manifest import FileEntry, data_file, lay_out_file
+from shardwise.memory import records
+from shardwise.memory.files import encode_record
+from shardwise.memory.node_tree import NodeTree
+from shardwise.memory.records import MOST_FAN_OUT, AgentInfo, SubtreeReply
+from shardwise.memory.replies import Replies, combine_replies
+from shardwise.memory.seal import seal
+
+SAVE = "a" * 16
+RANKS = 8
+TOKEN = "t" * 64
+
+
+def name_of_node(index: int) -> str:
+    """Return the name of a node by its index in the run."""
+    return f"host-{index:05d}-0a1b2c3d"
+
+
+def ranks_of(index: int) -> range:
+    """Return the ranks of a node, whose files have the same indices."""
+    return range(index * RANKS, (index + 1) * RANKS)
+
+
+@cache
+def nodes_below(index: int, nodes: int) -> list[int]:
+    """Return the indices of a node and of the nodes below it in the tree."""
+    children = NodeTree(range(nodes), MOST_FAN_OUT).children(index)  # type: ignore[arg-type]
+    return sorted([index, *(each for child in children for each in nodes_below(child, nodes))])
+
+
+@cache
+def make_file(rank: int) -> tuple[bytes, FileEntry]:
+    """Return the bytes and the entry of a rank's file, which has no tensors."""
+    header, entry = lay_out_file(SAVE, rank, (b"{}", 0))
+    data = np.zeros(entry.size, np.uint8)
+    data[: len(header)] = np.frombuffer(header, np.uint8)
+    sealed = seal(data, entry, processes=1)
+    return data.tobytes(), sealed
+
+
+@dataclass
+class Counts:
+    """What the simulated nodes have received and sent."""
+
+    requests: dict[str, int] = field(default_factory=dict)
+    nodes: set[int] = field(default_factory=set)
+    received: int = 0
+    sent: int = 0
+
+
+class _Peer(asyncio.Protocol):
+    """A connection to a simulated node."""
+
+    def __init__(self, index: int, nodes: int, counts: Counts) -> None:
+        self._index, self._nodes, self._counts = index, nodes, counts
+        self._data = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        self._counts.received += len(data)
+        while (end := self._data.find(b"\r\n\r\n")) >= 0:
+            head, *lines = self._data[:end].decode().split("\r\n")
+            headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
+            length = int(headers.get("content-length", "0"))
+            if len(self._data) < end + 4 + length:
+                return
+            del self._data[: end + 4 + length]
+            method, path, _ = head.split(" ")
+            name = path.partition("?")[0].split("/")[-1]
+            kind = f"{method} {'file' if name[:2] in ('r0', 'r1') else name.split('-')[0]}"
+            self._counts.requests[kind] = self._counts.requests.get(kind, 0) + 1
+            self._counts.nodes.add(self._index)
+            self._answer(method, name, headers.get("range"))
+
+    def _answer(self, method: str, name: str, byte_range: str | None) -> None:
+        if method == "PUT":
+            self._send("204 No Content", b"")
+            return
+        body = self._find(name)
+        if body is None:
+            self._send("404 Not Found", b"")
+        elif byte_range is None:
+            self._send("200 OK", body)
+        else:
+            low, high = map(int, byte_range.removeprefix("bytes=").split("-"))
+            header = f"Content-Range: bytes {low}-{high}/{len(body)}\r\n"
+            self._send("206 Partial Content", body[low : high + 1], header)
+
+    def _find(self, name: str) -> bytes | None:
+        for rank in ranks_of(self._index):
+            if name == data_file(rank, SAVE):
+                return make_file(rank)[0]
+        for stage in records.TOLD_STAGES:
+            if name in (records.save_record(stage, SAVE, kind) for kind in ("done", "told")):
+                return encode_record(self._reply(stage))
+        return None
+
+    def _reply(self, stage: str) -> SubtreeReply:
+        below = nodes_below(self._index, self._nodes)
+        entries_of = {
+            node: {rank: make_file(rank)[1] for rank in ranks_of(node) if stage == "commit"}
+            for node in below
+        }
+        replies = [Replies.of_node(node, 1, entries_of[node]) for node in below]
+        return combine_replies(replies).encode(SAVE, stage)
+
+    def _send(self, status: str, body: bytes, headers: str = "") -> None:
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+        self._transport.write(head.encode() + body)
+        self._counts.sent += len(head) + len(body)
+
+
+@contextmanager
+def simulate(nodes: int, stored: Path) -> Iterator[tuple[list[AgentInfo], Connection]]:
+    """Simulate all nodes but the first while the block runs.
+
+    Args:
+        stored: the directory of the save in storage.
+
+    Yields:
+        The agents of these nodes; and a connection: whoever sends anything over it gets the
+        `Counts` since the last time.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_serve, args=(nodes, theirs, stored), daemon=True)
+    process.start()
+    try:
+        ports = ours.recv()
+        infos = [
+            AgentInfo(
+                name_of_node(index),
+                f"http://127.0.0.1:{port}",
+                TOKEN,
+                process=1000,
+                host=name_of_node(index),
+                schema=records.schema(),
+            )
+            for index, port in enumerate(ports, 1)
+        ]
+        yield infos, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(nodes: int, connection: Connection, stored: Path) -> None:
+    for rank in range(nodes * RANKS):
+        make_file(rank)
+        (stored / data_file(rank, SAVE)).touch()  # as if all nodes had copied their files
+    asyncio.run(_serve_all(nodes, connection))
+
+
+async def _serve_all(nodes: int, connection: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    counts = Counts()
+    ports = []
+    for index in range(1, nodes):
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        ports.append(listener.getsockname()[1])
+        await loop.create_server(lambda index=index: _Peer(index, nodes, counts), sock=listener)
+
+    def report() -> None:
+        connection.recv()
+        connection.send(
+            Counts(dict(counts.requests), set(counts.nodes), counts.received, counts.sent)
+        )
+        counts.requests.clear()
+        counts.nodes.clear()
+        counts.received = counts.sent = 0
+
+    loop.add_reader(connection.fileno(), report)
+    connection.send(ports)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit("run benchmarks.agents_scale")

@@ -1,0 +1,320 @@
+"""Asks nodes, and through them the nodes below them in the tree, to do their part of a stage.
+
+    leader → 32 nodes → 32 nodes each → …          requests
+    leader ← 32 nodes ← 32 nodes each ← …          replies, combined by each node
+
+A request and its reply are records. A node that is asked asks the nodes below it, does its own
+part, and writes one reply for all of them (`agent/actions.py`). So if an agent is killed, the next
+agent of the node continues.
+
+If a node does not answer for a while, whoever asked it asks the nodes below it directly. So one
+lost node costs only its own part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import msgspec
+
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import MANIFEST
+from shardwise.memory import records
+from shardwise.memory.files import encode_record
+from shardwise.memory.home import SnapshotDirectory
+from shardwise.memory.node_tree import NodeTree, tree_of_run, tree_of_stage
+from shardwise.memory.options import Tls
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    StageOutcome,
+    StageRequest,
+    SubtreeReply,
+)
+from shardwise.memory.remote.snapshot_nodes import FinalError, Nodes
+from shardwise.memory.replies import Replies, combine_replies
+
+SHORTEST_RECORD_WAIT, LONGEST_RECORD_WAIT = 0.2, 5.0
+"""Seconds. An agent waits so long for a record before it answers that it has none."""
+LONGEST_SILENCE = 5.0
+"""Seconds of silence after which the nodes below a node are asked too; less if `wait` is short."""
+SHORTEST_TIMEOUT = 1.0  # seconds, for a single request
+MOST_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request to nodes, and the reply that they will write.
+
+    Attributes:
+        pending: the pending manifest of the save.
+        stage: the stage.
+        tree: the nodes that take part.
+        records_for: returns the names and contents of the records to write on a node, in order.
+        request: the name of the last of these records. While a node has it, the node is waited for.
+        reply: the name of the reply.
+        wait: seconds to wait for a node that does not answer.
+        needs_no_reply: whether a node without nodes below it has nothing to do but to take the
+            records, so that it writes no reply.
+    """
+
+    pending: PendingManifest
+    stage: str
+    tree: NodeTree
+    records_for: Callable[[str], Sequence[tuple[str, bytes]]]
+    request: str
+    reply: str
+    wait: float
+    needs_no_reply: bool = False
+
+    @property
+    def silence(self) -> float:
+        """Seconds of silence after which the nodes below a node are asked too."""
+        return min(LONGEST_SILENCE, self.wait / 4)
+
+
+def question_of_stage(pending: PendingManifest, stage: str, wait: float) -> Question:
+    """Return the question whether nodes have done their part of a stage.
+
+    The nodes need the pending manifest for this, so the first question of a save, to commit it,
+    brings a copy.
+    """
+    save_id = pending.save_id
+    request = records.save_record(stage, save_id)
+    copy = _copy_of_pending(pending)
+    content = encode_record(StageRequest(save_id=save_id, stage=stage, wait=wait))
+
+    def records_for(node: str) -> list[tuple[str, bytes]]:
+        needs_copy = stage == "commit" and node != pending.leader
+        return [*([copy()] if needs_copy else []), (request, content)]
+
+    return Question(
+        pending,
+        stage,
+        tree_of_stage(pending, stage),
+        records_for,
+        request,
+        records.save_record(stage, save_id, "done"),
+        wait,
+    )
+
+
+def question_of_outcome(
+    place: SnapshotDirectory, pending: PendingManifest, stage: str, done: StageOutcome
+) -> Question:
+    """Return the question whether nodes know how a stage has ended.
+
+    With the outcome of the commit, the nodes get the manifest; and nodes without data files, which
+    had no part in the commit, get the copy of the pending manifest.
+    """
+    save_id = pending.save_id
+    outcome = records.save_record(stage, save_id, "all")
+    content = encode_record(done)
+    copy = _copy_of_pending(pending)
+    brought: list[tuple[str, bytes]] = []
+    if stage == "commit" and not done.failure:
+        brought.append((MANIFEST, place.read_manifest(save_id)))
+    nodes_with_files = {node for _, node in pending.files}
+
+    def records_for(node: str) -> list[tuple[str, bytes]]:
+        needs_copy = stage == "commit" and node not in {*nodes_with_files, pending.leader}
+        return [*([copy()] if needs_copy else []), *brought, (outcome, content)]
+
+    return Question(
+        pending,
+        stage,
+        tree_of_run(pending),
+        records_for,
+        outcome,
+        records.save_record(stage, save_id, "told"),
+        pending.wait,
+        needs_no_reply=True,
+    )
+
+
+def connect(
+    place: SnapshotDirectory,
+    infos: Sequence[AgentInfo],
+    node: str,
+    question: Question,
+    tls: Tls | None,
+) -> Nodes:
+    """Return the connections over which a node asks a question."""
+    timeout = max(question.silence, SHORTEST_TIMEOUT)
+    return Nodes(place, infos, node, question.wait, tls, timeout=timeout)
+
+
+def _copy_of_pending(pending: PendingManifest) -> Callable[[], tuple[str, bytes]]:
+    """Return a function that returns name and content of the copy of a pending manifest."""
+
+    @cache
+    def encode() -> tuple[str, bytes]:
+        name = records.save_record("pending", pending.save_id, "copy")
+        return name, encode_record(msgspec.structs.replace(pending, manifest=""))
+
+    return encode
+
+
+class Next(Enum):
+    """What to do about a node that did not answer."""
+
+    ASK_AGAIN = "ask it again"
+    ASK_CHILDREN = "ask the nodes below it too"
+    GIVE_UP = "count it as lost"
+
+
+def decide_next(silence: float, question: Question, *, asked_children: bool) -> Next:
+    """Return what to do about a node that did not answer.
+
+    Args:
+        silence: the seconds since its last answer.
+        asked_children: whether the nodes below it were asked.
+    """
+    if silence >= question.wait and asked_children:
+        return Next.GIVE_UP
+    if silence >= question.silence and not asked_children:
+        return Next.ASK_CHILDREN
+    return Next.ASK_AGAIN
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A node that was asked, or will be.
+
+    Attributes:
+        answered_at: when it last answered, or when it was first asked.
+    """
+
+    node: str
+    answered_at: float
+    has_request: bool = False
+    asked_children: bool = False
+
+
+class Asking:
+    """Asks nodes a question, and combines the replies. One thread calls `ask`.
+
+    Args:
+        nodes: the connections.
+        question: the question.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, nodes: Nodes, question: Question, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._nodes = nodes
+        self._question = question
+        self._clock = clock
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Make `ask` return soon. Another thread may call this."""
+        self._is_stopped = True
+        self._nodes.abort()
+
+    def ask(self, nodes: Sequence[str]) -> Replies:
+        """Ask nodes, and return the combined replies of them and of the nodes below them.
+
+        Raises:
+            StoreError: the snapshot was abandoned.
+        """
+        now = self._clock()
+        to_ask = [_Asked(node, now) for node in nodes]
+        replies: list[Replies] = []
+        jobs: dict[Future[Replies | None], _Asked] = {}
+        with ThreadPoolExecutor(MOST_THREADS, "shardwise-nodes") as pool:
+            try:
+                while (to_ask or jobs) and not self._is_stopped:
+                    self._nodes.refuse_abandoned()
+                    # With more nodes than threads, none of them may occupy a thread for long.
+                    is_crowded = len(jobs) + len(to_ask) > MOST_THREADS
+                    seconds = SHORTEST_RECORD_WAIT if is_crowded else LONGEST_RECORD_WAIT
+                    for each in to_ask:
+                        jobs[pool.submit(self._ask_once, each, seconds)] = each
+                    to_ask = []
+                    for job in wait(jobs, return_when=FIRST_COMPLETED).done:
+                        reply, more = self._handle(jobs.pop(job), job)
+                        replies += [] if reply is None else [reply]
+                        to_ask += more
+            finally:
+                for job in jobs:
+                    job.cancel()
+        return combine_replies(replies)
+
+    def _handle(
+        self, asked: _Asked, job: Future[Replies | None]
+    ) -> tuple[Replies | None, list[_Asked]]:
+        """Return the reply of a node if it is final, and the nodes to ask next."""
+        now = self._clock()
+        try:
+            reply = job.result()
+        except FinalError as error:
+            return Replies(lost={asked.node: str(error)}), self._children(asked, now)
+        except StoreError as error:
+            step = decide_next(
+                now - asked.answered_at, self._question, asked_children=asked.asked_children
+            )
+            if step is Next.GIVE_UP:
+                return Replies(lost={asked.node: self._describe_silence(asked.node, error)}), []
+            return None, [asked, *(self._children(asked, now) if step is Next.ASK_CHILDREN else ())]
+        asked.answered_at = now
+        return (None, [asked]) if reply is None else (reply, [])
+
+    def _children(self, asked: _Asked, now: float) -> list[_Asked]:
+        """Return the nodes below a node that fails to ask them."""
+        if asked.asked_children:
+            return []
+        asked.asked_children = True
+        return [_Asked(node, now) for node in self._question.tree.children(asked.node)]
+
+    def _ask_once(self, asked: _Asked, seconds: float) -> Replies | None:
+        """Send a node the request unless it has it, and wait so many seconds for the reply.
+
+        Raises:
+            FinalError: the node will never reply.
+            StoreError: the node does not answer.
+        """
+        nodes, question, node = self._nodes, self._question, asked.node
+        try:
+            if not asked.has_request:
+                for name, record in question.records_for(node):
+                    nodes.write_once(node, name, record)
+                asked.has_request = True
+            if question.needs_no_reply and not question.tree.children(node):
+                return Replies()
+            data = nodes.poll(node, question.reply, min(seconds, question.wait))
+            if data is None and nodes.poll(node, question.request) is None:
+                raise FinalError(
+                    f"node {node} has discarded step {question.pending.step}, so it will not "
+                    f"provide {question.reply}; use a newer snapshot"
+                )
+        except FinalError:
+            raise
+        except StoreError:
+            nodes.raise_if_run_continued_without([node])
+            nodes.pause()
+            raise
+        if data is None:
+            return None
+        return self._decode(node, data)
+
+    def _decode(self, node: str, data: bytes) -> Replies:
+        question = self._question
+        record = self._nodes.decode(node, question.reply, data, SubtreeReply)
+        try:
+            return Replies.decode(record, question.pending)
+        except StoreError as error:
+            raise FinalError(f"node {node}: {error}") from error
+
+    def _describe_silence(self, node: str, error: StoreError) -> str:
+        question = self._question
+        return (
+            f"node {node} did not provide {question.reply} of step {question.pending.step} within "
+            f"{question.wait:.0f} s: its agent is lost, stopped or overloaded; see its log. {error}"
+        )

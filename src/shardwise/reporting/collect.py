@@ -1,0 +1,349 @@
+"""Find the telemetry of a checkpoint or of a run, and summarize each operation.
+
+A run can have hundreds of operations with thousands of ranks each. So each file is read, summarized
+and dropped; the page reads the few that it shows in detail once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError, text_of
+from shardwise.events import format_bytes, format_count
+from shardwise.listing import ListedCheckpoint, list_checkpoints
+from shardwise.manifest.manifest import (
+    MANIFEST,
+    save_id_of_telemetry,
+    step_of_directory,
+    telemetry_file,
+)
+from shardwise.opening import raise_for_missing_root
+from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
+from shardwise.reporting.words import format_rate, format_seconds
+from shardwise.store import Store, name_of, parent_of
+from shardwise.telemetry.files import list_operations, read_of_save, read_operation
+from shardwise.telemetry.records import Telemetry
+
+MOST_CHECKPOINTS = 200
+MOST_OTHERS = 200
+MOST_RECORDS = 2_000_000
+"""The most records of ranks that are read, the newest operations first; 50,000 take a second."""
+MOST_PROBLEMS = 20
+PARTICIPLES = {
+    "save": "saved",
+    "load": "loaded",
+    "snapshot": "copied to memory",
+    "protect": "protected on other nodes",
+    "persist": "written to storage",
+    "restore": "restored",
+}
+SAVES = ("save", "snapshot", "protect", "persist")
+RECOVERIES = ("restore", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A summary of the telemetry of one operation.
+
+    Attributes:
+        operation: `"save"`, `"load"`, `"snapshot"`, `"protect"`, `"persist"` or `"restore"`.
+        step: the step of the checkpoint; None if it has none.
+        path: the path or URL of the checkpoint, at the time of the operation.
+        started: the time of the start: ISO 8601, in UTC.
+        seconds: the duration of the operation on the slowest rank.
+        ranks: the number of ranks of the operation.
+        missing: the number of ranks that sent no telemetry.
+        hosts: the number of hosts.
+        medians: by stage, the seconds of the median rank, without waiting.
+        bytes: the bytes that all ranks moved in the stage that moved most.
+        rates: by stage, the bytes per second of the fastest rank.
+        phases: by phase of a recovery, its seconds.
+        file: the path or URL of the telemetry file.
+    """
+
+    operation: str
+    step: int | None
+    path: str
+    started: str
+    seconds: float
+    ranks: int
+    missing: int
+    hosts: int
+    medians: Mapping[str, float]
+    bytes: int
+    rates: Mapping[str, float]
+    phases: Mapping[str, float]
+    file: str
+
+    @property
+    def name(self) -> str:
+        """What the operation was: `save of step 100`."""
+        return self.operation if self.step is None else f"{self.operation} of step {self.step:,}"
+
+    @property
+    def headline(self) -> str:
+        """What the operation did, as a sentence: `Step 100 was saved in 38.2 s`."""
+        what = "The state" if self.step is None else f"Step {self.step:,}"
+        done = PARTICIPLES.get(self.operation, f"processed ({self.operation})")
+        return f"{what} was {done} in {format_seconds(self.seconds)}"
+
+    @property
+    def amounts(self) -> str:
+        """The size of the operation: `64 ranks on 8 hosts, 256 GiB at 6.71 GiB/s`."""
+        text = f"{format_count(self.ranks, 'rank')} on {format_count(self.hosts, 'host')}"
+        if not self.bytes or not self.seconds:
+            return text
+        return f"{text}, {format_bytes(self.bytes)} at {format_rate(self.bytes / self.seconds)}"
+
+    @property
+    def is_save(self) -> bool:
+        """Whether the operation saved a checkpoint or a snapshot."""
+        return self.operation in SAVES
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The operations of a run, and what could not be read.
+
+    Attributes:
+        operations: by ascending time of their start.
+        main: the index of the operation that the report is about; None if it has no telemetry.
+        checkpoints: the checkpoints of the run, by ascending step; empty outside of a run.
+        problems: what is damaged or missing, one line each.
+        read: reads the telemetry of an operation again.
+    """
+
+    operations: tuple[Operation, ...]
+    main: int | None
+    checkpoints: tuple[ListedCheckpoint, ...]
+    problems: tuple[str, ...]
+    read: Callable[[Operation], Telemetry]
+
+
+def collect(store: Store) -> Collected:
+    """Read the telemetry at a place: that of a checkpoint and of its run, or of a whole run.
+
+    Raises:
+        CheckpointNotFoundError: the place has neither checkpoints nor telemetry.
+    """
+    reader, names = _Reader(), _names(store)
+    own = [_SaveFile(store, save_id) for save_id in _saves_with_telemetry(names)]
+    is_checkpoint = MANIFEST in names or bool(own)
+    root = store if not is_checkpoint else None
+    if is_checkpoint and step_of_directory(name_of(store)) is not None:
+        root = parent_of(store)
+    reader.read_all(own)
+    checkpoints = () if root is None else _checkpoints(root, reader)
+    if root is not None:
+        others = [each for each in checkpoints if not own or each.directory != name_of(store)]
+        reader.read_all(_sources_in(root, others, reader))
+    if not reader.operations and not checkpoints and not is_checkpoint:
+        raise_for_missing_root(store)
+    reader.note_missing(checkpoints, name_of(store) if is_checkpoint else None)
+    operations = tuple(sorted(reader.operations, key=lambda each: each.started))
+    here = {str(each) for each in own}
+    main = _choose_main([each for each in operations if not is_checkpoint or each.file in here])
+    return Collected(
+        operations,
+        None if main is None else operations.index(main),
+        checkpoints,
+        tuple(reader.problems),
+        reader.read_again,
+    )
+
+
+def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operation | None:
+    """Return the save that a save is compared with, if the user chose none.
+
+    It is the one with the median duration, of the earlier saves of the same kind on as many ranks.
+    """
+    alike = [
+        each
+        for each in operations
+        if each.started < main.started
+        and (each.operation, each.ranks) == (main.operation, main.ranks)
+    ]
+    alike.sort(key=lambda each: each.seconds)
+    return alike[(len(alike) - 1) // 2] if alike and main.is_save else None
+
+
+def summarize(telemetry: Telemetry, file: str) -> Operation:
+    """Return what lists and charts need of an operation."""
+    rates, medians, moved = {}, {}, 0
+    for stage in telemetry.stages:
+        own = own_seconds(stage)
+        if stage.has_run.any():
+            medians[stage.name] = lower_median(own)
+        ran = stage.has_run & (stage.bytes > 0) & (own > 0)
+        moved = max(moved, int(stage.bytes[rows_that_count(stage, telemetry.host)].sum()))
+        if ran.any():
+            rates[stage.name] = float((stage.bytes[ran] / own[ran]).max())
+    return Operation(
+        operation=telemetry.operation,
+        step=telemetry.step,
+        path=telemetry.path,
+        started=telemetry.started,
+        seconds=telemetry.seconds,
+        ranks=telemetry.world_size,
+        missing=telemetry.world_size - len(telemetry.ranks),
+        hosts=len(telemetry.hosts),
+        medians=medians,
+        bytes=moved,
+        rates=rates,
+        phases=telemetry.phases,
+        file=file,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveFile:
+    """The telemetry file of a save, in the directory of its checkpoint."""
+
+    store: Store
+    save_id: str
+
+    def __str__(self) -> str:
+        return f"{self.store}/{telemetry_file(self.save_id)}"
+
+    def read(self) -> Telemetry | None:
+        return read_of_save(self.store, self.save_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _OperationFile:
+    """The telemetry file of a load or another operation, below the root."""
+
+    store: Store
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.store}/{self.name}"
+
+    def read(self) -> Telemetry | None:
+        return read_operation(self.store, self.name)
+
+
+_Source = _SaveFile | _OperationFile
+
+
+class _Reader:
+    """Reads telemetry files, as many as the bound allows, and notes those that it cannot read."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.problems: list[str] = []
+        self._sources: dict[str, _Source] = {}
+        self._records = self._unread = 0
+
+    def read_all(self, sources: Iterable[_Source]) -> None:
+        for source in sources:
+            if self._records > MOST_RECORDS:
+                self._unread += 1
+                continue
+            try:
+                telemetry = source.read()
+            except (FormatError, OSError) as error:
+                self.note(text_of(error))
+                continue
+            if telemetry is None:  # retention has just removed it
+                continue
+            self._records += len(telemetry.ranks)
+            self._sources[str(source)] = source
+            self.operations.append(summarize(telemetry, str(source)))
+
+    def read_again(self, operation: Operation) -> Telemetry:
+        """Return the telemetry of an operation.
+
+        Raises:
+            FormatError, OSError: it cannot be read any more.
+        """
+        telemetry = self._sources[operation.file].read()
+        if telemetry is None:
+            raise StoreError(f"{operation.file} was removed while the report was made")
+        return telemetry
+
+    def note(self, problem: str) -> None:
+        """Keep a problem; after twenty, only that there are more."""
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(problem)
+        else:
+            self.problems[MOST_PROBLEMS:] = ["there are more problems like these"]
+
+    def note_missing(self, checkpoints: Sequence[ListedCheckpoint], place: str | None) -> None:
+        """Note the checkpoints without telemetry.
+
+        Args:
+            place: the name of the directory that the report is about; None for a whole run.
+        """
+        found = {name_of(each.store) for each in self._sources.values() if _is_of_save(each)}
+        if place is not None and place not in found:
+            self.note(
+                f"{place} has no telemetry that can be read: it was saved without telemetry, or "
+                "the file was removed or is damaged"
+            )
+        saved = [each for each in checkpoints if each.state in ("committed", "damaged")]
+        without = [each for each in saved if each.directory not in {*found, place}]
+        if without and not self._unread:
+            steps = ", ".join(str(each.step) for each in without[:5])
+            more = f" and {len(without) - 5:,} more" if len(without) > 5 else ""
+            total = f"{len(without):,} of {format_count(len(saved), 'checkpoint')}"
+            self.note(f"no telemetry can be read of {total}: step {steps}{more}")
+        if self._unread:
+            files = format_count(self._unread, "older telemetry file")
+            self.note(f"{files} not read: together they have too many ranks")
+
+
+def _is_of_save(source: _Source) -> bool:
+    return isinstance(source, _SaveFile)
+
+
+def _checkpoints(root: Store, reader: _Reader) -> tuple[ListedCheckpoint, ...]:
+    try:
+        return tuple(list_checkpoints(root).checkpoints)
+    except CheckpointNotFoundError:
+        return ()
+    except OSError as error:
+        reader.note(f"{root}: the checkpoints cannot be listed: {text_of(error)}")
+        return ()
+
+
+def _sources_in(
+    root: Store, checkpoints: Sequence[ListedCheckpoint], reader: _Reader
+) -> Iterator[_Source]:
+    """Yield the telemetry files of a run: of each kind, the newest ones first."""
+    for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
+        if each.state in ("committed", "damaged"):
+            store = root.at(each.directory)
+            for save_id in _saves_with_telemetry(_listed(_names, store, reader)):
+                yield _SaveFile(store, save_id)
+    names = _listed(list_operations, root, reader)
+    for name in names[: -MOST_OTHERS - 1 : -1]:
+        yield _OperationFile(root, name)
+
+
+def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) -> list[str]:
+    """Return names; none, and a problem, if the place cannot be listed."""
+    try:
+        return names(place)
+    except OSError as error:
+        reader.note(f"{place}: {text_of(error)}")
+        return []
+
+
+def _saves_with_telemetry(names: Iterable[str]) -> list[str]:
+    """Return the ids of the saves of which a directory has the telemetry."""
+    return [save_id for name in names if (save_id := save_id_of_telemetry(name)) is not None]
+
+
+def _names(store: Store) -> list[str]:
+    try:
+        return store.list()
+    except NotADirectoryError:
+        return []
+
+
+def _choose_main(operations: Sequence[Operation]) -> Operation | None:
+    """Return the newest save; without one, the newest operation."""
+    saves = [each for each in operations if each.operation in ("save", "persist")]
+    return max(saves or operations, key=lambda each: each.started, default=None)

@@ -1,0 +1,104 @@
+"""`shardwise report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.tools.telemetry_runs import save_of, telemetry_of, write_run
+
+TEXT = """\
+Step 200 was saved in 24.8 s
+64 ranks on 8 hosts, 256 GiB at 10.3 GiB/s
+ROOT
+
+stage   stragglers                slowest   median of all
+write   node-0002 (ranks 16…23)      24 s          8.00 s
+
+16.0 s slower than step 100, which took 8.84 s
+stage   who                         then    now
+write   node-0002 (ranks 16…23)   8.00 s   24 s
+write of node-0002 (ranks 16…23): each rank moved 171 MiB/s instead of 512 MiB/s
+
+wrote PAGE
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of two saves, of which the second one is slow on one host."""
+    root = tmp_path / "run"
+    slow = {"write": dict.fromkeys(range(16, 24), 3.0)}
+    write_run(root, [save_of(64, step=100, noise=0, started="2026-11-26")])
+    write_run(root, [save_of(64, step=200, noise=0, slow=slow)])
+    return root
+
+
+def test_the_text_and_the_page(run: Run, root: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    ran = run("report", root, "-o", page)
+    assert ran.out == TEXT.replace("ROOT", str(root)).replace("PAGE", str(page))
+    assert (ran.err, ran.status) == ("", 0)
+    assert "Step 200 was saved in 24.8 s" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_is_written_to_the_working_directory(
+    run: Run, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "wrote report.html" in run("report", root).out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_two_checkpoints_are_compared(run: Run, root: Path, tmp_path: Path) -> None:
+    first, second = root / "step-00000100", root / "step-00000200"
+    page = tmp_path / "report.html"
+    assert "16.0 s slower than step 100" in run("report", second, first, "-o", page).out
+    assert "16.0 s faster than step 200" in run("report", first, second, "-o", page).out
+
+
+def test_the_trace(run: Run, root: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    assert f"wrote {trace}" in run("report", root, "-o", page, "--trace", trace).out
+    assert json.loads(trace.read_bytes())["traceEvents"]
+
+
+def test_damaged_telemetry_is_told_and_the_rest_is_shown(
+    run: Run, root: Path, tmp_path: Path
+) -> None:
+    damaged = telemetry_of(root / "step-00000200")
+    damaged.write_bytes(b"damaged")
+    page = tmp_path / "report.html"
+    ran = run("report", root / "step-00000200", "-o", page)
+    assert ran.out.startswith("No telemetry can be read of this checkpoint\n")
+    assert f"{damaged}: the telemetry is damaged" in ran.out
+    assert ran.status == 0
+    text = page.read_text(encoding="utf-8")
+    assert f"{damaged}: the telemetry is damaged" in text
+    assert "seconds of each save" in text
+
+
+def test_a_place_without_a_run(run: Run, tmp_path: Path) -> None:
+    ran = run("report", tmp_path / "nothing", "-o", tmp_path / "report.html")
+    assert ran.status == 2
+    assert ran.err.startswith("shardwise: ")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written(run: Run, root: Path, tmp_path: Path) -> None:
+    ran = run("report", root, "-o", tmp_path / "missing" / "report.html")
+    assert ran.status == 2
+    assert "missing" in ran.err
+
+
+def test_control_characters_do_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    stages = {"write\x1b[31m": 2.0}
+    slow = {"write\x1b[31m": {3: 4.0}}
+    write_run(root, [save_of(8, step=100, noise=0, seconds=stages, slow=slow)])
+    ran = run("report", root, "-o", tmp_path / "report.html")
+    assert "write\\x1b[31m" in ran.out
+    assert "\x1b" not in ran.out

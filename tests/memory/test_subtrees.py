@@ -1,0 +1,419 @@
+"""Requests and outcomes travel along a tree of nodes; a lost node costs only its own part."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+from msgspec.structs import replace
+
+from shardwise.errors import StoreError
+from shardwise.manifest.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    data_file,
+    decode_manifest,
+    encode_manifest,
+    lay_out_file,
+)
+from shardwise.memory import records
+from shardwise.memory.files import decode_record, encode_record, write_record
+from shardwise.memory.home import Home, SnapshotDirectory
+from shardwise.memory.node_tree import NodeTree, tree_of_run, tree_of_stage
+from shardwise.memory.observe import read_outcome
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    StagedFile,
+    StageOutcome,
+    SubtreeReply,
+)
+from shardwise.memory.remote.subtrees import Asking, Next, decide_next, question_of_stage
+from shardwise.memory.replies import MOST_REASONS, Replies, combine_replies
+from shardwise.tiers.options import StorageTask
+from tests.breadth import examples
+from tests.memory.reconciling import agent_in_threads
+from tests.memory.test_server import RUN, TOKEN, serve
+from tests.tools.agents import until
+
+SAVE = "c" * 16
+STEP = 10
+
+
+def pending_of(
+    count: int, fan_out: int, *, files: bool = True, wait: float = 8.0
+) -> PendingManifest:
+    """The pending manifest of a save with a rank on each node."""
+    names = [f"n{index}" for index in range(count)]
+    return PendingManifest(
+        save_id=SAVE,
+        step=STEP,
+        manifest="",
+        files=[(data_file(rank, SAVE), name) for rank, name in enumerate(names)],
+        nodes=[AgentInfo(name, "", "") for name in names],
+        leader="n0",
+        storage=StorageTask(root=""),
+        fan_out=fan_out,
+        wait=wait,
+    )
+
+
+# The tree.
+
+
+@given(st.integers(1, 3000), st.integers(1, 32))
+def test_every_node_but_the_first_is_asked_by_one_other(count: int, fan_out: int) -> None:
+    tree = NodeTree(range(count), fan_out)  # type: ignore[arg-type]
+    asked = [child for node in (0, 1, count - 1) for child in tree.children(node)]  # type: ignore[arg-type]
+    assert max(len(tree.children(node)) for node in (0, count - 1)) <= fan_out  # type: ignore[arg-type]
+    if count <= 200:
+        asked = [child for node in range(count) for child in tree.children(node)]  # type: ignore[arg-type]
+        assert sorted(asked) == list(range(1, count))
+
+
+def test_thousands_of_nodes_make_three_levels() -> None:
+    tree = NodeTree(range(2048), 32)  # type: ignore[arg-type]
+    level, levels = [0], 0
+    while level:
+        level = [child for node in level for child in tree.children(node)]  # type: ignore[misc]
+        levels += bool(level)
+    assert levels == 3
+
+
+def test_nodes_without_files_take_no_part_in_a_commit() -> None:
+    pending = replace(pending_of(4, 2), files=[(data_file(0, SAVE), "n2")], leader="n1")
+    assert tree_of_stage(pending, "commit").nodes == ("n1", "n2")
+    assert tree_of_stage(pending, "persist").nodes == ("n1", "n2")
+    assert tree_of_stage(pending, "protect").nodes == ("n1", "n0", "n2", "n3")
+    assert tree_of_run(pending).children("n1") == ("n0", "n2")
+    assert tree_of_run(pending).children("elsewhere") == ()
+
+
+# What is decided about a node that does not answer.
+
+
+@given(st.floats(0, 200), st.floats(0.1, 100), st.booleans())
+def test_a_node_is_lost_only_when_those_below_it_were_asked(
+    silence: float, wait: float, asked_children: bool
+) -> None:
+    question = question_of_stage(pending_of(3, 2), "commit", wait)
+    found = decide_next(silence, question, asked_children=asked_children)
+    if silence < question.silence:
+        assert found is Next.ASK_AGAIN
+    if found is Next.GIVE_UP:
+        assert asked_children
+        assert silence >= wait
+    if silence >= question.silence and not asked_children:
+        assert found is Next.ASK_CHILDREN
+
+
+# The columns of replies.
+
+
+def entry_of(rank: int) -> FileEntry:
+    return FileEntry(data_file(rank, SAVE), rank, 5000 + rank, 4096, 4096, 4100, 7 * rank)
+
+
+def reply_of(rank: int) -> Replies:
+    return Replies.of_node(rank, 100 + rank, {rank: entry_of(rank)})
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 19), max_size=8), max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_replies_that_overlap_are_combined_in_any_order(
+    groups: list[list[int]], random: object
+) -> None:
+    pending = pending_of(20, 2)
+    parts = [combine_replies([reply_of(each) for each in group]) for group in groups]
+    lost = [Replies(lost={f"n{each}": "gone"}) for group in groups for each in group]
+    found = combine_replies([*parts, *lost])
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    again = combine_replies([*lost, combine_replies(parts[:2]), combine_replies(parts[2:])])
+    expected = sorted({each for group in groups for each in group})
+    for each in (found, again):
+        decoded = Replies.decode(each.encode(SAVE, "commit"), pending)
+        assert decoded.nodes.tolist() == decoded.files.tolist() == expected
+        assert decoded.nbytes.tolist() == [100 + rank for rank in expected]
+        assert decoded.file_entries(pending) == {
+            data_file(rank, SAVE): entry_of(rank) for rank in expected
+        }
+        assert len(decoded.lost) == min(len(expected), MOST_REASONS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save_id": "d" * 16},
+        {"nodes": b"abc"},
+        {"nodes": np.array([3], "<u4").tobytes()},
+        {"nodes": np.array([1, 1], "<u4").tobytes(), "nbytes": bytes(16)},
+        {"nodes": np.array([1, 0], "<u4").tobytes(), "nbytes": bytes(16)},
+        {"nbytes": b""},
+        {"nbytes": b"\xff" * 8},
+        {"files": np.array([9], "<u4").tobytes()},
+        {"entries": bytes(8)},
+        {"entries": b"\xff" * 40},
+    ],
+    ids=str,
+)
+def test_replies_that_no_agent_writes_are_refused(wrong: dict[str, object]) -> None:
+    pending, valid = pending_of(3, 2), reply_of(1).encode(SAVE, "commit")
+    Replies.decode(valid, pending)
+    with pytest.raises(StoreError, match="reply to commit of save"):
+        Replies.decode(replace(valid, **wrong), pending)
+
+
+def test_reasons_are_bounded() -> None:
+    many = [Replies(failures={f"n{each:03}": "x" * 10_000}) for each in range(100)]
+    found = combine_replies(many)
+    assert list(found.failures) == [f"n{each:03}" for each in range(MOST_REASONS)]
+    assert max(map(len, found.failures.values())) == 2000
+
+
+# Asking, with simulated nodes.
+
+
+@dataclass
+class SimulatedNodes:
+    """All nodes of a save. A live node asks those below it as an agent does.
+
+    Attributes:
+        dead: the nodes that never answer.
+        deaf: the nodes that answer, but discard the snapshot.
+        asked: for each node, the nodes that have sent it the request.
+    """
+
+    pending: PendingManifest
+    dead: frozenset[str] = frozenset()
+    deaf: frozenset[str] = frozenset()
+    asked: dict[str, set[str]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, asker: str, stage: str = "commit") -> Replies:
+        """What a node learns from those below it, and adds itself."""
+        question = question_of_stage(self.pending, stage, self.pending.wait)
+        children = question.tree.children(asker)
+        below = Asking(SeenFrom(self, asker), question).ask(children)  # type: ignore[arg-type]
+        return combine_replies([below, reply_of(int(asker[1:]))])
+
+
+@dataclass
+class SeenFrom:
+    """The connections of a simulated node, with the methods of `Nodes`."""
+
+    all: SimulatedNodes
+    node: str
+
+    def write_once(self, node: str, name: str, record: object) -> None:
+        self._refuse_dead(node)
+        with self.all.lock:
+            self.all.asked.setdefault(node, set()).add(self.node)
+
+    def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        self._refuse_dead(node)
+        if node in self.all.deaf:
+            return None
+        return encode_record(self.all.ask(node).encode(SAVE, "commit"))
+
+    def _refuse_dead(self, node: str) -> None:
+        if node in self.all.dead:
+            raise StoreError(f"{node} does not answer")
+
+    def decode(self, node: str, name: str, data: bytes, kind: type[SubtreeReply]) -> SubtreeReply:
+        return decode_record(data, kind, name)
+
+    def raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
+        pass
+
+    def refuse_abandoned(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        time.sleep(0.001)
+
+
+@examples(25)
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.sets(st.integers(1, 39)), st.sets(st.integers(1, 39))
+)
+def test_each_lost_node_costs_only_its_own_part(
+    count: int, fan_out: int, dead: set[int], deaf: set[int]
+) -> None:
+    pending = pending_of(count, fan_out, wait=0.02)
+    gone = {each for each in dead if each < count}
+    deaf = {each for each in deaf if each < count} - gone
+    nodes = SimulatedNodes(
+        pending, frozenset(f"n{each}" for each in gone), frozenset(f"n{each}" for each in deaf)
+    )
+    replies = nodes.ask("n0")
+    missing = gone | deaf
+    assert replies.nodes.tolist() == [each for each in range(count) if each not in missing]
+    assert len(replies.file_entries(pending)) == count - len(missing)
+    assert replies.lost.keys() <= {f"n{each}" for each in missing}
+    assert len(replies.lost) == min(len(missing), MOST_REASONS)
+    assert all(
+        "has discarded step" in replies.lost[f"n{e}"] for e in deaf if f"n{e}" in replies.lost
+    )
+
+
+def test_no_node_asks_more_than_its_children_when_all_answer() -> None:
+    nodes = SimulatedNodes(pending_of(200, 6))
+    assert len(nodes.ask("n0").nodes) == 200
+    assert all(len(askers) == 1 for askers in nodes.asked.values())
+    sent: dict[str, int] = {}
+    for (asker,) in nodes.asked.values():
+        sent[asker] = sent.get(asker, 0) + 1
+    assert max(sent.values()) == 6
+
+
+def test_who_stops_asking_is_not_kept_waiting() -> None:
+    """The part of this node failed for now, and will be tried again with the others."""
+
+    class Slow(SeenFrom):
+        def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+            time.sleep(0.01)
+            return None if name.startswith("commit-done") else b""
+
+        def abort(self) -> None:
+            pass
+
+    question = question_of_stage(pending_of(3, 2), "commit", 60.0)
+    asking = Asking(Slow(SimulatedNodes(question.pending), "n0"), question)  # type: ignore[arg-type]
+    threading.Timer(0.1, asking.stop).start()
+    started = time.monotonic()
+    assert len(asking.ask(["n1", "n2"]).nodes) == 0
+    assert time.monotonic() - started < 5.0
+
+
+# Real agents, in threads of this process.
+
+
+@dataclass
+class Cluster:
+    """Nodes with agents and servers, each with the file of one rank."""
+
+    homes: list[Home]
+    infos: list[AgentInfo]
+    stack: list[ExitStack]
+
+    def place(self, index: int) -> SnapshotDirectory:
+        return SnapshotDirectory(self.homes[index].run(RUN), STEP)
+
+    def stage(self, root: Path, fan_out: int, wait: float) -> None:
+        """Write what the ranks leave to the agents."""
+        names = [data_file(rank, SAVE) for rank in range(len(self.homes))]
+        for rank in range(1, len(self.homes)):
+            self._stage_file(rank)
+        manifest = Manifest(
+            save_id=SAVE,
+            step=STEP,
+            created="now",
+            world_size=len(names),
+            files=(),
+            objects=(),
+            tensors=Raw(b"[]"),
+        )
+        pending = PendingManifest(
+            save_id=SAVE,
+            step=STEP,
+            manifest=encode_manifest(manifest).decode(),
+            files=[(name, info.node) for name, info in zip(names, self.infos, strict=True)],
+            nodes=self.infos,
+            leader=self.infos[0].node,
+            storage=StorageTask(root=str(root)),
+            durable=True,
+            copies=1,
+            group=4,
+            fan_out=fan_out,
+            wait=wait,
+        )
+        self._stage_file(0)
+        write_record(self.place(0).path / records.save_record("pending", SAVE), pending)
+        self.homes[0].wake()
+
+    def _stage_file(self, rank: int) -> None:
+        header, entry = lay_out_file(SAVE, rank, (b"{}", 0))
+        place = self.place(rank)
+        place.path.mkdir(parents=True, exist_ok=True)
+        staged = StagedFile(entry, f"r{rank:05}-0.slot", 2, ("commit", "protect", "persist"), 0)
+        write_record(place.path / records.file_record(entry.name, "staged"), staged)
+        (place.path / entry.name).write_bytes(header.ljust(entry.size, b"\0"))
+        self.homes[rank].wake()
+
+    def outcome(self, index: int, stage: str) -> StageOutcome | None:
+        return read_outcome(self.place(index), stage, SAVE)
+
+
+@contextmanager
+def cluster(tmp_path: Path, count: int) -> Iterator[Cluster]:
+    with ExitStack() as all_nodes:
+        homes, infos, stacks = [], [], []
+        for index in range(count):
+            home = Home(tmp_path / f"n{index}")
+            own = all_nodes.enter_context(ExitStack())
+            own.enter_context(agent_in_threads(home, f"n{index}"))
+            served = own.enter_context(serve(home.path, wake=home.wake))
+            homes.append(home)
+            infos.append(AgentInfo(f"n{index}", f"http://127.0.0.1:{served.port}", TOKEN))
+            stacks.append(own)
+        yield Cluster(homes, infos, stacks)
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 32])
+def test_a_save_is_completed_through_the_tree(tmp_path: Path, fan_out: int) -> None:
+    with cluster(tmp_path, 6) as nodes:
+        nodes.stage(tmp_path / "root", fan_out, 20.0)
+        for stage in ("commit", "protect", "persist"):
+            for index in range(6):
+                until(lambda i=index, s=stage: nodes.outcome(i, s))
+                outcome = nodes.outcome(index, stage)
+                assert outcome is not None
+                assert not outcome.failure
+        published = (tmp_path / "root" / "step-00000010" / MANIFEST).read_bytes()
+        assert [each.rank for each in decode_manifest(published).files] == list(range(6))
+        for index in range(6):
+            place = nodes.place(index)
+            assert place.read_file(MANIFEST) == published
+            assert len(place.list_names(".safetensors")) == 2  # its own, and a copy
+            until(lambda p=place: (not p.has("x") and "told" in str(p.list_names(".json"))) or True)
+
+
+@pytest.mark.parametrize("lost", [1, 5])
+def test_the_nodes_below_a_lost_node_are_told_and_their_files_stored(
+    tmp_path: Path, lost: int
+) -> None:
+    """It is lost after it has staged its file, or copies could not replace it."""
+    with cluster(tmp_path, 6) as nodes:
+        nodes.stage(tmp_path / "root", 2, 4.0)
+        until(lambda: nodes.outcome(lost, "protect") or nodes.outcome(0, "protect"))
+        nodes.stack[lost].close()
+        rest = [index for index in range(6) if index != lost]
+        for stage in ("commit", "protect", "persist"):
+            for index in rest:
+                until(lambda i=index, s=stage: nodes.outcome(i, s))
+        outcome = nodes.outcome(0, "persist")
+        assert outcome is not None
+        assert not outcome.failure
+
+
+def test_a_commit_fails_if_a_node_with_files_is_lost(tmp_path: Path) -> None:
+    with cluster(tmp_path, 6) as nodes:
+        nodes.stack[2].close()
+        nodes.stage(tmp_path / "root", 2, 1.0)
+        for index in (0, 1, 3, 4, 5):  # 5 is below 2
+            until(lambda i=index: nodes.outcome(i, "commit"))
+            outcome = nodes.outcome(index, "commit")
+            assert outcome is not None
+            assert "node n2 did not provide" in outcome.failure
