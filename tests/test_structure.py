@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=338,
-    statements=34050,
+    statements=34056,
     modules_of_api=83,
-    statements_of_api=8440,
+    statements_of_api=8443,
     record_types=278,
-    names_across_packages=368,  # the ports are used from everywhere
+    names_across_packages=369,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=76,
 )
