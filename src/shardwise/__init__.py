@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.save import SaveReport as SaveReport
+    from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
     from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
+    from shardwise.memory.progress import RunProgress as RunProgress
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
@@ -94,6 +96,7 @@ _MODULE_OF_NAME = {
     "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
+    "RunProgress": "memory.progress",
     "RunStatus": "memory.agent.status",
     "SaveHandle": "checkpointer.handle",
     "Memory": "memory.options",
@@ -105,6 +108,7 @@ _MODULE_OF_NAME = {
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",
+    "TreeGroup": "engine.tree",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",

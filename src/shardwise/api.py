@@ -16,9 +16,10 @@ from shardwise.adapters import local_state_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TorchGroup, has_cpu_backend
+from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
+from shardwise.engine.process_groups import connect_process_group
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StateError
@@ -293,8 +294,8 @@ def open_place(place: Place) -> Store:
 def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
     """Provide the group of ranks while the block runs: `group`, or the default process group.
 
-    If the process group has no backend for CPU tensors, a gloo group of the same ranks is created
-    and destroyed at the end of the block.
+    The ranks of a process group are connected at the beginning of the block, and disconnected at
+    its end.
     """
     if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER of torch.distributed
         raise StateError(
@@ -303,15 +304,9 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
-        chosen = dist.group.WORLD if group is None else group
-        if chosen is None or has_cpu_backend(chosen):
-            yield TorchGroup(chosen or dist.distributed_c10d._get_default_group())
-            return
-        gloo_group = dist.new_group(dist.get_process_group_ranks(chosen), TIMEOUT, "gloo")
-        try:
-            yield TorchGroup(gloo_group)
-        finally:
-            dist.destroy_process_group(gloo_group)
+        chosen = dist.distributed_c10d._get_default_group() if group is None else group
+        with connect_process_group(chosen, "call") as ranks:
+            yield ranks
     else:
         yield group
 

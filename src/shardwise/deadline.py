@@ -31,7 +31,7 @@ class Deadline:
         return max(0.0, self._end - self._clock())
 
     def extend(self, seconds: float) -> None:
-        """Move the deadline to a later time."""
+        """Move the deadline to a later time, or, if negative, to an earlier one."""
         self._end += seconds
 
     def has_passed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.memory.trainer.node_watch import MOST_WATCHED, choose_watched
 from tests.memory.test_snapshots import memory_of, rows, shm
 from tests.tools.agents import signal_agents
 from tests.tools.gang import Gang
@@ -20,6 +22,21 @@ from tests.tools.gang import Gang
 __all__ = ["shm"]
 WAIT = 60.0
 NOTICED = 3.0  # seconds in which a node that is lost would be noticed
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 34, 100, 2048])
+def test_each_node_is_watched_by_as_many_as_it_watches(count: int) -> None:
+    nodes = [f"n{index}" for index in range(count)]
+    watchers: Counter[str] = Counter()
+    for own in nodes:
+        watched = choose_watched(nodes, own)
+        assert len(set(watched)) == len(watched) == min(count - 1, MOST_WATCHED)
+        assert own not in watched
+        watchers.update(watched)
+    assert set(watchers.values()) <= {min(count - 1, MOST_WATCHED)}
+    if count == 2048:  # a rack is watched by others than itself
+        rack = set(nodes[100:164])
+        assert all(not {*choose_watched(nodes, own)} <= rack for own in rack)
 
 
 def error_of(work: Callable[[], object]) -> tuple[str, str, float]:

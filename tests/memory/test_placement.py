@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwise as sw
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import FileEntry
+from shardwise.memory.lineage import Lineage
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.redundancy.placement import (
     Member,
@@ -28,7 +30,9 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
     plan_protection,
 )
-from shardwise.memory.trainer.rings import form_rings
+from shardwise.memory.trainer.agents import Membership
+from shardwise.memory.trainer.rings import HeldTable, Ring, form_rings
+from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 
@@ -312,3 +316,45 @@ def test_rings_are_of_ranks_that_hold_the_same_on_different_nodes(
     for ring in rings:
         assert len({alike[rank] for rank in ring}) == 1
         assert len({node_of[rank] for rank in ring}) == len(ring) > 1
+
+
+def test_ranks_tell_each_other_only_what_has_changed() -> None:
+    """The rings are those of what ranks hold now; a rank that missed a change learns it."""
+    world, options = 8, sw.Memory(copies=1)
+    nodes = [AgentInfo(f"n{index}", "", "", domain=f"d{index}") for index in range(4)]
+    membership = Membership(Lineage("0" * 16), nodes, [f"n{rank // 2}" for rank in range(world)])
+    tables = [HeldTable() for _ in range(world)]
+
+    def snapshot(group: ThreadGroup, held: list[bytes]) -> tuple[int, Ring | None]:
+        sent = group.bytes_sent
+        table, sizes = tables[group.rank], (100 + group.rank, 0, 0, 0)
+        is_changed = table.update(lambda: (held[group.rank], sizes), group)
+        table.form(options, membership, is_changed=is_changed)
+        ring = table.ring_of(group.rank, "0" * 16, membership.node_of, options)
+        return group.bytes_sent - sent, ring
+
+    def ranks_of(held: list[bytes]) -> tuple[int, list[list[int]]]:
+        results = run_ranks(world, lambda group: snapshot(group, held))
+        rings = [[file.rank for file in ring.files] for _, ring in results if ring is not None]
+        for rank, (_, ring) in enumerate(results):
+            assert ring is None or ring.files[ring.index].rank == rank
+        return results[1][0], [ring for ring in rings if ring]
+
+    alike = [b"a" * 1000, b"b" * 1000] * 4
+    first, rings = ranks_of(alike)
+    expected = form_rings(
+        alike,
+        membership.node_of,
+        {info.node: info.domain for info in nodes},
+        copies=1,
+        parity=0,
+        group_size=options.group,
+    )
+    assert {tuple(ring) for ring in rings} == {tuple(ring) for ring in expected}
+    again, same = ranks_of(alike)
+    assert same == rings
+    assert again < 200 < 1000 < first
+    other = [b"c" * 1000 if rank == 5 else held for rank, held in enumerate(alike)]
+    assert all(5 not in ring for ring in ranks_of(other)[1])
+    tables[3] = HeldTable()  # as if its round had failed
+    assert ranks_of(alike)[1] == rings

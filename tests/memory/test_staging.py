@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import StagedFile
+from shardwise.memory.records import AgentInfo, StagedFile
+from shardwise.memory.remote import lost_agents
 from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.trainer import device as device_module
 from shardwise.memory.trainer.copying import CopyProgress, Slack
@@ -653,3 +654,30 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     assert 600 < seconds_waited() < 730
     (place.path / records.save_record("pending", save_id)).touch()
     assert seconds_waited() == 3600
+
+
+def test_thousands_of_ranks_ask_the_leader_in_turn(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks its own agent all the time, and the leader after a while, none at the same time."""
+    now, asked = [0.0], Counter[int]()
+    monkeypatch.setattr(Home, "has_agent", lambda home: True)
+    leader = AgentInfo("leader", "http://127.0.0.1:1", "t")
+    monkeypatch.setattr(lost_agents, "running_agent", lambda home: None)
+    monkeypatch.setattr(
+        lost_agents, "_list_failing", lambda info, *_: asked.update([int(now[0])]) or []
+    )
+    monkeypatch.setattr(AgentWatch, "_names_at_leader", lambda watch, timeout: None)
+    place, ranks = SnapshotDirectory(trial.run, 1), 16384
+    watches = [
+        AgentWatch(
+            SaveAgents(trial.home, leader, None, 60.0, rank, ranks), place, "0" * 16, lambda: now[0]
+        )
+        for rank in range(0, ranks, 64)
+    ]
+    while now[0] < 600:
+        now[0] += 1
+        for watch in watches:
+            watch.check(None)
+    assert max(asked.values()) * 64 <= 12 * lost_agents.LEADER_REQUESTS  # in six seconds
+    assert 1.9 < sum(asked.values()) / len(watches) < 3.1

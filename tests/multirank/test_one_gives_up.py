@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.engine import tree
 from tests.tools.gang import Gang
 
 TIMEOUT = timedelta(seconds=40)
@@ -46,7 +47,7 @@ def timed(operation: Callable[[], object], path: str, ranks: int) -> tuple[str, 
 
 def connecting_within(seconds: float) -> AbstractContextManager[object]:
     """Ranks that have met are connected in that time."""
-    return patch("shardwise.engine.group.CONNECT_TIMEOUT", timedelta(seconds=seconds))
+    return patch("shardwise.engine.process_groups.CONNECT_TIMEOUT", timedelta(seconds=seconds))
 
 
 def train_wrongly(path: str) -> None:
@@ -98,7 +99,7 @@ def die_before_making(path: str) -> tuple[str, float]:
 def die_while_making(path: str) -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == 1:
-        dist.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+        tree.connect_upwards = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with connecting_within(2.0):
         return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT, memory=None), path, 1)
 

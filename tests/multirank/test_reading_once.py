@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -340,7 +342,8 @@ def refuse_connections() -> AbstractContextManager[object]:
     def refusing(*_: object, **__: object) -> object:
         raise ConnectionRefusedError("refused by the test")
 
-    return patch("socket.create_connection", refusing)
+    refusing_socket = SimpleNamespace(**{**vars(socket), "create_connection": refusing})
+    return patch("shardwise.sharing.links.socket", refusing_socket)
 
 
 def plan_other_reads() -> AbstractContextManager[object]:

@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from shardwise.engine.group import listen
+from shardwise.engine.connections import TOKEN_SIZE, listen
 from shardwise.sharing import links
-from shardwise.sharing.links import TOKEN_SIZE, connect
+from shardwise.sharing.links import connect
 
 TOKEN = b"t" * TOKEN_SIZE
 

@@ -35,9 +35,11 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup, TorchGroup, own_group
+from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
+from shardwise.engine.process_groups import connect_default_group
 from shardwise.engine.rounds import Round
+from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import State
@@ -107,7 +109,7 @@ class Checkpointer:
     """
 
     _signals: Signals | None = None
-    _own_group: TorchGroup | None = None
+    _own_group: TreeGroup | None = None
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class Checkpointer:
         self._start_from = start_from
         api.warn_without_group()
         try:
-            self._own_group = own_group(timeout)
+            self._own_group = connect_default_group("checkpointer", timeout)
             self._group: Group = self._own_group or SoloGroup()
             with Round(self._group, "checking options"):
                 check_options(keep, memory, start_from, save_on_signals, after_signal, on_failure)
@@ -406,7 +408,7 @@ class Checkpointer:
             staging_bytes=options.staging_bytes, group=self._group, on_event=options.on_event,
         )  # fmt: skip
         self._saving.begin_restore()
-        recorder = Recorder(self._settings.on_event)
+        recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
             self.prepare(state)

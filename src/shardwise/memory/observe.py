@@ -25,6 +25,7 @@ from shardwise.memory.records import (
     Retry,
     StagedFile,
     StageOutcome,
+    SubtreeReply,
     rank_in_name,
 )
 from shardwise.memory.view import (
@@ -38,7 +39,6 @@ from shardwise.memory.view import (
 )
 
 T = TypeVar("T")
-NODE_THEN_CLUSTER: tuple[records.RecordKind, ...] = ("done", "all")
 
 
 def _decode_save_id(data: bytes, record_type: type[str], label: object) -> str:
@@ -234,11 +234,14 @@ def read_stage_of_node(
         The outcome, and when it was recorded, in seconds since 1970; None and None if there is no
         record any more.
     """
-    for kind in NODE_THEN_CLUSTER:
-        path = place.path / records.save_record(stage, save_id, kind)
-        with suppress(OSError):
-            if outcome := read_record(path, StageOutcome):
-                return outcome, path.stat().st_mtime
+    done, every = (place.path / records.save_record(stage, save_id, k) for k in ("done", "all"))
+    with suppress(OSError):
+        reply = read_record(done, SubtreeReply)
+        if reply is not None and reply.own is not None:
+            return reply.own, reply.own_ended_at
+    with suppress(OSError):
+        if outcome := read_record(every, StageOutcome):
+            return outcome, every.stat().st_mtime
     return None, None
 
 

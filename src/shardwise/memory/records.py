@@ -161,6 +161,25 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @prepare_decoding
+class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stage ended for the cluster; or, for a file that could not be staged, why.
+
+    Attributes:
+        seconds: the duration of the stage.
+        bytes: the bytes that were processed.
+        failure: the reason why the stage failed; "" if it succeeded.
+        node: the name of the node that wrote the record.
+    """
+
+    save_id: SaveId
+    stage: AnyStage
+    seconds: Seconds = 0.0
+    bytes: Count = 0
+    failure: str = ""
+    node: str = ""
+
+
+@prepare_decoding
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to a node and to all nodes below it in the tree, to do their part of a stage.
 
@@ -187,6 +206,8 @@ class SubtreeReply(msgspec.Struct, frozen=True, kw_only=True):
         entries: for each of them, the integers of its `FileEntry` after the rank, 8 bytes each.
         failures: for the first nodes that failed to do their part, the reasons.
         lost: for the first nodes that did not answer, what was wrong.
+        own: how the stage ended on the node that replies, without the nodes below it.
+        own_ended_at: when it ended there, in seconds since 1970.
     """
 
     save_id: SaveId
@@ -197,6 +218,8 @@ class SubtreeReply(msgspec.Struct, frozen=True, kw_only=True):
     entries: bytes = b""
     failures: dict[str, str] = {}
     lost: dict[str, str] = {}
+    own: StageOutcome | None = None
+    own_ended_at: Seconds = 0.0
 
 
 @prepare_decoding
@@ -220,25 +243,6 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         times = "once" if self.attempts == 1 else f"{self.attempts} times"
         seconds = max(0.0, now - self.since)
         return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
-
-
-@prepare_decoding
-class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage ended for the cluster; or, for a file that could not be staged, why.
-
-    Attributes:
-        seconds: the duration of the stage.
-        bytes: the bytes that were processed.
-        failure: the reason why the stage failed; "" if it succeeded.
-        node: the name of the node that wrote the record.
-    """
-
-    save_id: SaveId
-    stage: AnyStage
-    seconds: Seconds = 0.0
-    bytes: Count = 0
-    failure: str = ""
-    node: str = ""
 
 
 @cache

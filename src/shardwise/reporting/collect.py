@@ -14,7 +14,7 @@ from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint, list_checkpoints
 from shardwise.manifest.manifest import (
     MANIFEST,
-    save_id_of_file,
+    save_id_of_telemetry,
     step_of_directory,
     telemetry_file,
 )
@@ -333,8 +333,7 @@ def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) 
 
 def _saves_with_telemetry(names: Iterable[str]) -> list[str]:
     """Return the ids of the saves of which a directory has the telemetry."""
-    found = [(name, save_id_of_file(name)) for name in names]
-    return [save_id for name, save_id in found if save_id and name == telemetry_file(save_id)]
+    return [save_id for name in names if (save_id := save_id_of_telemetry(name)) is not None]
 
 
 def _names(store: Store) -> list[str]:

@@ -15,18 +15,19 @@ import secrets
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
 
 from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.group import Group, listen, own_address
+from shardwise.engine.connections import TOKEN_SIZE, listen_for_ranks
+from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.plan.load import Ranges
-from shardwise.sharing.links import OPERATION, TOKEN_SIZE, Links, connect
+from shardwise.sharing.links import OPERATION, Links, connect
 from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
 from shardwise.sharing.reads import NOBODY, Reads, share_between_nodes, unite_ranges
 
@@ -37,7 +38,6 @@ WORTH_CONNECTING = 64 << 20
 LARGEST_LISTS = 1 << 30
 """The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
 CONNECT_SECONDS = 30.0
-LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger("shardwise")
 
@@ -113,7 +113,7 @@ def agree_on_reading_once(
     """
     least = 1 if read_once else WORTH_CONNECTING
     with Round(group, "planning shared reads") as all_ranks:
-        address, listener = _listen(cleanup)
+        address, listener = listen_for_ranks(cleanup)
         wanted = b""
         if may_share and node.local_rank == 0:
             wanted = zlib.compress(encode_ranges(unite_ranges(node.wanted)), 1)
@@ -172,19 +172,6 @@ def _divide(offers: Mapping[int, _Offer], largest_read: IntArray, least: int) ->
     _, saved = division.divide(wanted, 0)
     nbytes = sum(wanted[number].nbytes for number in division.list_of_node)
     return [division] if saved >= max(least, WORTH_SHARING * nbytes) else []
-
-
-def _listen(cleanup: ExitStack) -> tuple[tuple[str, int], socket.socket]:
-    """Listen on the address that other nodes can reach; on loopback if none is known."""
-    host = own_address()
-    if host is None:
-        with suppress(OSError):
-            host = socket.gethostbyname(socket.gethostname())
-    try:
-        listener = listen(host or LOOPBACK, cleanup)
-    except OSError:
-        host, listener = LOOPBACK, listen(LOOPBACK, cleanup)
-    return (host or LOOPBACK, listener.getsockname()[1]), listener
 
 
 def _connect(

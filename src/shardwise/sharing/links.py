@@ -11,7 +11,6 @@ so nodes cannot deadlock (see `sharing/shared_buffers.py`).
 
 from __future__ import annotations
 
-import hmac
 import select
 import socket
 import struct
@@ -23,17 +22,21 @@ from functools import partial
 import numpy as np
 
 from shardwise.deadline import Deadline
-from shardwise.engine.group import Address
+from shardwise.engine.connections import (
+    HELLO_TIMEOUT,
+    TOKEN_SIZE,
+    Address,
+    is_token,
+    receive_before,
+    remaining,
+    watch_host,
+)
 from shardwise.errors import LostRankError, RankError
 from shardwise.sharing.node_ranks import NodeRanks
 from shardwise.sharing.reads import NOBODY, Reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 
 OPERATION = "passing on data between nodes"
-TOKEN_SIZE = 16
-"""The size of the token with which a connection begins, in bytes."""
-HELLO_TIMEOUT = 5.0
-"""The seconds in which a rank that has connected has to send its number."""
 SECONDS_TO_REPORT = 2.0
 """The longest time to tell a rank of another node that this rank has failed."""
 POLL_SECONDS = 0.2
@@ -76,7 +79,7 @@ def connect(
     outgoing: Connections = {}
     for target, address in targets.items():
         try:
-            made = socket.create_connection(address, _remaining(deadline))
+            made = socket.create_connection(address, remaining(deadline))
             outgoing[target] = cleanup.enter_context(made)
             made.sendall(_HELLO.pack(token, rank))
         except OSError as error:  # noqa: PERF203 - of which rank
@@ -86,37 +89,20 @@ def connect(
     incoming: Connections = {}
     while missing:
         try:
-            listener.settimeout(_remaining(deadline))
+            listener.settimeout(remaining(deadline))
             accepted = cleanup.enter_context(listener.accept()[0])
         except OSError as error:
             late = dict.fromkeys(sorted(missing), f"did not connect within {timeout:.0f} s")
             raise LostRankError(OPERATION, late) from error
         with suppress(OSError):
-            patience = Deadline(min(HELLO_TIMEOUT, _remaining(deadline)))
-            sent, source = _HELLO.unpack(_receive_before(patience, accepted, _HELLO.size))
-            if hmac.compare_digest(sent, token) and source in missing:
+            patience = Deadline(min(HELLO_TIMEOUT, remaining(deadline)))
+            sent, source = _HELLO.unpack(receive_before(patience, accepted, _HELLO.size))
+            if is_token(sent, token) and source in missing:
                 missing.remove(source)
                 incoming[source] = accepted
     for connection in (*outgoing.values(), *incoming.values()):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        watch_host(connection)
     return outgoing, incoming
-
-
-def _remaining(deadline: Deadline) -> float:
-    return max(deadline.seconds_left(), 0.001)
-
-
-def _receive_before(deadline: Deadline, connection: socket.socket, count: int) -> bytes:
-    """Return the next bytes of a connection, which have to arrive before the deadline together."""
-    data = b""
-    while len(data) < count:
-        connection.settimeout(_remaining(deadline))
-        received = connection.recv(count - len(data))
-        if not received or deadline.has_passed():
-            raise ConnectionError("the connection was closed, or is too slow")
-        data += received
-    return data
 
 
 class Links:

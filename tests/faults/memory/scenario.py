@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
+from shardwise.memory.records import MOST_FAN_OUT
+from shardwise.memory.trainer import snapshots
 from tests.tools.agents import until
 
 ROWS, COLUMNS = 48, 1024
@@ -52,6 +54,7 @@ class Cluster:
         every: steps between saves to storage.
         columns: columns of the values.
         options: further options for `sw.Memory`.
+        fan_out: the number of nodes that a node asks.
     """
 
     root: Path | str
@@ -61,6 +64,7 @@ class Cluster:
     every: int = 1000
     columns: int = COLUMNS
     options: dict[str, Any] = field(default_factory=dict)
+    fan_out: int = MOST_FAN_OUT
 
     def node(self) -> int:
         """Return the node of this rank."""
@@ -77,6 +81,7 @@ class Cluster:
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
         memory = sw.Memory(**given)
+        snapshots.MOST_FAN_OUT = self.fan_out  # type: ignore[attr-defined]
         return sw.Checkpointer(self.root, save_every=self.every, memory=memory, save_at_end=False)
 
 

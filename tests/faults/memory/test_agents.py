@@ -73,13 +73,15 @@ def outlive(cluster: Cluster, steps: int) -> tuple[list[float], list[str]]:
     return took, said
 
 
-def die_and_go_on(gang: Gang, cluster: Cluster, node: int, pattern: str, when: deaths.When) -> None:
+def die_and_go_on(
+    gang: Gang, cluster: Cluster, node: int, pattern: str, when: deaths.When, *, world: int = 2
+) -> None:
     """An agent dies at a note of a step; that and the next are as durable as if nothing had
     been, in bounded time."""
     where = f"node {node}, {when} {pattern}"
     (before, *_) = steps_in(cluster.root)[::-1]
     agent = start_mortal(cluster.directory(node), pattern, when)
-    told = gang.run(outlive, cluster, 2, world=2)
+    told = gang.run(outlive, cluster, 2, world=world)
     assert agent.wait(20.0) == -signal.SIGKILL, where
     assert max(max(took) for took, _ in told) < SECONDS, (where, told)
     assert steps_in(cluster.root)[-1] == before + 2, where
@@ -107,6 +109,38 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
     assert len(agents_below(shm)) == 2
     assert_tidy(shm, 2)
+
+
+INNER: list[tuple[int, str, deaths.When]] = [
+    (1, f"commit-done-{SAVE}", "within"),
+    (1, f"commit-told-{SAVE}", "within"),
+    (1, f"protect-done-{SAVE}", "after"),
+    (1, f"protect-told-{SAVE}", "within"),
+    (2, f"persist-done-{SAVE}", "within"),
+    (1, f"persist-told-{SAVE}", "within"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "records",
+    [[INNER[1], INNER[4]], pytest.param(INNER, marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on(
+    gang: Gang, root: Path, shm: Path, records: list[tuple[int, str, deaths.When]]
+) -> None:
+    """Each of four nodes asks one other."""
+    cluster = Cluster(
+        root=root, shm=shm, nodes=4, every=1, fan_out=1, options={"copies": 1, "wait": 30.0}
+    )
+    gang.run(go_on, cluster, 1, world=4)
+    for node, pattern, when in records:
+        die_and_go_on(gang, cluster, node, pattern, when, world=4)
+    last = 1 + 2 * len(records)
+    went = gang.run(go_on, cluster, last + 3, world=4, by="columns")
+    assert {(each.step, each.source) for each in went} == {(last, "memory")}
+    assert_tidy(shm, 4)
 
 
 def leftovers(root: Path) -> list[str]:

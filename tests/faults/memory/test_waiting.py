@@ -112,6 +112,45 @@ def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, sh
     assert_tidy(shm, 2)
 
 
+def time_steps(cluster: Cluster, hit: list[int], number: int) -> list[float]:
+    """How long each step takes, of which agents of some nodes get a signal before the third."""
+    cp = cluster.open()
+    values, state, _ = begin(cp, cluster.columns, "rows")
+    seconds = []
+    for step in range(1, 21):
+        dist.barrier()
+        if step == 3 and dist.get_rank() == 0:
+            for node in hit:
+                signal_agents(cluster.directory(node), signal.Signals(number))
+        dist.barrier()
+        started = time.monotonic()
+        train(values, step)
+        state["step"] = step
+        cp.save(step, state)
+        seconds.append(time.monotonic() - started)
+        time.sleep(0.05)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for node in hit:
+            signal_agents(cluster.directory(node), signal.SIGCONT)
+    dist.barrier()
+    cp.close(wait=False)
+    return seconds
+
+
+@pytest.mark.parametrize("hit", [[1], [0], [1, 2]], ids=["inner", "leading", "two"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_no_step_waits_for_agents_that_are_slow_or_dead(
+    gang: Gang, root: Path, shm: Path, hit: list[int], number: int
+) -> None:
+    """Each node asks one other, so that most requests pass through the agents that are hit."""
+    options = {"copies": 1, "wait": 60.0, "when_full": "skip"}
+    cluster = Cluster(root=root, shm=shm, nodes=4, fan_out=1, options=options)
+    for seconds in gang.run(time_steps, cluster, hit, int(number), world=4):
+        # The first step starts agents and allocates memory. After a death, another agent starts.
+        assert max(seconds[2:]) < (3.0 if number == signal.SIGKILL else 1.0), seconds
+
+
 def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
     """A rank has no room for its part of step 1: what every wait says, and the next saves."""
     cp = cluster.open()

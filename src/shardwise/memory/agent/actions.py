@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.errors import ShardwiseError, StoreError
@@ -244,6 +247,7 @@ class Follower:
         """
         place, save_id = action.place, action.save_id
         entries: dict[int, FileEntry] = {}
+        done: StageOutcome | None = None
 
         def work_on_part() -> int:
             nonlocal entries
@@ -261,12 +265,15 @@ class Follower:
         else:
             with self._asking(place, question_of_stage(pending, stage, request.wait)) as others:
                 done = try_stage(place, stage, save_id, self.node, work_on_part)
+                ended_at = time.time()
                 own = Replies.of_node(index, done.bytes, entries)
                 if done.failure:
                     own = Replies(failures={self.node: done.failure})
                 replies = combine_replies([own, others()])
-        name = records.save_record(stage, save_id, "done")
-        write_record(place.path / name, replies.encode(save_id, stage))
+        reply = replies.encode(save_id, stage)
+        if done is not None:
+            reply = msgspec.structs.replace(reply, own=done, own_ended_at=ended_at)
+        write_record(place.path / records.save_record(stage, save_id, "done"), reply)
 
     @contextmanager
     def _asking(

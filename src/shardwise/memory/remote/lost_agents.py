@@ -22,6 +22,7 @@ GONE_TIMEOUT = 10.0
 REQUEST_PERIOD = 5.0
 REQUEST_TIMEOUT = 5.0
 SHORTEST_TIMEOUT = 0.1
+LEADER_REQUESTS = 64.0  # how many ranks together ask the leader in a second, at most
 # An agent that is silent for a shorter time is not lost: on a busy machine, answers take seconds.
 SHORTEST_SILENCE = 5.0
 LONGEST_COPY = 600.0
@@ -37,12 +38,16 @@ class SaveAgents:
         tls: certificates for connections to other nodes.
         patience: the wait ends if an agent does not answer, or fails to work on the save, for this
             many seconds. A silence shorter than `SHORTEST_SILENCE` never ends the wait.
+        rank, ranks: this rank, and the number of ranks. The more ranks there are, the more rarely
+            each of them asks the leader.
     """
 
     home: Home
     leader: AgentInfo | None
     tls: Tls | None
     patience: float
+    rank: int = 0
+    ranks: int = 1
 
 
 class AgentWatch:
@@ -73,7 +78,12 @@ class AgentWatch:
         self._agent_seen_at = now  # when this node had an agent
         self._save_seen_at = now  # when the leader had a record of the save
         self._last_answers: dict[str, float] = {}
+        self._times_missing = 0  # how often the leader had none, one after the other
         self._request_period = min(REQUEST_PERIOD, agents.patience / 4)
+        self._leader_period = max(self._request_period, agents.ranks / LEADER_REQUESTS)
+        # Ranks begin to wait at the same time, and must not all ask the leader at the same time.
+        delay = self._leader_period * agents.rank / agents.ranks
+        self._next_leader_request = now + min(delay, self._leader_period - self._request_period)
 
     def check(self, seconds_left: float | None) -> None:
         """Check the agents if the last check was long enough ago.
@@ -101,14 +111,17 @@ class AgentWatch:
             timeout = REQUEST_TIMEOUT
             if seconds_left is not None:
                 timeout = max(SHORTEST_TIMEOUT, min(timeout, seconds_left / 2))
-            self._check_answers(timeout)
-            self._check_leader(timeout)
+            asks_leader = self._agents.leader is None or now > self._next_leader_request
+            self._check_answers(timeout, asks_leader=asks_leader)
+            if asks_leader:
+                self._check_leader(timeout)
+                self._next_leader_request = now + self._leader_period - self._request_period
             self._last_request = self._clock()
 
-    def _check_answers(self, timeout: float) -> None:
+    def _check_answers(self, timeout: float, *, asks_leader: bool) -> None:
         """Fail if an agent has not answered for too long."""
         agents = self._agents
-        for info in (running_agent(agents.home), agents.leader):
+        for info in (running_agent(agents.home), agents.leader if asks_leader else None):
             if info is None:
                 continue
             last_answer = self._last_answers.setdefault(info.node, self._last_request)
@@ -157,7 +170,10 @@ class AgentWatch:
             is_copying and now - self._start < LONGEST_COPY
         ):
             self._save_seen_at = now
-        elif now - self._save_seen_at > 2 * self._agents.patience + 1:
+            self._times_missing = 0
+            return
+        self._times_missing += 1
+        if self._times_missing > 1 and now - self._save_seen_at > 2 * self._agents.patience + 1:
             raise StoreError(
                 f"rank 0 has not passed this save to its agent for "
                 f"{now - self._save_seen_at:.0f} s: it could not copy its data, or has ended, "

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.engine.group import Group, own_address
+from shardwise.engine.connections import own_address
+from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import StoreError
 from shardwise.memory.home import Home

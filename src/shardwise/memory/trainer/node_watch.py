@@ -3,6 +3,9 @@
 The first rank of each node listens on a port. The operating system accepts connections there as
 long as the process lives, even if it is suspended. This rank also restarts the agent of its node.
 So a node is lost if neither its first rank nor its agent accepts a connection.
+
+In a large run, each node watches only `MOST_WATCHED` others, and is watched by as many. Whoever
+notices that a node is lost ends its wait, and with it the next step that all ranks take together.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from shardwise.deadline import Deadline
-from shardwise.engine.group import Address, Group, listen
-from shardwise.engine.rounds import Round
+from shardwise.engine.connections import Address, listen
+from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership
@@ -31,7 +35,18 @@ CHECK_PERIOD = 0.3  # seconds
 # packet again.
 FIRST_TIMEOUT, SECOND_TIMEOUT = 0.3, 1.2  # seconds
 CONNECTIONS_AT_ONCE = 128
+MOST_WATCHED = 32
 K = TypeVar("K")
+
+
+def choose_watched(nodes: Sequence[str], own: str) -> list[str]:
+    """Return the nodes that a node watches, spread evenly over the others.
+
+    Each node is watched by as many nodes as it watches itself.
+    """
+    index, count = nodes.index(own), len(nodes) - 1
+    most = min(count, MOST_WATCHED)
+    return [nodes[(index + 1 + number * count // most) % len(nodes)] for number in range(most)]
 
 
 class NodeWatch:
@@ -53,12 +68,10 @@ class NodeWatch:
 
         with Round(group, "watching nodes") as all_ranks:
             address = self._listen(own_node) if is_first else None
-            addresses = all_ranks.all_gather(address, Address | None)
-        others = {
-            node: address
-            for node, address in zip(membership.node_of, addresses, strict=True)
-            if address is not None and node != own_node
-        }
+            own = {} if address is None else {own_node: address}
+            addresses = all_ranks.all_reduce(own, dict[str, Address], unite)
+        watched = choose_watched([info.node for info in membership.nodes], own_node)
+        others = {node: addresses[node] for node in watched if node in addresses}
         # A node that cannot be reached now, for example through a firewall, cannot be watched.
         unreachable = _why_unreachable(others, SECOND_TIMEOUT)
         self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}

@@ -13,15 +13,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
-from shardwise.engine.rounds import Round
+from shardwise.engine.rounds import Round, unite
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK, block_checksums
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import FileEntry, data_file
 from shardwise.memory import records
 from shardwise.memory.files import write_record
 from shardwise.memory.home import SnapshotDirectory
@@ -42,6 +44,8 @@ from shardwise.memory.trainer.slots import Slot
 from shardwise.store.store import Buffer
 
 _PLACEHOLDER_SAVE_ID = "0" * 16
+_Held = tuple[bytes, tuple[int, int, int, int] | None]
+"""The holding key of a rank; and the sizes in the entry of its file, or None if it writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,49 +113,146 @@ def range_in_replica(file: FileEntry) -> tuple[int, int]:
     return low, max(low, high)
 
 
+@prepare_decoding
+class _Changes(msgspec.Struct, array_like=True):
+    """What some ranks tell the others before a snapshot.
+
+    Attributes:
+        versions: how often the tables of these ranks were changed.
+        held: by rank, what ranks hold now, if their tables say otherwise.
+    """
+
+    versions: set[int]
+    held: dict[int, _Held]
+
+
+def _combine_changes(messages: Sequence[_Changes]) -> _Changes:
+    versions = set().union(*(each.versions for each in messages))
+    return _Changes(versions, unite([each.held for each in messages]))
+
+
+class HeldTable:
+    """What each rank holds, as all ranks knew it at the last snapshot; and the rings.
+
+    The ranks of a long training hold the same from snapshot to snapshot, and then tell each other
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._held: dict[int, _Held] = {}
+        self._rings: list[list[int]] = []
+        self._ring_of: dict[int, list[int]] = {}
+        self._domain_of: dict[str, str] = {}
+
+    def update(self, find_own: Callable[[], _Held], group: Group) -> bool:
+        """Learn what other ranks hold now. All ranks call this together.
+
+        Args:
+            find_own: returns what this rank holds.
+
+        Returns:
+            Whether ranks hold something else than at the last snapshot.
+        """
+        with Round(group, "forming rings") as all_ranks:
+            own = find_own()
+            changed = {} if self._held.get(group.rank) == own else {group.rank: own}
+            message = _Changes({self._version}, changed)
+            found = all_ranks.all_reduce(message, _Changes, _combine_changes)
+        if len(found.versions) > 1:  # a rank has missed a change, because a round failed there
+            self._held = {}
+            with Round(group, "forming rings anew") as all_ranks:
+                message = _Changes(found.versions, {group.rank: own})
+                found = all_ranks.all_reduce(message, _Changes, _combine_changes)
+        self._version = max(found.versions) + 1
+        keys = {rank: key for rank, (key, _) in found.held.items()}
+        is_changed = any(self._held.get(rank, (b"", None))[0] != key for rank, key in keys.items())
+        self._held |= found.held
+        return is_changed
+
+    def form(self, options: Memory, membership: Membership, *, is_changed: bool) -> None:
+        """Form the rings again if ranks hold something else, or nodes are in other domains."""
+        domain_of = {info.node: info.domain for info in membership.nodes}
+        if not is_changed and domain_of == self._domain_of:
+            return
+        self._domain_of = domain_of
+        self._rings = form_rings(
+            [self._held[rank][0] for rank in range(len(self._held))],
+            membership.node_of,
+            domain_of,
+            copies=options.copies,
+            parity=options.parity,
+            group_size=options.group,
+        )
+        self._ring_of = {rank: ring for ring in self._rings for rank in ring}
+
+    def rings_with_files(self) -> list[list[int]]:
+        """Return the rings in which each rank writes a file."""
+        return [ring for ring in self._rings if self._write_files(ring)]
+
+    def ring_of(
+        self, rank: int, save_id: str, node_of: Sequence[str], options: Memory
+    ) -> Ring | None:
+        """Return the ring of a rank, if each of its ranks writes a file."""
+        ranks = self._ring_of.get(rank, [])
+        if not ranks or not self._write_files(ranks):
+            return None
+        files = tuple(
+            FileEntry(data_file(each, save_id), each, *sizes, 0)
+            for each in ranks
+            if (sizes := self._held[each][1]) is not None
+        )
+        nodes = [node_of[each] for each in ranks]
+        members = [
+            (node, self._domain_of[node], file.name, file.size)
+            for node, file in zip(nodes, files, strict=True)
+        ]
+        protection = make_ring_group(members, copies=options.copies, parity=options.parity)
+        return Ring(files, protection, ranks.index(rank))
+
+    def _write_files(self, ranks: Sequence[int]) -> bool:
+        return all(self._held[rank][1] is not None for rank in ranks)
+
+
 def join_ring(
-    planned: PlannedSave, options: Memory, membership: Membership, group: Group
+    planned: PlannedSave,
+    options: Memory,
+    membership: Membership,
+    group: Group,
+    table: HeldTable,
 ) -> tuple[FileSource | None, Ring | None, list[list[str]]]:
     """Form the rings of a snapshot. All ranks call this together.
 
-    Rings are formed anew for each snapshot, because the data of ranks may change.
+    The data of ranks may change from snapshot to snapshot.
 
     Returns:
-        Three values: the source of this rank's file, or None; the ring of this rank, or None; and
-        the names of the files of each ring.
+        Three values: the source of this rank's file, or None; the ring of this rank, or None; and,
+        on rank 0, the names of the files of each ring.
     """
     is_protected = options.copies or options.parity
-    if not is_protected or len(set(membership.node_of)) == 1:
+    if not is_protected or len(membership.nodes) == 1:
         return planned.source(), None, []
 
-    with Round(group, "forming rings") as all_ranks:
+    source: FileSource | None = None
+
+    def find_own() -> _Held:
+        nonlocal source
         source = planned.source()
-        entry = None if source is None else source.entry
-        held = all_ranks.all_gather((planned.holding_key, entry), tuple[bytes, FileEntry | None])
-    node_of = membership.node_of
-    domain_of = {info.node: info.domain for info in membership.nodes}
-    own: Ring | None = None
-    files_of_rings = []
-    for ranks in form_rings(
-        [fingerprint for fingerprint, _ in held],
-        node_of,
-        domain_of,
-        copies=options.copies,
-        parity=options.parity,
-        group_size=options.group,
-    ):
-        files = [file for rank in ranks if (file := held[rank][1]) is not None]
-        if len(files) < len(ranks):  # a rank writes no file
-            continue
-        files_of_rings.append([file.name for file in files])
-        if group.rank in ranks:
-            members = [
-                (node_of[rank], domain_of[node_of[rank]], file.name, file.size)
-                for rank, file in zip(ranks, files, strict=True)
-            ]
-            nodes = make_ring_group(members, copies=options.copies, parity=options.parity)
-            own = Ring(tuple(files), nodes, ranks.index(group.rank))
-    return source, own, files_of_rings
+        if source is None:
+            return planned.holding_key, None
+        entry = source.entry
+        sizes = entry.size, entry.data_at, entry.objects_at, entry.checksums_at
+        return planned.holding_key, sizes
+
+    is_changed = table.update(find_own, group)
+    table.form(options, membership, is_changed=is_changed)
+    own = table.ring_of(group.rank, planned.save_id, membership.node_of, options)
+    if group.rank != 0:
+        return source, own, []
+    names = [
+        [data_file(rank, planned.save_id) for rank in ranks] for ranks in table.rings_with_files()
+    ]
+    return source, own, names
 
 
 def bytes_to_read(ring: Ring) -> int:

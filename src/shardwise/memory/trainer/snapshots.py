@@ -12,13 +12,15 @@ import msgspec
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
+from shardwise.engine.write_file import FileSource
 from shardwise.errors import StoreError
-from shardwise.events import Event
+from shardwise.events import Event, Watcher
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
+from shardwise.memory.progress import make_watcher
 from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
@@ -26,22 +28,24 @@ from shardwise.memory.reclaim import (
     refuse_older_step,
     remove_other_runs,
 )
-from shardwise.memory.records import AgentInfo, PendingManifest
+from shardwise.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
 from shardwise.memory.remote.lost_agents import SaveAgents
 from shardwise.memory.spawn import ensure_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.memory.trainer.recovery import FoundSnapshots, find_snapshots
-from shardwise.memory.trainer.rings import join_ring
+from shardwise.memory.trainer.rings import HeldTable, Ring, join_ring
 from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.store import Store
 from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise")
 
-_Note = tuple[bool, AgentInfo]
-"""Whether a rank has a slot for a snapshot, and the agent of its node."""
+_Note = tuple[bool, AgentInfo | None]
+"""Whether a rank has a slot for a snapshot; and the agent of its node, if others know another one.
+
+So the notes of most ranks are equal, and the ranks send each other few of them."""
 
 
 class Snapshots:
@@ -68,6 +72,7 @@ class Snapshots:
         self._options = options = choose_interface(options, group)
         self._group = group
         self._pending = PendingSaves()
+        self._held = HeldTable()
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         node_of = self.membership.node_of
@@ -142,16 +147,19 @@ class Snapshots:
         refuse_older_step(self.run, step, self.membership.lineage, self.root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
         has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
-        return msgspec.json.encode((has_slot, info))
+        is_known = info in self.membership.nodes
+        return msgspec.json.encode((has_slot, None if is_known else info))
 
     def accept(self, offers: Sequence[bytes]) -> bool:
         """Return whether all ranks have a slot for the snapshot, or wait for one.
 
         Args:
-            offers: the result of `offer` on each rank.
+            offers: the different results of `offer` on all ranks, in the same order on all ranks.
         """
-        found = [msgspec.json.decode(each, type=tuple[bool, AgentInfo]) for each in offers]
-        self.membership.nodes = list({info.node: info for _, info in found}.values())
+        found = [msgspec.json.decode(each, type=tuple[bool, AgentInfo | None]) for each in offers]
+        nodes = {info.node: info for info in self.membership.nodes}
+        nodes |= {info.node: info for _, info in found if info is not None}
+        self.membership.nodes = list(nodes.values())
         return self._options.when_full == "wait" or all(has_slot for has_slot, _ in found)
 
     def allocate(self, planned: PlannedSave, bytes_compared: int) -> int:
@@ -165,9 +173,18 @@ class Snapshots:
             ShardwiseError: on all ranks: the memory of a node is too small. The message says how
                 much is needed.
         """
-        source, ring, _ = join_ring(planned, self._options, self.membership, self._group)
+        source, ring, _ = self._join_ring(planned)
         with Round(self._group, "allocating slots"):
             return self._staging.prepare(source, ring, bytes_compared)
+
+    def _join_ring(
+        self, planned: PlannedSave
+    ) -> tuple[FileSource | None, Ring | None, list[list[str]]]:
+        return join_ring(planned, self._options, self.membership, self._group, self._held)
+
+    def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
+        """Return what shows the agent the stages of an operation while they run."""
+        return make_watcher(self._rank_lock, operation, step)
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Find snapshots in memory, newest first; see `recovery.find_snapshots`."""
@@ -257,7 +274,9 @@ class Snapshots:
         leading_node = self.membership.node_of[0]
         leader = next(each for each in self.membership.nodes if each.node == leading_node)
         other_leader = None if leading_node == self.node else leader
-        return SaveAgents(self.home, other_leader, self._options.tls, self._options.wait)
+        rank, ranks = self._group.rank, self._group.size
+        tls, patience = self._options.tls, self._options.wait
+        return SaveAgents(self.home, other_leader, tls, patience, rank, ranks)
 
     def wait_until_durable(self) -> None:
         """Wait until durable saves have ended. A rank may call this alone.
@@ -335,7 +354,7 @@ class Snapshots:
         place = SnapshotDirectory(self.run, planned.request.step or 0)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
-        source, ring, rings = join_ring(planned, self._options, self.membership, self._group)
+        source, ring, rings = self._join_ring(planned)
         manifest = None
         if is_first:
             manifest = self._make_pending_manifest(planned, storage, rings, durable=durable)
@@ -377,6 +396,7 @@ class Snapshots:
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
             rings=rings,
+            fan_out=MOST_FAN_OUT,
             storage=storage,
             durable=durable,
             rescue=memory.rescue,

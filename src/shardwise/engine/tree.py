@@ -1,0 +1,330 @@
+"""`TreeGroup`: ranks that are connected as a tree, whatever the back end of their process group.
+
+Rank 0 is the root. A rank has up to 32 ranks below it: rank 0 has 1 to 32, rank 1 has 33 to 64. So
+131,072 ranks are four levels, and no rank has more than 33 connections. `reduce` combines messages
+on their way up, and `broadcast` sends a message down.
+
+A rank that waits watches all its connections. If one of them ends, it tells the others, which tell
+theirs. So a rank that dies is soon known to all ranks that wait. Ranks that wait for a long time
+tell each other for whom, so an error at the time-out names the ranks that are missing.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from shardwise.deadline import Deadline
+from shardwise.engine.group import TIMEOUT, Combine
+from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
+from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
+from shardwise.engine.tree_rendezvous import Check, Door, connect_upwards, nothing
+from shardwise.errors import LostRankError, RankError, StateError, name_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+FAN_OUT = 32
+OPERATION = "exchanging messages"
+REPORT_SECONDS = 1.0
+"""How often a rank that waits tells others for whom."""
+LONGER_SECONDS = 3.0
+"""How much longer to wait for the rank above, which knows better than this rank who is missing."""
+MOST_MISSING = 64
+"""How many missing ranks are named."""
+TELL_SECONDS = 2.0
+"""The longest time to tell other ranks of a failure."""
+
+
+def rank_above(rank: int) -> int:
+    """Return the rank to which a rank sends its messages."""
+    return (rank - 1) // FAN_OUT
+
+
+def ranks_below(rank: int, size: int) -> range:
+    """Return the ranks that send their messages to a rank."""
+    first = FAN_OUT * rank + 1
+    return range(min(first, size), min(first + FAN_OUT, size))
+
+
+def all_below(rank: int, size: int) -> Iterator[range]:
+    """Yield the ranks whose messages go through a rank, level by level."""
+    low, high = FAN_OUT * rank + 1, FAN_OUT * (rank + 1) + 1
+    while low < size:
+        yield range(low, min(high, size))
+        low, high = FAN_OUT * low + 1, FAN_OUT * high + 1
+
+
+_Missing = list[tuple[int, str]]
+"""Ranks that others wait for, with their hosts where these are known."""
+
+
+class TreeGroup:
+    """Ranks that are connected as a tree. All ranks create it together; implements `Group`.
+
+    Example, for processes without a process group:
+
+        store = torch.distributed.TCPStore(host, port, is_master=rank == 0)
+        with sw.TreeGroup(store, rank, size) as group:
+            sw.save(path, state, group=group)
+
+    Args:
+        store: through which the ranks find each other. Use a `PrefixStore` for each group.
+        rank, size: this rank, and the number of ranks.
+        timeout: the longest time that ranks wait for each other.
+        check: called again and again until the ranks are connected. It raises to give up, or moves
+            the deadline.
+
+    Raises:
+        StateError: `rank` is not one of `size` ranks.
+        LostRankError: a rank did not connect in time. The error names it.
+        RankError: a rank has another version of the library, or another number of ranks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta = TIMEOUT,
+        check: Check = nothing,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise StateError(f"rank={rank}, size={size}: expected a rank from 0 to size - 1")
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._above: Link | None = None
+        self._below: dict[int, Link] = {}
+        self._door: Door | None = None
+        self._is_closed, self._operation = False, CONNECTING
+        with self._closing_on_error():
+            below = ranks_below(rank, size)
+            if below:
+                self._door = Door(store, rank, size, below)
+            if rank:
+                above = rank_above(rank)
+                self._above = connect_upwards(store, rank, size, above, timeout, check)
+            self._run(self._missing_below, check=check)
+        self._operation = OPERATION
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of the messages that this rank has sent, also those of other ranks."""
+        return sum(link.bytes_sent for link in self._links)
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes of the messages that this rank has received."""
+        return sum(link.bytes_received for link in self._links)
+
+    def __enter__(self) -> TreeGroup:
+        return self
+
+    def __exit__(
+        self,
+        error_class: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a second call has no effect."""
+        self._close()
+
+    def _close(self, failure: Failure | None = None) -> None:
+        self._is_closed = True
+        if self._door is not None:
+            self._door.close(failure)
+            self._door = None
+        for link in self._links:
+            link.close()
+
+    def reduce(self, data: bytes, combine: Combine) -> bytes:
+        """Combine the data of all ranks, on their way to rank 0."""
+        with self._closing_on_error():
+            self._check(data)
+            below = self._below.values()
+            self._run(self._missing_below)
+            if below:
+                data = combine([data, *(link.inbox.popleft() for link in below)])
+                self._check(data)
+            above = self._above
+            if above is None:
+                return data
+            above.put(Kind.UP, data)
+            self._run(lambda: above.missing() if above.is_sending else [])
+            return b""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Send rank 0's data to all ranks, and return it."""
+        with self._closing_on_error():
+            self._check(data)
+            if (above := self._above) is not None:
+                self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
+                data = above.inbox.popleft()
+            below = self._below.values()
+            for link in below:
+                link.put(Kind.DOWN, data)
+            # The message may be the last one. Those that have it may close their connections.
+            self._run(
+                lambda: [each for link in below if link.is_sending for each in link.missing()],
+                are_ending=True,
+            )
+            return data
+
+    @property
+    def _links(self) -> list[Link]:
+        above = [] if self._above is None else [self._above]
+        return [*above, *self._below.values()]
+
+    def _check(self, data: bytes) -> None:
+        if self._is_closed:
+            reason = (
+                "its connections were closed, by close() or after a failure: create a new "
+                "Checkpointer, or restart the job"
+            )
+            raise LostRankError(self._operation, {self.rank: reason})
+        if len(data) > MOST_BYTES:
+            raise StateError(
+                f"a message between ranks has {len(data):,} bytes, more than {MOST_BYTES:,}: the "
+                "state has too many plain values, or too many tensors that follow no rule"
+            )
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """Close the connections if the block fails or is interrupted."""
+        try:
+            yield
+        except RankError as error:
+            is_lost = isinstance(error, LostRankError)
+            self._close(Failure(error.operation, error.failures, is_lost))
+            raise
+        except BaseException:
+            self._close()
+            raise
+
+    def _missing_below(self) -> _Missing:
+        """Return the ranks below whose next message, or connection, is missing."""
+        missing = [
+            each for link in self._below.values() if not link.inbox for each in link.missing()
+        ]
+        if self._operation == CONNECTING:
+            return [] if self._door is None else [(each, "") for each in self._door.missing]
+        return missing
+
+    def _run(
+        self,
+        find_missing: Callable[[], _Missing],
+        *,
+        longer: float = 0.0,
+        are_ending: bool = False,
+        check: Check = nothing,
+    ) -> None:
+        """Send and receive until no rank is missing.
+
+        Args:
+            find_missing: returns the ranks that this rank waits for.
+            longer: how many seconds to wait beyond the time-out.
+            are_ending: whether other ranks may close their connections meanwhile. A rank whose
+                message was not taken yet may always do so, because the message may be its last one.
+            check: called again and again.
+        """
+        deadline = Deadline(self.timeout.total_seconds() + longer)
+        next_report = Deadline(REPORT_SECONDS)
+        began = time.monotonic()
+        self._send_and_receive(0.0)
+        while missing := find_missing():
+            lost = {link.rank: link.ended for link in self._links if link.ended and not link.inbox}
+            if lost and not are_ending:
+                self._fail(Failure(self._operation, lost, is_lost=True))
+            if deadline.has_passed():
+                self._fail(self._why_missing(missing, time.monotonic() - began))
+            check(deadline)
+            if next_report.has_passed():
+                self._report(missing)
+                next_report = Deadline(REPORT_SECONDS)
+            pause = min(deadline.seconds_left(), next_report.seconds_left())
+            self._send_and_receive(pause)
+
+    def _send_and_receive(self, seconds: float) -> None:
+        """Send and receive what can be now, after a wait of at most some seconds."""
+        poll = select.poll()
+        links = {link.fileno(): link for link in self._links if not link.ended}
+        for fd, link in links.items():
+            poll.register(fd, select.POLLIN | (select.POLLOUT if link.is_sending else 0))
+        for guest in [] if self._door is None else self._door.sockets():
+            poll.register(guest, select.POLLIN)
+        for fd, events in poll.poll(1000 * seconds):
+            if (ready := links.get(fd)) is not None:
+                ready.send_and_receive(can_receive=bool(events & ~select.POLLOUT))
+                self._take_news(ready)
+        if self._door is not None:
+            self._admit(self._door)
+
+    def _admit(self, door: Door) -> None:
+        try:
+            for link in door.admit():
+                self._below[link.rank] = link
+        except RankError as error:
+            self._fail(Failure(error.operation, error.failures, is_lost=False))
+        if not door.missing:
+            self._door = None
+            door.close()
+
+    def _take_news(self, link: Link) -> None:
+        """Act on what another rank says about failed and missing ranks."""
+        while link.news:
+            kind, data = link.news.popleft()
+            try:
+                if kind == Kind.FAILED:
+                    failure = msgspec.msgpack.decode(data, type=Failure)
+                    self._fail(failure.shortened(), heard_from=link)
+                link.reported = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
+            except msgspec.DecodeError:
+                link.end("it sent something that is no message")
+                link.inbox.clear()
+
+    def _report(self, missing: _Missing) -> None:
+        """Tell other ranks for whom this rank waits, if they do not know yet."""
+        for other in self._links:
+            news = missing if other is self._above else [*self._missing_above(), *missing]
+            news = sorted(set(news))[:MOST_MISSING]
+            if news != other.told and not other.ended:
+                other.told = news
+                other.put(Kind.MISSING, msgspec.msgpack.encode(news))
+
+    def _missing_above(self) -> _Missing:
+        return [] if self._above is None else self._above.reported
+
+    def _why_missing(self, missing: _Missing, seconds: float) -> Failure:
+        """Describe ranks that did not answer in time."""
+        reasons = {}
+        for rank, host in missing:
+            through = [each for low in all_below(rank, self.size) for each in low]
+            reasons[rank] = f"did not answer within {seconds:.0f} s"
+            reasons[rank] += f", on host {host}" if host else ""
+            if through and rank:
+                reasons[rank] += f"; {name_ranks(through)} send their messages through it"
+        return Failure(self._operation, reasons, is_lost=True)
+
+    def _fail(self, failure: Failure, heard_from: Link | None = None) -> NoReturn:
+        """Tell the other ranks of a failure, and raise it."""
+        message = msgspec.msgpack.encode(failure.shortened())
+        told = [link for link in self._links if link is not heard_from and not link.ended]
+        for link in told:
+            link.put(Kind.FAILED, message)
+        for _ in Deadline(TELL_SECONDS).attempts():
+            for link in told:
+                link.send_and_receive(can_receive=False)
+            if not any(link.is_sending for link in told):
+                break
+        self._close(failure)
+        raise failure.error()

@@ -1,0 +1,195 @@
+"""Connections of a tree of ranks, over which they send messages without waiting for each other."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from enum import IntEnum
+
+import msgspec
+
+from shardwise.decoding import prepare_decoding
+from shardwise.engine.connections import watch_host
+from shardwise.errors import LostRankError, RankError
+
+MOST_BYTES = 1 << 30
+"""The largest message, in bytes."""
+MOST_BYTES_OF_NEWS = 1 << 16
+"""The largest message about failed or missing ranks, in bytes."""
+MOST_REASONS, MOST_TEXT = 16, 500
+"""Of how many failed ranks the reasons are told, and the most characters of each."""
+CHUNK = 1 << 20
+"""The most bytes to receive at once. Memory grows with what arrives, not with what is announced."""
+_HEAD = struct.Struct("<4sBxxxQ")
+_MAGIC = b"swm1"
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    UP = 1
+    """The combined data of a rank and those below it, for the rank above."""
+    DOWN = 2
+    """The data of rank 0, for the ranks below."""
+    FAILED = 3
+    """Ranks that failed."""
+    MISSING = 4
+    """Ranks that others wait for."""
+
+
+@prepare_decoding
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why ranks cannot go on.
+
+    Attributes:
+        operation: what failed.
+        reasons: why, by rank.
+        is_lost: whether these ranks are lost.
+    """
+
+    operation: str
+    reasons: dict[int, str]
+    is_lost: bool
+
+    def error(self) -> RankError:
+        """Return the error that says this."""
+        kind = LostRankError if self.is_lost else RankError
+        return kind(self.operation, self.reasons)
+
+    def shortened(self) -> Failure:
+        """Return the part that fits into a message."""
+        first = sorted(self.reasons.items())[:MOST_REASONS]
+        reasons = {rank: text[:MOST_TEXT] for rank, text in first}
+        return Failure(self.operation, reasons, self.is_lost)
+
+
+class Link:
+    """The connection of this rank to the rank above it, or to a rank below it.
+
+    Args:
+        rank: the rank at the other end.
+        host: the name of its host.
+        connection: the connection; this object closes it.
+
+    Attributes:
+        inbox: the data that has arrived, and was not taken yet.
+        news: the messages about failed and missing ranks that were not taken yet.
+        bytes_sent, bytes_received: the bytes of all messages.
+        ended: why the connection has ended; empty if it has not.
+        reported: the ranks that the other rank waits for, with their hosts, as it last said.
+        told: the ranks that this rank waits for, as the other rank was last told.
+    """
+
+    def __init__(self, rank: int, host: str, connection: socket.socket) -> None:
+        self.rank, self.host = rank, host
+        self.inbox = deque[bytes]()
+        self.news = deque[tuple[Kind, bytes]]()
+        self.bytes_sent = self.bytes_received = 0
+        self.ended = ""
+        self.reported: list[tuple[int, str]] = []
+        self.told: list[tuple[int, str]] = []
+        self._connection = connection
+        self._outgoing = deque[memoryview]()
+        self._head, self._body = bytearray(), bytearray()
+        self._announced: tuple[Kind, int] | None = None
+        connection.setblocking(False)
+        watch_host(connection)
+
+    def fileno(self) -> int:
+        """Return the file descriptor of the connection."""
+        return self._connection.fileno()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether there are bytes to send."""
+        return bool(self._outgoing)
+
+    def missing(self) -> list[tuple[int, str]]:
+        """Return the ranks without which the other rank cannot send its message."""
+        return self.reported or [(self.rank, self.host)]
+
+    def put(self, kind: Kind, data: bytes) -> None:
+        """Send a message from now on. If the connection has ended, do nothing."""
+        if self.ended:
+            return
+        self._outgoing += (memoryview(_HEAD.pack(_MAGIC, kind, len(data))), memoryview(data))
+        self.bytes_sent += len(data)
+
+    def send_and_receive(self, *, can_receive: bool) -> None:
+        """Send what the connection takes now, and receive what has arrived; set `ended`."""
+        try:
+            if can_receive:
+                self._receive()
+            self._send()
+        except OSError as error:
+            self.end(
+                f"it died, failed or ended, or its network failed ({error}"
+                f"{f', on host {self.host}' if self.host else ''}): look for the first error in "
+                "its log"
+            )
+
+    def end(self, reason: str) -> None:
+        """Send and receive nothing from now on."""
+        self.ended = reason
+        self._outgoing.clear()
+
+    def _send(self) -> None:
+        while self._outgoing:
+            first = self._outgoing[0]
+            try:
+                sent = self._connection.send(first) if len(first) else 0
+            except (BlockingIOError, InterruptedError):
+                return
+            if sent < len(first):
+                self._outgoing[0] = first[sent:]
+            else:
+                self._outgoing.popleft()
+
+    def _receive(self) -> None:
+        while True:
+            announced = self._announced
+            missing = _HEAD.size - len(self._head) if announced is None else announced[1]
+            if announced is not None:
+                missing -= len(self._body)
+            try:
+                data = self._connection.recv(min(missing, CHUNK)) if missing else b""
+            except (BlockingIOError, InterruptedError):
+                return
+            if missing and not data:
+                raise ConnectionResetError("its connection was closed")
+            if announced is None:
+                self._head += data
+                self._read_head()
+            else:
+                self._body += data
+                self._read_body(*announced)
+
+    def _read_head(self) -> None:
+        if len(self._head) < _HEAD.size:
+            return
+        magic, number, size = _HEAD.unpack(self._head)
+        self._head.clear()
+        most = MOST_BYTES if number in {Kind.UP, Kind.DOWN} else MOST_BYTES_OF_NEWS
+        if magic != _MAGIC or number not in set(Kind) or size > most:
+            raise ConnectionError("it sent something that is no message, or too large")
+        self._announced = Kind(number), size
+
+    def _read_body(self, kind: Kind, size: int) -> None:
+        if len(self._body) < size:
+            return
+        self._announced = None
+        data, self._body = bytes(self._body), bytearray()
+        self.bytes_received += size
+        if kind in {Kind.UP, Kind.DOWN}:
+            self.inbox.append(data)
+            self.reported, self.told = [], []
+        else:
+            self.news.append((kind, data))
+
+    def close(self) -> None:
+        """Close the connection. What was sent still arrives."""
+        with suppress(OSError):  # unread bytes would make the kernel reset the connection
+            self._receive()
+        self._connection.close()

@@ -1,0 +1,337 @@
+"""How the ranks of a tree find and connect to each other, through a store of `torch.distributed`.
+
+Each rank that has ranks below it listens, and puts its address and a secret token into the store,
+under its rank. The ranks below wait for the address, connect, and give the token. Other processes
+are turned away. What an earlier, failed attempt left in the store does no harm: nobody answers
+there, or the token is wrong, and the ranks look into the store again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.deadline import Deadline
+from shardwise.decoding import prepare_decoding
+from shardwise.engine.connections import (
+    HELLO_TIMEOUT,
+    TOKEN_SIZE,
+    is_token,
+    listen_for_ranks,
+    proof_of,
+    remaining,
+)
+from shardwise.engine.tree_links import Failure, Link
+from shardwise.errors import LostRankError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+PROTOCOL = 1
+OPERATION = "connecting the ranks"
+MOST_GUESTS = 256
+"""Connections of which it is not known yet whose they are."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
+"""The seconds between two looks into the store. To wait in it would keep other threads from it."""
+CONNECT_SECONDS = 3.0
+STALE_SECONDS = 5.0
+"""How long to wait until a rank replaces what it has left in the store in an earlier attempt."""
+LOOK_AGAIN_SECONDS = 2.0
+"""How long to wait for an answer before looking into the store for a newer address."""
+LONGER_SECONDS = 10.0
+ACCEPTED, REFUSED = 1, 2
+Check = Callable[[Deadline], object]
+"""Called while ranks connect. It raises to give up, or moves the deadline."""
+# Both begin in the same way in all versions, so that ranks with different versions can tell.
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
+"""The token, the protocol, the rank, the number of ranks, the library's version, the host."""
+_ANSWER = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
+"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`."""
+
+
+def nothing(deadline: Deadline) -> None:
+    """Check nothing."""
+
+
+@prepare_decoding
+class _Place(msgspec.Struct, array_like=True):
+    """Where a rank listens, in the store; or why it no longer does."""
+
+    host: str = ""
+    port: int = 0
+    token: bytes = b""
+    failure: Failure | None = None
+
+
+class _Peer:
+    """What a rank says about itself when it connects or answers."""
+
+    def __init__(self, fields: Sequence[int | bytes]) -> None:
+        self.proof = bytes(fields[0])
+        self.protocol, self.number, self.size = (int(each) for each in fields[1:4])
+        self.version, self.host = (
+            bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[4:6]
+        )
+
+    def problem(self, size: int) -> str:
+        """Return why this rank cannot talk to the other one, or nothing."""
+        own = library_version()
+        if self.protocol != PROTOCOL or self.version != own:
+            return (
+                f"it has version {self.version} of shardwise (protocol {self.protocol}), and this "
+                f"rank has {own} (protocol {PROTOCOL}): install the same version on all hosts"
+            )
+        if self.size != size:
+            return f"it is one of {self.size} ranks, and this rank is one of {size}"
+        return ""
+
+
+@cache
+def library_version() -> str:
+    """Return the version of this library."""
+    return version("shardwise")
+
+
+def _describe_self(proof: bytes, number: int, size: int) -> bytes:
+    host = socket.gethostname().encode("ascii", "replace")[:64]
+    return _HELLO.pack(proof, PROTOCOL, number, size, library_version().encode()[:32], host)
+
+
+class Door:
+    """Lets the ranks below this rank in, and nobody else. The address is in the store meanwhile.
+
+    Args:
+        store: the store of the ranks.
+        rank, size: this rank, and the number of ranks.
+        expected: the ranks below this rank.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, expected: Sequence[int]) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self.missing = set(expected)
+        self._guests: dict[socket.socket, tuple[bytearray, Deadline]] = {}
+        self._token = secrets.token_bytes(TOKEN_SIZE)
+        self._cleanup = ExitStack()
+        (host, port), self._listener = listen_for_ranks(self._cleanup, store)
+        self._listener.setblocking(False)
+        try:
+            self._put(_Place(host, port, self._token))
+        except RuntimeError as error:
+            self._cleanup.close()
+            raise _lost_store(error) from error
+
+    def _put(self, place: _Place) -> None:
+        self._store.set(_key(self._rank), msgspec.json.encode(place).decode())
+
+    def sockets(self) -> list[socket.socket]:
+        """Return the sockets on which someone may say something."""
+        is_full = len(self._guests) >= MOST_GUESTS
+        return [*self._guests] if is_full else [self._listener, *self._guests]
+
+    def admit(self) -> Iterator[Link]:
+        """Let those in who have said who they are, one after the other, without waiting.
+
+        Raises:
+            RankError: a rank has another version of the library, or belongs to more ranks or fewer.
+        """
+        with suppress(BlockingIOError, InterruptedError, ConnectionError):
+            while len(self._guests) < MOST_GUESTS:
+                guest, _ = self._listener.accept()
+                guest.setblocking(False)
+                self._guests[guest] = bytearray(), Deadline(HELLO_TIMEOUT)
+        for guest, (said, deadline) in list(self._guests.items()):
+            try:
+                said += self._hear(guest, _HELLO.size - len(said))
+            except OSError:
+                self._turn_away(guest)
+                continue
+            if len(said) == _HELLO.size:
+                del self._guests[guest]
+                yield from self._answer(guest, _Peer(_HELLO.unpack(said)))
+            elif deadline.has_passed():
+                self._turn_away(guest)
+
+    def _hear(self, guest: socket.socket, most: int) -> bytes:
+        try:
+            data = guest.recv(most)
+        except (BlockingIOError, InterruptedError):
+            return b""
+        if not data:
+            raise ConnectionResetError("closed")
+        return data
+
+    def _turn_away(self, guest: socket.socket) -> None:
+        self._guests.pop(guest, None)
+        guest.close()
+
+    def _answer(self, guest: socket.socket, peer: _Peer) -> list[Link]:
+        if not is_token(peer.proof, self._token) or peer.number not in self.missing:
+            guest.close()
+            return []
+        problem = peer.problem(self._size)
+        verdict = REFUSED if problem else ACCEPTED
+        with suppress(OSError):  # noticed on the connection
+            guest.sendall(_describe_self(proof_of(self._token), verdict, self._size))
+        if problem:
+            guest.close()
+            raise RankError(OPERATION, {peer.number: f"on host {peer.host}: {problem}"})
+        self.missing.remove(peer.number)
+        return [Link(peer.number, peer.host, guest)]
+
+    def close(self, failure: Failure | None = None) -> None:
+        """Stop listening, and remove the address from the store.
+
+        Args:
+            failure: what ranks that come later are told.
+        """
+        with suppress(RuntimeError):  # the store may be gone, or cannot delete
+            if failure is None:
+                self._store.delete_key(_key(self._rank))
+            else:
+                self._put(_Place(failure=failure.shortened()))
+        for guest in list(self._guests):
+            self._turn_away(guest)
+        self._cleanup.close()
+
+
+def connect_upwards(
+    store: Store,
+    rank: int,
+    size: int,
+    above: int,
+    timeout: timedelta,
+    check: Check = nothing,
+) -> Link:
+    """Connect to the rank above.
+
+    Args:
+        store: the store of the ranks.
+        rank, size: this rank, and the number of ranks.
+        above: the rank to connect to.
+        timeout: the longest wait.
+        check: called again and again.
+
+    Raises:
+        LostRankError: the rank cannot be reached, or did not answer in time.
+        RankError: the rank has another version of the library, or another number of ranks; or it
+            has failed.
+    """
+    deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
+    reason = "it has not begun to connect"
+    lookup = _Lookup(store, above, check)
+    met: tuple[_Place, Deadline] | None = None
+    for _ in deadline.attempts(longest_pause=1.0):
+        place = lookup.find(deadline)
+        if place is None or (met is not None and met[0] == place and met[1].has_passed()):
+            break  # it is late, or does not answer any more where it has answered
+        try:
+            with ExitStack() as cleanup:
+                connection = socket.create_connection(
+                    (place.host, place.port), min(CONNECT_SECONDS, remaining(deadline))
+                )
+                cleanup.callback(connection.close)
+                if met is None or met[0] != place:
+                    met = place, Deadline(STALE_SECONDS)
+                connection.sendall(_describe_self(place.token, rank, size))
+                peer = _hear_answer(connection, lookup, place, deadline)
+                if peer.number != ACCEPTED:
+                    reason = f"on host {peer.host}: {peer.problem(size)}"
+                    raise RankError(OPERATION, {above: reason})
+                cleanup.pop_all()
+                return Link(above, peer.host, connection)
+        except OSError as error:
+            reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
+    text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
+    raise LostRankError(OPERATION, {above: text})
+
+
+class _Lookup:
+    """Looks for the address of a rank in the store."""
+
+    def __init__(self, store: Store, rank: int, check: Check) -> None:
+        self._store, self._rank, self._check = store, rank, check
+        self._first: _Place | None = None
+        self._patience = Deadline(0.0)
+
+    def find(self, deadline: Deadline) -> _Place | None:
+        """Return the place of the rank, once it is in the store; None at the deadline.
+
+        Raises:
+            RankError: the rank has failed.
+            LostRankError: the store does not answer.
+        """
+        for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
+            self._check(deadline)
+            place = self._read()
+            if place.port:
+                return place
+            if place.failure is not None and self._is_new(place):
+                raise place.failure.error()
+        return None
+
+    def _read(self) -> _Place:
+        try:
+            if not self._store.check([_key(self._rank)]):
+                return _Place()
+            return msgspec.json.decode(self._store.get(_key(self._rank)), type=_Place)
+        except RuntimeError as error:
+            raise _lost_store(error) from error
+        except msgspec.DecodeError as error:
+            reason = f"its address is damaged: {error}"
+            raise LostRankError(OPERATION, {self._rank: reason}) from error
+
+    def _is_new(self, place: _Place) -> bool:
+        """Return whether a failure is of this attempt, not of an earlier one of the same ranks."""
+        if self._first is None:
+            self._first, self._patience = place, Deadline(STALE_SECONDS)
+        return place != self._first or self._patience.has_passed()
+
+
+def _hear_answer(
+    connection: socket.socket, lookup: _Lookup, place: _Place, deadline: Deadline
+) -> _Peer:
+    """Return the answer of the rank at a place.
+
+    Raises:
+        OSError: someone else answers, or the rank is at another place now.
+    """
+    data, may_extend = b"", True
+    connection.setblocking(False)
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while len(data) < _ANSWER.size:
+        if poll.poll(1000 * min(LOOK_AGAIN_SECONDS, remaining(deadline))):
+            received = connection.recv(_ANSWER.size - len(data))
+            if not received:
+                raise ConnectionResetError("it closed the connection")
+            data += received
+        elif deadline.has_passed() and may_extend:
+            # The rank waits for the one above it, and will say why that one did not come.
+            deadline.extend(LONGER_SECONDS)
+            may_extend = False
+        elif deadline.has_passed() or lookup.find(deadline) != place:
+            raise TimeoutError("no answer")
+    peer = _Peer(_ANSWER.unpack(data))
+    if not is_token(peer.proof, proof_of(place.token)):
+        raise ConnectionError("a stranger answered")
+    return peer
+
+
+def _lost_store(error: RuntimeError) -> LostRankError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return LostRankError(OPERATION, {0: f"the store of the ranks does not answer: {reason}"})
+
+
+def _key(rank: int) -> str:
+    return f"{rank}"

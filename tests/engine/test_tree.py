@@ -1,0 +1,383 @@
+"""Ranks that are connected as a tree: messages, and what goes wrong while they connect."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from shardwise import LostRankError, RankError, StateError, TreeGroup
+from shardwise.engine import tree, tree_links, tree_rendezvous
+from shardwise.engine.rounds import Round
+from shardwise.engine.tree import FAN_OUT, all_below, rank_above, ranks_below
+from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
+
+TIMEOUT = timedelta(seconds=20)
+SOON = 10.0
+
+
+@pytest.fixture(params=[2, FAN_OUT])
+def fan_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Few ranks below each rank, for a tree of several levels, or as many as there are."""
+    monkeypatch.setattr(tree, "FAN_OUT", request.param)
+    return int(request.param)
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 are below rank 0, 3 and 4 below rank 1, and so on."""
+    monkeypatch.setattr(tree, "FAN_OUT", 2)
+
+
+def outcomes(
+    size: int,
+    function: Callable[[TreeGroup], Any],
+    *,
+    store: Any = None,
+    timeout: timedelta = TIMEOUT,
+    ranks: Sequence[int] | None = None,
+    size_of: Callable[[int], int] | None = None,
+) -> dict[int, Any]:
+    """What a function returns or raises on each rank, in threads."""
+    store = dist.HashStore() if store is None else store
+
+    def run(rank: int) -> Any:
+        threading.current_thread().name = f"rank {rank}"
+        try:
+            own_size = size if size_of is None else size_of(rank)
+            with TreeGroup(store, rank, own_size, timeout=timeout) as group:
+                return function(group)
+        except Exception as error:
+            return error
+
+    chosen = range(size) if ranks is None else ranks
+    with ThreadPoolExecutor(size) as pool:
+        return dict(zip(chosen, pool.map(run, chosen), strict=True))
+
+
+def add(messages: Sequence[bytes]) -> bytes:
+    return b"%d" % sum(map(int, messages))
+
+
+def meet(group: TreeGroup) -> list[int]:
+    with Round(group, "meeting") as all_ranks:
+        return all_ranks.all_gather(group.rank, int)
+
+
+def test_the_shape_of_the_tree() -> None:
+    size = 131_072
+    for rank in (0, 1, 31, 32, 33, 1000, 4095, 4096, 131_071):
+        below = ranks_below(rank, size)
+        assert len(below) <= FAN_OUT
+        assert {rank_above(each) for each in below} <= {rank}
+    depth, rank = 0, size - 1
+    while rank:
+        assert rank in ranks_below(rank_above(rank), size)
+        depth, rank = depth + 1, rank_above(rank)
+    assert depth == 4
+    assert sum(map(len, all_below(0, size))) == size - 1
+    assert (
+        sum(sum(map(len, all_below(each, size))) + 1 for each in ranks_below(0, size)) == size - 1
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 14])
+def test_messages_of_all_lengths_arrive_whole(size: int, fan_out: int) -> None:
+    lengths = [0, 1, 15, 16, 17, 100_000, 5_000_000]
+
+    def talk(group: TreeGroup) -> None:
+        for i in range(3):
+            assert int(group.reduce(b"%d" % group.rank, add) or -1) == (
+                size * (size - 1) // 2 if group.rank == 0 else -1
+            )
+            for length in lengths:
+                message = hashlib.shake_128(b"%d" % i).digest(length)
+                assert group.broadcast(message if group.rank == 0 else b"") == message
+                largest = group.reduce(bytes([group.rank]) * length, max)
+                assert largest == (bytes([size - 1]) * length if group.rank == 0 else b"")
+        group.broadcast(b"")  # the ranks leave when all have received all
+
+    assert set(outcomes(size, talk).values()) == {None}
+
+
+def test_rounds_run_over_the_tree(fan_out: int) -> None:
+    def choose_and_meet(group: TreeGroup) -> list[int]:
+        with Round(group, "choosing", rank0_only=True) as all_ranks:
+            assert all_ranks.broadcast(group.rank, int) == 0
+        return meet(group)
+
+    assert outcomes(9, choose_and_meet) == {rank: list(range(9)) for rank in range(9)}
+
+
+def test_the_bytes_of_messages_are_counted(deep: None) -> None:
+    def talk(group: TreeGroup) -> tuple[int, int]:
+        group.reduce(b"7", max)
+        group.broadcast(b"12345")
+        return group.bytes_sent, group.bytes_received
+
+    # Rank 1 sends a message upwards, and the answer to one rank below.
+    assert outcomes(4, talk) == {0: (10, 2), 1: (6, 6), 2: (1, 5), 3: (1, 5)}
+
+
+def test_two_trees_at_once(fan_out: int) -> None:
+    store = dist.HashStore()
+
+    def meet_often(group: TreeGroup) -> list[int]:
+        return [meet(group) for _ in range(20)][-1]
+
+    def run(name: str, size: int) -> dict[int, Any]:
+        return outcomes(size, meet_often, store=dist.PrefixStore(name, store))
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(run, ["a", "b"], [5, 7])
+    assert first == {rank: list(range(5)) for rank in range(5)}
+    assert second == {rank: list(range(7)) for rank in range(7)}
+
+
+def test_trees_follow_each_other_at_the_same_place(fan_out: int) -> None:
+    store = dist.HashStore()
+
+    def meet_again(rank: int) -> int:
+        for i in range(20):
+            with (
+                TreeGroup(store, rank, 4, timeout=TIMEOUT) as group,
+                Round(group, f"meeting {i}") as all_ranks,
+            ):
+                total = all_ranks.all_reduce(1, int, sum)
+        return total
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(meet_again, range(4))) == [4] * 4
+
+
+@pytest.mark.parametrize("left", ["nobody", "a silent process", "another tree"])
+def test_what_an_earlier_attempt_left_in_the_store_does_no_harm(left: str) -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if left == "nobody":
+            silent.close()
+        old = tree_rendezvous.Door(dist.HashStore(), 0, 2, [1]) if left == "another tree" else None
+        if old is not None:
+            port = old._listener.getsockname()[1]
+        place = tree_rendezvous._Place("127.0.0.1", port, b"x" * 16)
+        store.set("0", msgspec.json.encode(place).decode())
+        with ThreadPoolExecutor(2) as pool:
+            late = pool.submit(
+                outcomes, 2, lambda group: group.broadcast(b"x"), store=store, ranks=[1]
+            )
+            for _ in range(20):
+                time.sleep(0.02)
+                if old is not None:
+                    old.admit()
+            assert outcomes(2, lambda group: group.broadcast(b"x"), store=store, ranks=[0]) == {
+                0: b"x"
+            }
+            assert late.result() == {1: b"x"}
+
+
+def test_a_rank_that_never_comes_is_named(deep: None) -> None:
+    began = time.monotonic()
+    told = outcomes(11, meet, ranks=[0, 2, 5, 6, 7], timeout=timedelta(seconds=2))
+    assert time.monotonic() - began < SOON
+    for rank, error in told.items():
+        assert isinstance(error, LostRankError), rank
+    # Rank 2 and those below it are there, and know why rank 0 gave up.
+    for rank in (0, 2, 5, 6):
+        assert sorted(told[rank].failures) == [1]
+        assert "did not answer within 2 s; ranks 3, 4, 7-10 send" in str(told[rank])
+    assert sorted(told[7].failures) == [3]
+    assert "it has not begun to connect" in str(told[7])
+
+
+def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None:
+    ended = threading.Event()
+
+    def run(group: TreeGroup) -> None:
+        with Round(group, "first"):
+            pass
+        if group.rank == 4:
+            ended.wait(SOON)
+        try:
+            with Round(group, "second"):
+                pass
+        finally:
+            ended.set()
+
+    told = outcomes(7, run, timeout=timedelta(seconds=3))
+    for rank in (0, 1, 2, 3, 5, 6):
+        assert isinstance(told[rank], LostRankError)
+        assert sorted(told[rank].failures) == [4], told[rank]
+        assert f"did not answer within 3 s, on host {socket.gethostname()}" in str(told[rank])
+
+
+@pytest.mark.parametrize("lost", [0, 1, 4, 6])
+def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
+    def run(group: TreeGroup) -> None:
+        with Round(group, "first"):
+            pass
+        if group.rank == lost:
+            raise KeyError("a bug in the training")
+        with Round(group, "second"):
+            pass
+
+    began = time.monotonic()
+    told = outcomes(7, run)
+    assert time.monotonic() - began < SOON
+    for rank, error in told.items():
+        assert isinstance(error, KeyError if rank == lost else LostRankError)
+        assert rank == lost or sorted(error.failures) == [lost]
+        assert rank == lost or "look for the first error in its log" in str(error)
+
+
+def test_ranks_may_leave_after_their_last_message(fan_out: int) -> None:
+    """Nobody replies to the last message, so ranks close their connections early."""
+
+    def send(group: TreeGroup) -> bytes:
+        time.sleep(0.3 * (group.rank == 6))
+        return group.reduce(b"%d" % group.rank, add)
+
+    found = outcomes(7, send)
+    assert found == {0: b"21"} | dict.fromkeys(range(1, 7), b"")
+
+
+def test_a_closed_group_says_so() -> None:
+    with TreeGroup(dist.HashStore(), 0, 1) as group:
+        assert group.broadcast(b"x") == b"x"
+    group.close()
+    with pytest.raises(LostRankError, match="create a new Checkpointer"):
+        group.broadcast(b"x")
+    with pytest.raises(LostRankError, match="create a new Checkpointer"):
+        group.reduce(b"x", max)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_of_the_group_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(StateError, match=f"rank={rank}, size={size}"):
+        TreeGroup(dist.HashStore(), rank, size)
+
+
+def test_another_version_of_the_library_is_named_on_all_ranks(
+    deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version() -> str:
+        return "0.2" if threading.current_thread().name == "rank 4" else "0.1"
+
+    monkeypatch.setattr(tree_rendezvous, "library_version", version)
+    told = outcomes(7, meet, timeout=timedelta(seconds=5))
+    for rank, error in told.items():
+        assert type(error) is RankError, (rank, error)
+        assert sorted(error.failures) == [1 if rank == 4 else 4]
+        assert "0.1" in str(error)
+        assert "0.2" in str(error)
+        assert "install the same version" in str(error)
+
+
+def test_another_number_of_ranks_is_named_on_both_sides() -> None:
+    told = outcomes(
+        3, lambda group: group.broadcast(b"x"), size_of=lambda rank: 4 if rank == 2 else 3
+    )
+    assert "it is one of 4 ranks, and this rank is one of 3" in str(told[0])
+    assert "it is one of 4 ranks, and this rank is one of 3" in str(told[1])
+    assert "it is one of 3 ranks, and this rank is one of 4" in str(told[2])
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """Processes that connect before the ranks do, and say what is in the list; what they hear."""
+    says = [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 1000, b"x" * tree_rendezvous._HELLO.size]
+    connections = []
+    listen = tree_rendezvous.listen_for_ranks
+
+    def listen_and_be_visited(*args: Any) -> Any:
+        address, listener = listen(*args)
+        for said in says:
+            connection = socket.create_connection(address)
+            connection.sendall(said)
+            connections.append(connection)
+        return address, listener
+
+    monkeypatch.setattr(tree_rendezvous, "listen_for_ranks", listen_and_be_visited)
+    heard: list[bytes] = []
+    yield heard
+    for connection in connections:
+        connection.settimeout(5)
+        with suppress(ConnectionError):
+            heard.append(connection.recv(100))
+        connection.close()
+    assert set(heard) <= {b""}
+
+
+def test_strangers_are_turned_away(strangers: list[bytes], fan_out: int) -> None:
+    began = time.monotonic()
+    assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
+    assert time.monotonic() - began < SOON
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES + 1),
+        tree_links._HEAD.pack(b"swm1", Kind.FAILED, 1 << 20),
+        tree_links._HEAD.pack(b"swm1", 77, 1),
+        tree_links._HEAD.pack(b"swm1", Kind.FAILED, 3) + b"abc",
+        tree_links._HEAD.pack(b"swm1", Kind.MISSING, 1) + b"\xff",
+    ],
+)
+def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
+    def run(group: TreeGroup) -> None:
+        if group.rank == 1 and (above := group._above) is not None:
+            above._connection.sendall(sent)
+        group.reduce(b"1", add)
+        group.broadcast(b"")
+
+    told = outcomes(2, run, timeout=timedelta(seconds=5))
+    assert isinstance(told[0], LostRankError)
+    assert "it sent something that is no message" in told[0].failures[1]
+
+
+def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_links, "watch_host", lambda _: None)
+        link = Link(1, "", ours)
+    theirs.sendall(tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES) + b"x" * 1000)
+    link.send_and_receive(can_receive=True)
+    assert not link.ended
+    assert len(link._body) == 1000
+    theirs.close()
+    link.send_and_receive(can_receive=True)
+    assert "its connection was closed" in link.ended
+    link.close()
+
+
+def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+    told = outcomes(2, lambda group: group.broadcast(b"x" * 11 if group.rank == 0 else b""))
+    assert isinstance(told[0], StateError)
+    assert "11 bytes, more than 10" in str(told[0])
+    assert isinstance(told[1], LostRankError)
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    class Broken:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe\nexception raised from …")
+
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe\nexception raised from …")
+
+    for error in outcomes(2, lambda group: None, store=Broken()).values():
+        assert isinstance(error, LostRankError)
+        assert error.failures == {0: "the store of the ranks does not answer: Broken pipe"}
