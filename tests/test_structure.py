@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=339,
-    statements=34149,
+    statements=34150,
     modules_of_api=84,
-    statements_of_api=8496,
+    statements_of_api=8497,
     record_types=279,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,

@@ -96,17 +96,17 @@ def test_a_rank_that_dies_is_known_to_all(gang: Gang, moment: str, lost: int) ->
 
 def die_with_a_child(path: str) -> tuple[str, float]:
     """Rank 1 dies, but a process that it has forked lives on, as workers of data loaders do."""
-    with sw.Checkpointer(path, timeout=TIMEOUT, memory=None) as checkpointer:
-        if dist.get_rank() == 1:
-            if not os.fork():
-                time.sleep(SOON + 5.0)
-                os._exit(0)
-            die()
-        began = time.monotonic()
-        try:
-            checkpointer.save(1, {"a": 1})
-        except sw.LostRankError as error:
-            return str(error), time.monotonic() - began
+    checkpointer = sw.Checkpointer(path, timeout=TIMEOUT, memory=None)
+    if dist.get_rank() == 1:
+        if not os.fork():
+            time.sleep(SOON + 5.0)
+            os._exit(0)
+        die()
+    began = time.monotonic()
+    try:
+        checkpointer.save(1, {"a": 1})
+    except sw.LostRankError as error:
+        return str(error), time.monotonic() - began
     return "", 0.0
 
 

@@ -240,7 +240,8 @@ def connect_upwards(
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
                 if peer.number != ACCEPTED:
-                    reason = f"on host {peer.host}: {peer.problem(size)}"
+                    problem = peer.problem(size) or "it turned this rank away"
+                    reason = f"on host {peer.host}: {problem}"
                     raise RankError(OPERATION, {number: reason})
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
