@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=333,
-    statements=33430,
+    statements=33570,
     modules_of_api=82,
-    statements_of_api=8250,
-    record_types=271,
+    statements_of_api=8280,
+    record_types=272,
     names_across_packages=365,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=67,
+    test_files_with_inner_imports=69,
 )
 """Lower a limit when its figure has fallen."""
 
