@@ -83,7 +83,7 @@ def result_tables(results: list[Result]) -> str:
         return "Not measured yet."
     names = list(dict.fromkeys(name for result in results for name in result["seconds"]))
     rows = [[name, *(cell(result, name) for result in results)] for name in names]
-    parts = [table(["seconds (× the base)", *map(setting, results)], rows)]
+    parts = [table(["seconds (× the base)", *map(setting, results)], rows)] if rows else []
     for result in results:
         for title, found in result["tables"].items():
             lines = [[format_cell(value) for value in row.values()] for row in found]

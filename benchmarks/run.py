@@ -13,7 +13,7 @@ from benchmarks.page import rewrite_pages
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PICTURE = DOCS / "images" / "results.py"
+PICTURES = [DOCS / "images" / name for name in ("results.py", "scale.py")]
 RESULTS = HERE / "results"
 
 
@@ -47,6 +47,7 @@ RUNS = [
     ),
     *(Run("overhead", processes) for processes in (1, 2)),
     *(Run("read_once", processes) for processes in (4, 8)),
+    Run("scale", 1),
     Run("data_loader", 1),
     Run("adapters", 1),
     Run("object_store"),
@@ -80,7 +81,8 @@ def main() -> None:
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
         rewrite_pages([DOCS / "benchmarks.md", *(DOCS / "benchmarks").glob("*.md")], RESULTS)
-        subprocess.run([sys.executable, PICTURE], check=True)
+        for picture in PICTURES:
+            subprocess.run([sys.executable, picture], check=True)
     if failed:
         sys.exit(f"{len(failed)} benchmarks failed, see above: " + "; ".join(map(str, failed)))
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
+    from shardwise.memory.progress import RunProgress as RunProgress
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
@@ -95,6 +96,7 @@ _MODULE_OF_NAME = {
     "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
+    "RunProgress": "memory.progress",
     "RunStatus": "memory.agent.status",
     "SaveHandle": "checkpointer.handle",
     "Memory": "memory.options",

@@ -16,7 +16,8 @@ from shardwise.adapters.values import tensor_names_in_value
 from shardwise.boxes import Box
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import SoloGroup
-from shardwise.engine.load import plan_reads, read_per_rank
+from shardwise.engine.load import plan_reads
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.checksums import FileChecksums
@@ -333,9 +334,10 @@ class Checkpoint(Mapping[str, Any]):
             CorruptionError: the values differ from the saved ones.
         """
         if name in self.layout.per_rank:
-            return read_per_rank(
+            values = read_per_rank(
                 self._store, self.layout, [name], SoloGroup(), verify=self.verifies_reads
-            )[name]
+            )
+            return [*values[name]]
         if not self._saved.has_object(name):
             raise self._unknown_name_error(name)
         return self._saved.object(name)

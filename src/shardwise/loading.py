@@ -16,8 +16,9 @@ from shardwise.adapters.optimizer_groups import GROUPS
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group, TimedGroup
-from shardwise.engine.load import LoadReport, RankReads, ReadAlone, plan_reads, read_per_rank
+from shardwise.engine.load import LoadReport, RankReads, ReadAlone, plan_reads
 from shardwise.engine.match import MatchReport, agree_on_match, make_report, match_targets
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout

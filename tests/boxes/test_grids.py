@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.boxes import coverage
-from shardwise.boxes.box import IntArray
+from shardwise.boxes.box import IntArray, distinct_rows
 from shardwise.boxes.coverage import find_unfilled_files
 from shardwise.boxes.grids import (
     advance,
@@ -267,3 +267,21 @@ def test_ranks_at_too_many_distances_are_refused(monkeypatch: pytest.MonkeyPatch
     first, extent = np.zeros((6, 2), np.int64), np.ones((6, 2), np.int64)
     with pytest.raises(FormatError, match="2 different distances"):
         find_unfilled_files(np.ones(59, np.int64), first, extent, count, step)
+
+
+@given(
+    st.integers(0, 4).flatmap(
+        lambda columns: st.lists(
+            st.tuples(*[st.sampled_from([0, 1, 2, -1, 2**40, 2**61])] * columns), max_size=30
+        ).map(lambda rows: np.array(rows, np.int64).reshape(len(rows), columns))
+    )
+)
+def test_distinct_rows_are_those_of_numpy(table: np.ndarray) -> None:
+    first, kind = distinct_rows(table)
+    if not table.shape[1]:  # all rows are equal
+        assert first.tolist() == [0][: len(table)]
+        assert kind.tolist() == [0] * len(table)
+        return
+    _, expected, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    assert first.tolist() == expected.tolist()
+    assert kind.tolist() == inverse.reshape(-1).tolist()

@@ -240,6 +240,17 @@ def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
         assert rank == lost or "look for the first error in its log" in str(error)
 
 
+def test_ranks_may_leave_after_their_last_message(fan_out: int) -> None:
+    """Nobody replies to the last message, so ranks close their connections early."""
+
+    def send(group: TreeGroup) -> bytes:
+        time.sleep(0.3 * (group.rank == 6))
+        return group.reduce(b"%d" % group.rank, add)
+
+    found = outcomes(7, send)
+    assert found == {0: b"21"} | dict.fromkeys(range(1, 7), b"")
+
+
 def test_a_closed_group_says_so() -> None:
     with TreeGroup(dist.HashStore(), 0, 1) as group:
         assert group.broadcast(b"x") == b"x"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.manifest.manifest import decode_manifest
 from tests.tools.faulty_store import Fault, FaultyStore
 
 ROWS, COLUMNS = 12, 64
@@ -82,8 +82,8 @@ def leftovers(root: Path) -> list[str]:
         names = {path.name for path in step.iterdir()}
         known = {"manifest.json"}
         if "manifest.json" in names:
-            manifest = json.loads((step / "manifest.json").read_bytes())
-            known |= {file["name"] for file in manifest["files"]}
+            manifest = decode_manifest((step / "manifest.json").read_bytes())
+            known |= {file.name for file in manifest.files}
         found += [f"{step.name}/{name}" for name in sorted(names - known)]
         found += [f"{step.name}/ is empty"] * (not names)
     return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.faults.scenario import assert_values, restored, state_of, step_directory
 
@@ -37,8 +38,8 @@ def root(place: Path) -> Path:
 
 def entries_of(step: Path) -> list[dict[str, Any]]:
     """The files of a checkpoint, as its manifest describes them."""
-    files: list[dict[str, Any]] = json.loads((step / "manifest.json").read_bytes())["files"]
-    return files
+    manifest = decode_manifest((step / "manifest.json").read_bytes())
+    return [msgspec.structs.asdict(file) for file in manifest.files]
 
 
 def flip(path: Path, at: int, mask: int = 0x10) -> None:

@@ -277,7 +277,28 @@ def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
     assert rows_of(StoredRuns.of(runs).expand()) == listed
-    assert ((runs.count == 1) | (runs.count >= SHORTEST_RUN)).all()
+    pieces = runs.count.prod(axis=1)
+    assert ((pieces == 1) | (pieces >= SHORTEST_RUN)).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9,), (9, 2), (2, 9), (9, 2, 2), (2, 2, 9), (5, 2, 4), (3, 3, 3)]
+)
+def test_a_sharding_over_several_axes_is_a_rule_for_each_pair_at_most(
+    sizes: tuple[int, ...],
+) -> None:
+    """Two equal runs that are not repeated stay two entries."""
+    ranks = math.prod(sizes)
+    listed: list[Row] = []
+    for k in np.ndindex(*sizes):
+        rank = int(np.ravel_multi_index(k, sizes))
+        rows, columns = int(np.ravel_multi_index(k[:-1], sizes[:-1])) if k[:-1] else 0, k[-1]
+        listed.append((0, rank, 4 * columns, (8 * rows, 3 * columns), (8, 3)))
+    entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    outermost = next((n for n in sizes if n > 2), 1)
+    assert len(runs) <= math.prod(sizes[: sizes.index(outermost)])
+    assert rows_of(StoredRuns.of(runs).expand()) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:

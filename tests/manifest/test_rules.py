@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
 
 import msgspec
@@ -218,6 +219,96 @@ def test_a_load_by_rule_reads_what_a_load_of_listed_pieces_reads(
         rows = zip(*(map(str, getattr(transfers, name).tolist()) for name in columns), strict=True)
         plans.append((sorted(rows), spans.file.tolist(), spans.low.tolist(), spans.high.tolist()))
     assert plans[0] == plans[1]
+
+
+def runs_of(rows: list[tuple[list[int], list[int], list[list[int]]]]) -> Runs:
+    """Runs of one-dimensional pieces of one tensor.
+
+    Args:
+        rows: for each run: file, start, offset and shape; the counts; and for each axis the steps
+            of file, start and offset.
+    """
+    first = np.array([row[0] for row in rows], np.int64)
+    steps = np.array([row[2] for row in rows], np.int64)
+    return Runs(
+        np.zeros(len(rows), np.int64),
+        first[:, 0],
+        first[:, 1],
+        first[:, 2:3],
+        first[:, 3:4],
+        np.array([row[1] for row in rows], np.int64),
+        steps[:, :, 0],
+        steps[:, :, 1],
+        steps[:, :, 2:3],
+    )
+
+
+MANY = 2**24
+HALVES = [([0, 2 * i, i, 1], [MANY], [[0, 4, 2]]) for i in (0, 1)]
+REFUSED = {
+    "every second element, twice": (HALVES, [4 * MANY], "33,554,432 pieces"),
+    "all in the same bytes": ([([0, 0, 0, 2], [8], [[0, 0, 2]])], [32], "share bytes|lies outside"),
+    "nothing wrong": ([([0, 0, 0, 2], [8], [[1, 0, 2]])], [4] * 8, None),
+    "past the last file": ([([1, 0, 0, 2], [8], [[1, 0, 2]])], [4] * 8, "in none of the 8 files"),
+    "before the first file": ([([1, 0, 0, 2], [8], [[-1, 0, 2]])], [4] * 8, "in none of the 8"),
+    "before the data": ([([0, 4, 0, 2], [8], [[1, -1, 2]])], [4] * 8, "a piece lies outside"),
+    "past the end of one file": (
+        [([0, 0, 0, 2], [8], [[1, 0, 2]])],
+        [4] * 6 + [2, 6],
+        "outside of its file",
+    ),
+    "short of the end of a file": ([([0, 0, 0, 2], [8], [[1, 0, 2]])], [4] * 7 + [6], "left over"),
+    "shared by two files' worth": (
+        [([0, 0, 0, 2], [4], [[1, 0, 2]]), ([0, 0, 8, 2], [4], [[1, 0, 2]])],
+        [8] * 4,
+        "share bytes",
+    ),
+    "a step that is too long": ([([0, 0, 0, 1], [16], [[0, 2, 2]])], [32], "outside of its tensor"),
+    "a step of nothing": ([([0, 0, 0, 1], [16], [[0, 2, 0]])], [32], "overlap or leave gaps"),
+    "diagonal steps that cancel out": (
+        [([0, 0, 8, 1], [16], [[0, 2, -1]])],
+        [32],
+        "outside of its tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rule_that_cannot_be_right_is_refused(name: str) -> None:
+    rows, data, message = REFUSED[name]
+    elements = sum(first[3] * math.prod(counts) for first, counts, _ in rows)
+    entries = [TensorEntry("w", "int16", (elements,))]
+    tracemalloc.start()
+    try:
+        if message is None:  # the same, but right
+            opened(entries, runs_of(rows), np.array(data))
+        else:
+            with pytest.raises(FormatError, match=message):
+                opened(entries, runs_of(rows), np.array(data))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_whole_of_a_huge_grid_is_checked_in_little_memory() -> None:
+    """2^44 pieces, in four ranks' files: nothing is listed."""
+    side = 2**22
+    rows = [
+        ([0, 0, 0, 2], [4, side, side], [[1, 0, 2 * side**2], [0, 4 * side, 2 * side], [0, 4, 2]])
+    ]
+    entries = [TensorEntry("w", "int16", (8 * side**2,))]
+    tracemalloc.start()
+    try:
+        layout = opened(entries, runs_of(rows), np.full(4, 4 * side**2))
+        wanted = np.array([0]), np.array([[2 * side**2 - 1]]), np.array([[3]])
+        transfers, _ = plan_load(layout, wanted, largest_read=1 << 20)
+        assert transfers.file.tolist() == [0, 1]
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert layout.piece_counts.tolist() == [4 * side**2]
+    with pytest.raises(FormatError, match="at most 16,777,216 are supported"):
+        _ = layout.pieces
 
 
 # Files by rule.

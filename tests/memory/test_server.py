@@ -96,6 +96,7 @@ def serve(
     most: int = 100,
     failing: Sequence[Failing] = (),
     wake: Callable[[], None] = lambda: None,
+    metrics: Callable[[], str] = str,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def serve(
     async def run() -> None:
         ended = asyncio.Event()
         running.append((asyncio.get_running_loop(), ended))
-        app = create_app(home, TOKEN, note_wake, lambda: [*failing])
+        app = create_app(home, TOKEN, note_wake, lambda: [*failing], metrics)
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()

@@ -18,6 +18,7 @@ from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
+from shardwise.plan import file_layout
 from shardwise.plan.division import SMALLEST_DIVISION
 from shardwise.plan.replicas import divide_replicas, water_fill
 from shardwise.plan.save import SavePlan, plan_save
@@ -410,6 +411,33 @@ def test_regular_shardings_are_folded_into_rules() -> None:
 
 def refused(*ranks: Held) -> Callable[[], SavePlan]:
     return lambda: plan_of([described(held) for held in ranks])
+
+
+@pytest.mark.parametrize("few", [0, 256])
+def test_pieces_that_are_planned_one_by_one_leave_no_gaps(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one rank's file stands for those of others."""
+    monkeypatch.setattr(file_layout, "FEW_RANKS", few)
+    world = 9
+    held = [
+        [
+            (Tensor("rows", "float32", (2 * world, 4)), [Box((2 * rank, 0), (2, 4))]),
+            (Tensor("some", "int16", (6, 2)), [Box((rank - 3, 0), (1, 2))] if rank > 2 else []),
+            (Tensor("two", "float32", (world, 2)), [Box((rank, i), (1, 1)) for i in (0, 1)]),
+            (Tensor("replica", "float64", (5,)), [Box((0,), (5,))]),
+        ]
+        for rank in range(world)
+    ]
+    plan = plan_of([described(each) for each in held])
+    pieces = pieces_of(plan)
+    itemsizes = np.array([DTYPES[entry.dtype].itemsize for entry in entries_of(plan)])
+    nbytes = pieces.shape.prod(axis=1) * itemsizes[pieces.tensor]
+    for file in range(world):
+        rows = np.flatnonzero(pieces.file == file)
+        rows = rows[np.argsort(pieces.start[rows])]
+        ends = np.cumsum(nbytes[rows])
+        assert pieces.start[rows].tolist() == [0, *ends[:-1].tolist()]
 
 
 def test_holes_and_uneven_overlaps_are_refused() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shardwise.reporting.collect import summarize
 from shardwise.reporting.comparison import compare_operations
 from tests.tools.telemetry_runs import GIB, SECONDS, save_of, without_ranks
 
@@ -96,3 +98,16 @@ def test_a_rank_is_compared_with_itself_if_records_are_missing() -> None:
     this = without_ranks(save_of(64, noise=0, slow={"write": {40: 3.0, 41: 3.0}}), [0, 39])
     (found,) = compare_operations(this, other).differences
     assert found.who == "rank 41 on node-0005"
+
+
+def test_agents_move_the_bytes_of_their_hosts() -> None:
+    """All ranks of a host have its agent's numbers, which count once."""
+    tables = []
+    for seconds in (8.0, 20.0):
+        table = save_of(16, noise=0, seconds={"persist": seconds})
+        (stage,) = table.stages
+        stage = replace(stage, bytes=np.full(16, 32 * GIB))
+        tables.append(replace(table, stages=(stage,)))
+    assert summarize(tables[0], "").bytes == 2 * 32 * GIB
+    (found,) = compare_operations(tables[1], tables[0]).differences
+    assert found.reason == "each host moved 1.60 GiB/s instead of 4.00 GiB/s"

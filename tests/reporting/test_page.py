@@ -182,6 +182,20 @@ def test_the_map_of_a_tensor_has_the_boxes_of_all_ranks(sharded_places: Path) ->
     assert all(re.fullmatch(r"r0000\d-\w+\.safetensors", name) for name in tensor["files"])
 
 
+def test_of_very_many_boxes_some_are_kept(tmp_path: Path) -> None:
+    rows = 40_000
+    boxes = [
+        (sw.Box((row, 0), (1, 1 + row % 2)), torch.zeros(1, 1 + row % 2)) for row in range(rows)
+    ]
+    boxes += [(sw.Box((row, 1), (1, 1)), torch.zeros(1, 1)) for row in range(0, rows, 2)]
+    sw.save(tmp_path / "one", {"model": {"w": sw.Shards((rows, 2), torch.float32, boxes)}})
+    page = page_of(tmp_path / "one")
+    (tensor,) = page.data["tensors"]
+    assert tensor["boxes"] == 60_000
+    assert tensor["shown"] == 15_000
+    assert len(page.html) < 400_000
+
+
 @pytest.fixture
 def sharded_places(tmp_path: Path) -> Path:
     """A checkpoint of four ranks, which hold rows of a tensor."""

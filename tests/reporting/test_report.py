@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -145,6 +146,15 @@ def test_a_baseline_without_telemetry_is_a_problem(root: Path) -> None:
     report = sw.report(root, baseline=root / "step-00000100")
     assert report.slowdown is None
     assert any(each.startswith("to compare with: step-00000100") for each in report.problems)
+
+
+def test_a_clock_that_is_off_is_named(tmp_path: Path) -> None:
+    table = save_of(16)
+    clock = table.clock.copy()
+    clock[8:] = -90_000_000
+    write_run(tmp_path / "run", [replace(table, clock=clock)])
+    (problem,) = sw.report(tmp_path / "run").problems
+    assert problem.startswith("the clock of node-0001 (ranks 8…15) was off by 90.0 s from that of")
 
 
 def test_unreadable_manifests_leave_the_rest(root: Path) -> None:

@@ -161,6 +161,11 @@ def test_short_stages_stay_pale() -> None:
     assert evaluate("HEAT.ratio(given, 0, {seconds: 40})", stage) < 0.01
 
 
+def test_text_on_a_colour_is_black_or_white() -> None:
+    colours = ["rgb(223 233 234)", "rgb(238 148 64)", "rgb(207 47 76)", "rgb(116 16 70)"]
+    assert evaluate("given.map(inkOn)", colours) == ["#000", "#000", "#fff", "#fff"]
+
+
 def test_ticks_are_round_numbers() -> None:
     assert evaluate("ticks(0, 41.9, 8)") == [0, 10, 20, 30, 40]
     assert evaluate("ticks(0, 41.9, 9)") == [0, 5, 10, 15, 20, 25, 30, 35, 40]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.errors import StateError, user_code
+from shardwise.errors import ShardwiseError, StateError, user_code
 from shardwise.ports.binding import Binding
 from shardwise.state.local_state import LocalState, Shards
 from shardwise.state.name_lookup import SavedNames, Selection
@@ -141,13 +142,49 @@ class PerRankBinding(Binding):
         """Request the value by name. The saved value may have another type than the current one."""
         return selection.select_from(LocalState(per_rank={self.name: None}))
 
-    def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
+    def restore_ranks(self, encoded: Sequence[JsonValue], rank: int, world: int) -> None:
         """Choose this rank's value from the values of all ranks that saved, and set it."""
-        values = [decode(each, self.name, allow_pickle=self._allow_pickle) for each in encoded]
-        with user_code(self.name, "resize or for_rank()"):
-            value = self.value.for_rank(values, rank, world)
+        values = _DecodedValues(
+            encoded, partial(decode, name=self.name, allow_pickle=self._allow_pickle)
+        )
+        try:
+            with user_code(self.name, "resize or for_rank()"):
+                value = self.value.for_rank(values, rank, world)
+        except Exception:
+            if values.failure is not None:  # the checkpoint failed, not the code of the user
+                raise values.failure from None
+            raise
         with user_code(self.name, "load_state_dict() or restore()"):
             self.value.restore(value)
+
+
+class _DecodedValues(Sequence[Any]):
+    """Values that are read and decoded when they are asked for.
+
+    Args:
+        encoded: the encoded values.
+        decode: decodes one of them.
+
+    Attributes:
+        failure: the error of the last value that could not be read or decoded.
+    """
+
+    def __init__(self, encoded: Sequence[JsonValue], decode: Callable[[JsonValue], object]) -> None:
+        self._encoded, self._decode = encoded, decode
+        self.failure: ShardwiseError | OSError | None = None
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a value, or a list of values."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        try:
+            return self._decode(self._encoded[index])
+        except (ShardwiseError, OSError) as error:
+            self.failure = error
+            raise
 
 
 def tensors_inside(name: str, saved: SavedNames) -> dict[str, str]:

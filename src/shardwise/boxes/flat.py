@@ -41,12 +41,15 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     Raises:
         LayoutError: the range is not inside the tensor.
     """
-    if not 0 <= start <= stop <= math.prod(shape):
+    size = math.prod(shape)
+    if not 0 <= start <= stop <= size:
         raise LayoutError(
             f"the range {start}:{stop} is not inside of a tensor of shape {list(shape)}"
         )
     if start == stop:
         return []
+    if stop - start == size:
+        return [Box((0,) * len(shape), shape)]
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return boxes_within(shape, strides, 1, start, stop)
 

@@ -408,7 +408,7 @@ class Checkpointer:
             staging_bytes=options.staging_bytes, group=self._group, on_event=options.on_event,
         )  # fmt: skip
         self._saving.begin_restore()
-        recorder = Recorder(self._settings.on_event)
+        recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
             self.prepare(state)

@@ -11,7 +11,7 @@ from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, check_replicas, save_all
 from shardwise.errors import StoreError
-from shardwise.events import Event, Recorder
+from shardwise.events import Event, Recorder, Watcher
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
@@ -85,6 +85,10 @@ class DirectSaver:
         """Return the steps that became durable since the last call. One rank may call this."""
         saved, self._saved = self._saved, []
         return saved
+
+    def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
+        """Return what shows the stages of an operation while they run; None without agents."""
+        return None
 
     def take_ended(self) -> dict[str, tuple[Event, ...]]:
         """Return the stages of agents, for the saves that ended since the last call, by id."""

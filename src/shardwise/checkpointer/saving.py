@@ -223,7 +223,9 @@ class Saving:
 
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
-        recorder = Recorder(settings.on_event)
+        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
+        watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
+        recorder = Recorder(settings.on_event, watcher)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
         overwrite = call.overwrite or is_damaged
 
@@ -243,7 +245,6 @@ class Saving:
 
         self._fence_optimizer_steps(call.state)
         damaged = self._damaged - ({call.step} if is_damaged else set())
-        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
         storage = settings.storage_task(step, damaged)
         try:
             with pause_gc():

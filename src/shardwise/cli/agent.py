@@ -12,6 +12,7 @@ import typer
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.agent_tables import show_runs, show_status
+from shardwise.cli.agent_watch import watch
 from shardwise.cli.terminal import AsJson, print_json, stdout_console
 
 agent = typer.Typer(no_args_is_help=True, help="Run, show, clear or stop the agent of this node.")
@@ -87,14 +88,23 @@ def status(
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_ca: Authority = None,
+    watches: Annotated[
+        bool, typer.Option("--watch", help="Show what the ranks do now, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Show the agent of this node and its snapshots.
+
+    With --watch, shows for the running save or restore how many ranks are in which stage, and for
+    which ranks the others wait; also on the other nodes.
 
     For each run and step, shows how long it took to commit the snapshot, to protect it on other
     nodes and to persist it to storage. For each of these stages, also shows how many steps it is
     behind the newest snapshot.
     """
     node = sw.NodeAgent(directory, tls=_tls_from_options(tls_cert, tls_key, tls_ca))
+    if watches:
+        watch(node.watch().read, stdout_console())
+        return
     found = node.status()
     if as_json:
         print_json(found)

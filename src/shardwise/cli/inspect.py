@@ -82,7 +82,6 @@ def inspect(
 def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, Any]:
     """Return what `--json` prints of some names of a checkpoint."""
     layout = checkpoint.layout
-    tensors, boxes = checkpoint.tensors(), layout.piece_counts.tolist()
     return {
         "path": checkpoint.path,
         "step": checkpoint.step,
@@ -92,42 +91,45 @@ def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, An
         "bytes": layout.nbytes,
         "metrics": checkpoint.metrics,
         "files": [
-            {"name": file.name, "rank": rank, "bytes": file.size}
-            for rank, file in _files_by_rank(checkpoint).items()
+            {"name": file.name, "rank": _label_of(index, file), "bytes": file.size}
+            for index, file in enumerate(layout.files)
         ],
-        "tensors": [
-            {
-                "name": entry.name,
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "bytes": tensors[entry.name].nbytes,
-                "boxes": boxes[index],
-                "same_as": entry.same_as,
-            }
-            for index, entry in enumerate(layout.tensors)
-            if entry.name in names
-        ],
+        "tensors": _tensor_entries(checkpoint, names),
         "values": [entry for entry in layout.objects if entry.name in names],
         "per_rank": [name for name in layout.per_rank if name in names],
     }
 
 
-def _files_by_rank(checkpoint: sw.Checkpoint) -> dict[int, Any]:
-    """Return the files by the rank that wrote each; for a foreign checkpoint, by their index."""
-    files = checkpoint.layout.files
-    return {i if f.entry is None else f.entry.rank: f for i, f in enumerate(files)}
+def _tensor_entries(checkpoint: sw.Checkpoint, names: Collection[str]) -> list[dict[str, Any]]:
+    tensors, boxes = checkpoint.tensors(), checkpoint.layout.piece_counts.tolist()
+    return [
+        {
+            "name": entry.name,
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "bytes": tensors[entry.name].nbytes,
+            "boxes": boxes[index],
+            "same_as": entry.same_as,
+        }
+        for index, entry in enumerate(checkpoint.layout.tensors)
+        if entry.name in names
+    ]
+
+
+def _label_of(index: int, file: Any) -> int:
+    """Return the rank that wrote a file; for a foreign checkpoint, the index of the file."""
+    return index if file.entry is None else file.entry.rank
 
 
 def _tensor_document(checkpoint: sw.Checkpoint, name: str) -> dict[str, Any]:
-    (document,) = _document(checkpoint, {name})["tensors"]
-    files = _files_by_rank(checkpoint)
+    (document,) = _tensor_entries(checkpoint, {name})
     itemsize = checkpoint.tensors()[name].dtype.itemsize
     boxes = [
         {
             "offset": box.offset,
             "shape": box.shape,
             "rank": rank,
-            "file": files[rank].name,
+            "file": checkpoint.layout.file_of(rank).name,
             "bytes": box.size * itemsize,
         }
         for box, rank in checkpoint.boxes(name)

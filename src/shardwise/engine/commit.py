@@ -32,6 +32,7 @@ from shardwise.manifest.manifest import (
     lock_file,
     names_of_checkpoint,
     save_id_of_file,
+    save_id_of_telemetry,
 )
 from shardwise.store import Store, abort_uploads, publish_checked
 
@@ -259,7 +260,7 @@ def remove_leftovers(
     ours = [name for name in names if is_file_of_save(name) and name != own_lock]
     if not ours:
         return []
-    saves = {save_id_of_file(name) for name in ours}
+    saves = {save_id_of_file(name) or save_id_of_telemetry(name) for name in ours}
     if MANIFEST in names and len(saves) == 1 and None not in saves:
         return []  # the files of one checkpoint
     with ExitStack() as locks:

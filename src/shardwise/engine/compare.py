@@ -17,7 +17,8 @@ from shardwise.boxes import Box, batch_boxes
 from shardwise.boxes.box import IntArray
 from shardwise.engine.buffers import Arena
 from shardwise.engine.group import Group, SoloGroup
-from shardwise.engine.load import read_boxes, read_per_rank
+from shardwise.engine.load import read_boxes
+from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round, concatenate
 from shardwise.errors import MismatchError
 from shardwise.events import Recorder, format_count
@@ -168,7 +169,8 @@ def _values_of(store: Files, layout: Layout) -> dict[str, object]:
     """Return the encoded values of all ranks, and a list of each value that differs by rank."""
     values: dict[str, object] = {entry.name: entry.value for entry in layout.objects}
     if layout.per_rank:
-        values |= read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+        per_rank = read_per_rank(store, layout, layout.per_rank, SoloGroup(), verify=True)
+        values |= {name: [*each] for name, each in per_rank.items()}
     return values
 
 
@@ -270,6 +272,8 @@ def compare_copies(
         first place that differs.
     """
     replicas = layout.replicas
+    if not len(replicas):
+        return 0, []
     tensor_of = layout.tensor_of[replicas.tensor]
     rows = np.arange(len(replicas))
     # Several copies of a tensor have the same boxes, so each copy is read as a tensor of its own.

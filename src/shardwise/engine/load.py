@@ -6,16 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import torch
 
 from shardwise.boxes import Box
 from shardwise.boxes.box import IntArray, padded_rows
-from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.buffers import Arena
 from shardwise.engine.data_reader import DataReader
 from shardwise.engine.group import Group
@@ -26,14 +24,13 @@ from shardwise.engine.tensors import (
     memory_of,
     split_ties,
 )
-from shardwise.errors import CorruptionError, FormatError, MismatchError
+from shardwise.errors import CorruptionError, MismatchError
 from shardwise.events import OperationRecord, format_bytes, format_count
 from shardwise.manifest.checksums import BLOCK
 from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.plan.load import Ranges, Transfers, plan_load
 from shardwise.state.local_state import Fragment, TensorLeaf, same_bytes
 from shardwise.state.name_lookup import SavedNames
-from shardwise.state.plain_values import JsonValue
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
@@ -290,8 +287,12 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     Each read of a file on another node is one request, so these reads fill a whole buffer.
     """
     mapped = store.traits.mapped
-    if mapped is None and isinstance(layout.files, StoredFiles):
-        return np.full(len(layout.files), arena.read_size, np.int64)
+    if isinstance(layout.files, StoredFiles):
+        size = arena.read_size if mapped is None else arena.buffer_size
+        found = np.full(len(layout.files), size, np.int64)
+        indices = map(layout.files.table.index_of, mapped or ())
+        found[[index for index in indices if index is not None]] = arena.read_size
+        return found
     sizes = []
     for file in layout.files:
         is_on_other_node = mapped is not None and file.name not in mapped
@@ -381,54 +382,6 @@ def read_boxes(
         leaves.append(leaf)
     _plan_reads(indices, leaves, layout, store, arena, verify=verify).fill_alone()
     return out
-
-
-def read_per_rank(
-    store: Files, layout: Layout, names: Sequence[str], group: Group, *, verify: bool
-) -> dict[str, list[JsonValue]]:
-    """Read per-rank values.
-
-    If as many ranks load as have saved, each rank reads only its own values.
-
-    Args:
-        store, layout: the checkpoint.
-        names: the names of the values in the checkpoint; at least one.
-        group: the ranks that load.
-        verify: check the checksums of the bytes that are read.
-
-    Returns:
-        For each name, a list with the value of each rank that saved; None for values not read.
-
-    Raises:
-        CorruptionError: bytes differ from the saved bytes, or a rank's values are missing.
-    """
-    world = layout.world_size
-    ranks = [group.rank] if world == group.size else range(world)
-    found: dict[str, list[JsonValue]] = {name: [None] * world for name in names}
-    for rank in ranks:
-        file = layout.file_of_rank(rank)
-        if file is None:
-            raise CorruptionError(
-                f"{store}: the manifest lists no file of rank {rank}, so {names[0]} has no "
-                "value of this rank; load another checkpoint"
-            )
-        with closing(DataReader(store, file, verify=verify)) as reader:
-            encoded = reader.read_objects()
-        try:
-            values = msgspec.json.decode(encoded or b"{}")
-        except DECODE_ERRORS as error:
-            raise FormatError(
-                f"{store}: {file.name} has invalid per-rank values: {error}"
-                "; copy the file again from an intact source, or load another checkpoint"
-            ) from error
-        for name in names:
-            if not isinstance(values, dict) or name not in values:
-                raise CorruptionError(
-                    f"{store}: {file.name} has no value of {name}, which the "
-                    "manifest lists; copy the file again from an intact source"
-                )
-            found[name][rank] = values[name]
-    return found
 
 
 def run_in_threads(

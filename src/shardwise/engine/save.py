@@ -227,12 +227,11 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
             with recorder.stage("write") as stage:
-                source = planned.source()
+                source, retries = planned.source(), count_retries(request.store)
                 if source is not None:
-                    retries = count_retries(request.store)
                     own = write_data_file(request.store, source, request.arena)
                     stage.bytes, stage.file = own.size, own.name
-                    stage.retries = count_retries(request.store) - retries
+                stage.retries = count_retries(request.store) - retries
             is_written = True
             entry = {} if own is None else _entry_of(own)
             all_ranks.all_reduce(entry, _Files, _unite_files, publish, type(None))

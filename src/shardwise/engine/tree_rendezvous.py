@@ -46,9 +46,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
 """The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
 STALE_SECONDS = 5.0
-"""How long to wait until a rank replaces what it has said about an earlier attempt."""
+"""How long to wait until a rank replaces what it has left in the store in an earlier attempt."""
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
+LONGER_SECONDS = 10.0
 ACCEPTED, REFUSED = 1, 2
 Check = Callable[[Deadline], object]
 """Called while ranks connect. It raises to give up, or moves the deadline."""
@@ -210,7 +211,8 @@ def connect_upwards(
     size: int,
     above: int,
     timeout: timedelta,
-    check: Check = nothing,
+    check: Check,
+    number: int,
 ) -> Link:
     """Connect to the rank above.
 
@@ -220,6 +222,7 @@ def connect_upwards(
         above: the rank to connect to.
         timeout: the longest wait.
         check: called again and again.
+        number: the number of the rank above in errors.
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
@@ -229,29 +232,30 @@ def connect_upwards(
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
     reason = "it has not begun to connect"
     lookup = _Lookup(store, above, check)
+    met: tuple[_Place, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
         place = lookup.find(deadline)
-        if place is None:
-            break
+        if place is None or (met is not None and met[0] == place and met[1].has_passed()):
+            break  # it is late, or does not answer any more where it has answered
         try:
-            connection = socket.create_connection(
-                (place.host, place.port), min(CONNECT_SECONDS, remaining(deadline))
-            )
-        except OSError as error:
-            reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
-            continue
-        try:
-            with suppress(OSError):
+            with ExitStack() as cleanup:
+                connection = socket.create_connection(
+                    (place.host, place.port), min(CONNECT_SECONDS, remaining(deadline))
+                )
+                cleanup.callback(connection.close)
+                if met is None or met[0] != place:
+                    met = place, Deadline(STALE_SECONDS)
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
-                if peer.number == ACCEPTED:
-                    return Link(above, peer.host, connection.dup())
-                raise RankError(OPERATION, {above: f"on host {peer.host}: {peer.problem(size)}"})
-            reason = f"who listens at {place.host}:{place.port} does not accept this rank"
-        finally:
-            connection.close()
+                if peer.number != ACCEPTED:
+                    reason = f"on host {peer.host}: {peer.problem(size)}"
+                    raise RankError(OPERATION, {number: reason})
+                cleanup.pop_all()
+                return Link(above, peer.host, connection)
+        except OSError as error:
+            reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
     text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
-    raise LostRankError(OPERATION, {above: text})
+    raise LostRankError(OPERATION, {number: text})
 
 
 class _Lookup:
@@ -304,7 +308,7 @@ def _hear_answer(
     Raises:
         OSError: someone else answers, or the rank is at another place now.
     """
-    data = b""
+    data, may_extend = b"", True
     connection.setblocking(False)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -312,8 +316,12 @@ def _hear_answer(
         if poll.poll(1000 * min(LOOK_AGAIN_SECONDS, remaining(deadline))):
             received = connection.recv(_ANSWER.size - len(data))
             if not received:
-                raise ConnectionResetError("closed")
+                raise ConnectionResetError("it closed the connection")
             data += received
+        elif deadline.has_passed() and may_extend:
+            # The rank waits for the one above it, and will say why that one did not come.
+            deadline.extend(LONGER_SECONDS)
+            may_extend = False
         elif deadline.has_passed() or lookup.find(deadline) != place:
             raise TimeoutError("no answer")
     peer = _Peer(_ANSWER.unpack(data))

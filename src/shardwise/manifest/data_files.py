@@ -200,9 +200,10 @@ def rules_of(table: FileTable) -> list[FileRule]:
         return []
     ranks, sums = table.numbers[:, 0], table.numbers[:, 5]
     ids = [table.save_id, *sorted(set(table.other_ids.values()))]
+    number_of = {file_id: number for number, file_id in enumerate(ids)}
     id_of = np.zeros(len(table), np.int64)
     for rank, file_id in table.other_ids.items():
-        id_of[table.index_of_rank(rank)] = ids.index(file_id)
+        id_of[table.index_of_rank(rank)] = number_of[file_id]
     keys = np.column_stack([table.numbers[:, 1:5], id_of])
     sizes, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(which.reshape(-1), kind="stable")

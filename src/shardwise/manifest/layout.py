@@ -160,6 +160,10 @@ class Layout:
             return self.files.table.nbytes
         return sum(file.size for file in self.files)
 
+    def file_of(self, rank: int) -> StoredFile:
+        """Return the file of a rank that wrote one; in a foreign checkpoint, that of an index."""
+        return self.file_of_rank(rank) or self.files[rank]
+
     def file_of_rank(self, rank: int) -> StoredFile | None:
         """Return the data file of a rank; None if there is none."""
         if not isinstance(self.files, StoredFiles):
@@ -196,11 +200,19 @@ class Layout:
 
     def pieces_in(self, file: int) -> Pieces:
         """Return the pieces in a file, given by its index."""
+        low, high = self._files_of_runs
+        runs = self.runs.select((low <= file) & (file < high))
+        wanted = np.full((len(runs), 1), file)
+        table = runs.file[:, None], np.ones_like(wanted), runs.count, runs.file_step[:, :, None]
+        return runs.at(*find_in_grids(np.arange(len(runs)), wanted, wanted + 1, table))
+
+    @cached_property
+    def _files_of_runs(self) -> tuple[IntArray, IntArray]:
+        """The first file of each run, and the one after the last."""
         runs = self.runs
-        rows = np.arange(len(runs))
-        low = np.full((len(runs), 1), file)
-        table = runs.file[:, None], np.ones_like(low), runs.count, runs.file_step[:, :, None]
-        return runs.at(*find_in_grids(rows, low, low + 1, table))
+        first, one = runs.file[:, None], np.ones((len(runs), 1), np.int64)
+        low, high = grid_bounds(first, one, runs.count, runs.file_step[:, :, None])
+        return low[:, 0], high[:, 0]
 
     def byte_ranges(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
         """Return the start and the end of the bytes of each piece in its file."""

@@ -29,7 +29,7 @@ from shardwise.manifest.data_files import (
     rules_of,
 )
 from shardwise.manifest.data_files import data_file as data_file
-from shardwise.manifest.data_files import save_id_of_file as save_id_of_data_file
+from shardwise.manifest.data_files import save_id_of_file as save_id_of_file
 from shardwise.manifest.dtypes import DTYPES
 
 FORMAT, VERSION = "shardwise", 2
@@ -63,11 +63,10 @@ ENCODED_FIELDS = (
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
-_TELEMETRY_FILE = re.compile(r"telemetry-([0-9a-f]{16})\.json\.gz")
+_TELEMETRY_FILE = r"telemetry-[0-9a-f]{16}\.json\.gz"
 _FILE_OF_SAVE = re.compile(
     r"r\d{5,}-[0-9a-f]{16}\.safetensors(\.part)?|saving-[0-9a-f]{16}\.lock"
-    rf"|{_TELEMETRY_FILE.pattern}|\.(manifest\.json|{_TELEMETRY_FILE.pattern})\.[0-9a-f]{{8}}"
-    r"|removed\.json"
+    rf"|{_TELEMETRY_FILE}|\.(manifest\.json|{_TELEMETRY_FILE})\.[0-9a-f]{{8}}|removed\.json"
 )
 
 Kind = TypeVar("Kind")
@@ -76,7 +75,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 
 
-class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorEntry(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A global tensor.
 
     Attributes:
@@ -152,12 +153,6 @@ def is_file_of_save(name: str) -> bool:
     return _FILE_OF_SAVE.fullmatch(name) is not None
 
 
-def save_id_of_file(name: str) -> str | None:
-    """Return the save id in the name of a file of data or telemetry; None for any other name."""
-    match = _TELEMETRY_FILE.fullmatch(name)
-    return match.group(1) if match else save_id_of_data_file(name)
-
-
 def names_of_checkpoint(manifest: Manifest) -> set[str]:
     """Return the names of the files of a checkpoint, besides the manifest.
 
@@ -179,6 +174,12 @@ def lock_file(save_id: str) -> str:
 def telemetry_file(save_id: str) -> str:
     """Return the name of the file with the telemetry of a save; see `shardwise.telemetry`."""
     return f"telemetry-{save_id}.json.gz"
+
+
+def save_id_of_telemetry(name: str) -> str | None:
+    """Return the save id in the name of a file of telemetry; None for any other name."""
+    save_id = name[len("telemetry-") :][:16]
+    return save_id if name == telemetry_file(save_id) else None
 
 
 def is_lock_file(name: str) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from shardwise.boxes import row_major_strides
-from shardwise.boxes.box import IntArray, Table, check_table_size, padded_rows
+from shardwise.boxes.box import BoolArray, IntArray, Table, check_table_size, padded_rows
 from shardwise.boxes.grids import advance, count_boxes, expand_grids, split_runs
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
@@ -25,7 +26,7 @@ SHORTEST_RUN = 3
 MOST_AXES = 8
 
 
-class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Further pieces of the same shape, at constant distances.
 
     Attributes:
@@ -39,7 +40,9 @@ class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     start: SignedCount = 0
 
 
-class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class PieceEntry(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A box of a tensor, stored in row-major order.
 
     Attributes:
@@ -58,7 +61,9 @@ class PieceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 @prepare_decoding
-class TensorWithPieces(TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TensorWithPieces(
+    TensorEntry, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
     """A global tensor in a manifest.
 
     Attributes:
@@ -198,13 +203,16 @@ def find_runs(
     """Find the runs in plain rows of pieces, which must be sorted by tensor; see `Runs`.
 
     Pieces that follow each other at equal distances form a run. Then, equal runs that follow each
-    other at equal distances form a run of one more axis, and so on.
+    other at equal distances form a run of one more axis, and so on. For example, the 16 rows of a
+    matrix are each cut in two: the 32 pieces become 16 pairs, and these one run of two axes.
     """
     n, dims = offset.shape
     none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
     runs = Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
-    while runs.count.shape[1] < MOST_AXES:
+    while runs.count.shape[1] < MOST_AXES - 1:
         folded = _fold(runs)
+        if len(folded) == len(runs):
+            folded = _fold(_pair(runs))
         if len(folded) == len(runs):
             break
         runs = folded
@@ -213,26 +221,67 @@ def find_runs(
 
 def _fold(runs: Runs) -> Runs:
     """Return runs of these runs, with one more axis, which is the outermost."""
+    positions, alike = _compare_neighbours(runs)
+    steps = np.diff(positions, axis=0)
+    continues = np.zeros(len(runs), bool)
+    continues[2:] = alike[1:] & alike[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
+    first, counts = split_runs(continues, SHORTEST_RUN)
+    step = np.zeros((len(first), positions.shape[1]), np.int64)
+    step[counts > 1] = steps[first[counts > 1]]
+    return _add_axis(runs.select(first), counts, step)
+
+
+def _pair(runs: Runs) -> Runs:
+    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances."""
+    positions, alike = _compare_neighbours(runs)
+    distances = positions[2:] - positions[:-2]
+    continues = np.zeros(len(distances), bool)
+    continues[1:] = (distances[1:] == distances[:-1]).all(axis=1)
+    continues &= alike[1:] & alike[:-1]
+    rows = np.flatnonzero(continues)
+    starts = rows[np.flatnonzero(np.diff(rows, prepend=-2) != 1)] - 1
+    stops = rows[np.flatnonzero(np.diff(rows, append=-2) != 1)] + 3
+    is_first = np.zeros(len(runs), bool)
+    free = 0
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        start = max(start, free)
+        free = start + (stop - start) // 2 * 2
+        if free - start >= 2 * SHORTEST_RUN:
+            is_first[start:free:2] = True
+        else:
+            free = start
+    kept = np.ones(len(runs), bool)
+    kept[1:] = ~is_first[:-1]
+    step = np.zeros_like(positions)
+    step[is_first] = positions[1:][is_first[:-1]] - positions[is_first]
+    return _add_axis(runs.select(kept), 1 + is_first[kept], step[kept])
+
+
+def _compare_neighbours(runs: Runs) -> tuple[IntArray, BoolArray]:
+    """Return the file, start and offset of each run, `(n, 2 + D)`; and whether each run and the
+    next one have the same tensor, shape and axes, `(n - 1,)`."""
     n, dims = runs.offset.shape
-    positions = np.column_stack([runs.file, runs.start, runs.offset])
     moves = runs.offset_step.reshape(n, runs.offset_step.shape[1] * dims)
     keys = np.column_stack(
         [runs.tensor, runs.shape, runs.count, runs.file_step, runs.start_step, moves]
     )
-    is_alike = (np.diff(keys, axis=0) == 0).all(axis=1)
-    steps = np.diff(positions, axis=0)
-    continues = np.zeros(n, bool)
-    continues[2:] = is_alike[1:] & is_alike[:-1] & (steps[1:] == steps[:-1]).all(axis=1)
-    first, counts = split_runs(continues, SHORTEST_RUN)
-    step = np.zeros((len(first), 2 + dims), np.int64)
-    step[counts > 1] = steps[first[counts > 1]]
-    inner = runs.select(first)
+    positions = np.column_stack([runs.file, runs.start, runs.offset])
+    return positions, (np.diff(keys, axis=0) == 0).all(axis=1)
+
+
+def _add_axis(runs: Runs, count: IntArray, step: IntArray) -> Runs:
+    """Return the runs with a further axis, which is the outermost.
+
+    Args:
+        count: the number of pieces along this axis, `(n,)`.
+        step: the differences of file, start and offset, `(n, 2 + D)`.
+    """
     return replace(
-        inner,
-        count=np.column_stack([counts, inner.count]),
-        file_step=np.column_stack([step[:, 0], inner.file_step]),
-        start_step=np.column_stack([step[:, 1], inner.start_step]),
-        offset_step=np.concatenate([step[:, None, 2:], inner.offset_step], axis=1),
+        runs,
+        count=np.column_stack([count, runs.count]),
+        file_step=np.column_stack([step[:, 0], runs.file_step]),
+        start_step=np.column_stack([step[:, 1], runs.start_step]),
+        offset_step=np.concatenate([step[:, None, 2:], runs.offset_step], axis=1),
     )
 
 
@@ -244,68 +293,65 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
             tensor; or there are too many pieces.
     """
     tensors = decode_json(encoded, tuple[TensorWithPieces, ...])
-    dims = count = 0
-    for tensor in tensors:
-        dims = max(dims, len(tensor.shape))
-        count += max(1, len(tensor.pieces))
-    check_table_size(count, dims)
-    entries, owners = [], []
-    rows: list[tuple[int, ...]] = []
-    moves: list[tuple[int, ...]] = []
-    for index, tensor in enumerate(tensors):
-        entries.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, tensor.same_as))
-        ndim = len(tensor.shape)
-        zeros, ones = (0,) * (dims - ndim), (1,) * (dims - ndim)
-        for piece in tensor.pieces:
-            if len(piece.offset) != ndim or len(piece.shape) != ndim:
-                raise FormatError(
-                    f"{tensor.name}: a piece has offset {list(piece.offset)} and shape "
-                    f"{list(piece.shape)}, but the tensor has {ndim} dimensions"
-                )
-            repeat = piece.repeat
-            for axis, step in enumerate((repeat,) if isinstance(repeat, Axis) else repeat):
-                if len(step.offset) != ndim:
-                    raise FormatError(
-                        f"{tensor.name}: a repeated piece moves by {list(step.offset)}, but the "
-                        f"tensor has {ndim} dimensions"
-                    )
-                moves.append(
-                    (len(rows), axis, step.count, step.file, step.start, *step.offset, *zeros)
-                )
-            rows.append((piece.file, piece.start, *piece.offset, *zeros, *piece.shape, *ones))
-            owners.append(index)
-    table = np.array(rows, np.int64).reshape(len(rows), 2 + 2 * dims)
-    file, start, offset, shape = (
-        table[:, 0],
-        table[:, 1],
-        table[:, 2 : 2 + dims],
-        table[:, 2 + dims :],
+    pieces = [piece for tensor in tensors for piece in tensor.pieces]
+    ndims = [len(tensor.shape) for tensor in tensors]
+    dims = max(ndims, default=0)
+    check_table_size(len(tensors) + len(pieces), dims)
+    owner = np.repeat(np.arange(len(tensors)), [len(tensor.pieces) for tensor in tensors])
+    ndim = np.array(ndims, np.int64)[owner]
+    runs = Runs(
+        owner,
+        np.array([piece.file for piece in pieces], np.int64),
+        np.array([piece.start for piece in pieces], np.int64),
+        _padded([piece.offset for piece in pieces], ndim, dims, 0),
+        _padded([piece.shape for piece in pieces], ndim, dims, 1),
+        *_decode_axes(pieces, ndim, dims),
     )
-    axes = _columns_of_axes(moves, len(rows), dims)
-    return tuple(entries), Runs(np.array(owners, np.int64), file, start, offset, shape, *axes)
+    return tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in tensors), runs
 
 
-def _columns_of_axes(
-    moves: Sequence[tuple[int, ...]], rows: int, dims: int
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the columns `count`, `file_step`, `start_step` and `offset_step` of `Runs`.
+def _padded(rows: Sequence[tuple[int, ...]], ndim: IntArray, dims: int, fill: int) -> IntArray:
+    """Return offsets, shapes or steps as an array `(n, dims)`, padded on the right.
 
     Args:
-        moves: the row, the number of the axis, the count and the steps of each axis of each row.
-        rows: the number of rows.
+        ndim: the number of dimensions that each row must have.
     """
-    table = np.array(moves, np.int64).reshape(len(moves), 5 + dims)
-    row, axis, count, file_step, start_step = table[:, :5].T
-    axes = int(axis.max(initial=-1)) + 1
-    check_table_size(rows * axes, dims)
+    wrong = np.fromiter(map(len, rows), np.int64, len(rows)) != ndim
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise FormatError(
+            f"a piece has the offset, shape or step {list(rows[row])}, but its tensor has "
+            f"{ndim[row]} dimensions"
+        )
+    found = np.full((len(rows), dims), fill, np.int64)
+    numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(ndim.sum()))
+    found[np.arange(dims) < ndim[:, None]] = numbers
+    return found
+
+
+def _decode_axes(
+    pieces: Sequence[PieceEntry], ndim: IntArray, dims: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the columns `count`, `file_step`, `start_step` and `offset_step` of `Runs`."""
+    repeats = [(row, piece.repeat) for row, piece in enumerate(pieces) if piece.repeat]
+    listed = [
+        (row, number, axis)
+        for row, repeat in repeats
+        for number, axis in enumerate((repeat,) if isinstance(repeat, Axis) else repeat)
+    ]
+    table = np.array([(r, a, axis.count, axis.file, axis.start) for r, a, axis in listed], np.int64)
+    row, number, count, file_step, start_step = table.reshape(-1, 5).T
+    n, axes = len(pieces), int(number.max(initial=-1)) + 1
+    check_table_size(n * axes, dims)
+    offset_step = _padded([axis.offset for _, _, axis in listed], ndim[row], dims, 0)
     columns = (
-        np.ones((rows, axes), np.int64),
-        np.zeros((rows, axes), np.int64),
-        np.zeros((rows, axes), np.int64),
-        np.zeros((rows, axes, dims), np.int64),
+        np.ones((n, axes), np.int64),
+        np.zeros((n, axes), np.int64),
+        np.zeros((n, axes), np.int64),
+        np.zeros((n, axes, dims), np.int64),
     )
-    for column, values in zip(columns, (count, file_step, start_step, table[:, 5:]), strict=True):
-        column[row, axis] = values
+    for column, values in zip(columns, (count, file_step, start_step, offset_step), strict=True):
+        column[row, number] = values
     return columns
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardwise.boxes import find_uncovered_tensors
 from shardwise.boxes.box import BoolArray, IntArray, check_table_size
 from shardwise.boxes.coverage import find_unfilled_files
-from shardwise.boxes.grids import merge_axes
+from shardwise.boxes.grids import advance, expand_grids, merge_axes
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.events import format_count
 from shardwise.manifest.checksums import block_count
@@ -305,8 +305,10 @@ def _check_coverage(layout: Layout) -> None:
     stored[list(layout.terms)] = False
     # Most runs cover a box without gaps, which need not be expanded.
     shape, count = merge_axes(runs.shape, runs.count, runs.offset_step)
-    boxes = replace(runs, shape=shape, count=count).expand()
-    wrong = find_uncovered_tensors(layout.shapes, boxes.tensor, boxes.offset, boxes.shape, stored)
+    check_table_size(int(count.prod(axis=1, dtype=np.float64).sum()), max(2, layout.dims))
+    rows, k = expand_grids(count)
+    offset = advance(runs.offset[rows], k, runs.offset_step[rows])
+    wrong = find_uncovered_tensors(layout.shapes, runs.tensor[rows], offset, shape[rows], stored)
     if len(wrong):
         of_wrong = tensor_of[wrong[:5]].tolist()
         names = ", ".join(dict.fromkeys(layout.tensors[i].name for i in of_wrong))

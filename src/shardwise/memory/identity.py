@@ -23,7 +23,10 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import Home
 from shardwise.memory.records import AgentInfo
 from shardwise.store import LocalStore
+from shardwise.store.local_files import write_atomically
 
+METRICS_SCOPE = "metrics"
+METRICS_TOKEN_FILE = "metrics.token"
 SHORTEST_SECRET, LONGEST_SECRET = 16, 512
 _SECRET = re.compile(rf"[!-~]{{{SHORTEST_SECRET},{LONGEST_SECRET}}}")
 _READABLE = re.compile(r"[!-.0-~]+")  # without spaces and slashes
@@ -63,6 +66,12 @@ def read_or_create_secret(home: Home, secret_file: Path | None) -> str:
             "`openssl rand -hex 32`"
         )
     return secret
+
+
+def write_metrics_token(home: Home, secret: str) -> None:
+    """Write the token that allows reading the metrics of this node, for Prometheus."""
+    with write_atomically(home.path / METRICS_TOKEN_FILE) as file:
+        file.write(make_run_token(secret, METRICS_SCOPE).encode())
 
 
 def make_run_token(secret: str, run: str) -> str:

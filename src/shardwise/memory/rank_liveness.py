@@ -16,6 +16,9 @@ from shardwise.memory.home import Home, Run
 from shardwise.store.local_files import open_regular
 
 LOCK_TIMEOUT = 10.0
+OWNER_SIZE = 76
+NOTE_AT = 128
+"""The offset of a note in the file of a lock, behind the owner."""
 _RANK = re.compile(r"[0-9]{5,9}")
 
 
@@ -64,6 +67,15 @@ class RankLock:
                 f"owns the snapshots in {self._path.parent}: save with the newer Checkpointer"
             )
 
+    def write_note(self, note: bytes) -> None:
+        """Write a short note into the file, which `ranks_here` returns; the last one counts.
+
+        Raises:
+            OSError: the note cannot be written.
+        """
+        if self._fd is not None:
+            os.pwrite(self._fd, note, NOTE_AT)
+
     def release(self) -> None:
         """Release the lock and remove its file: the rank has ended normally."""
         if not self.is_replaced():
@@ -90,6 +102,7 @@ class RankLock:
         fd = open_regular(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):  # another process has just removed the file
             if try_lock(fd) and os.fstat(fd).st_ino == self._path.stat().st_ino:
+                os.truncate(fd, 0)  # the note of a rank that was lost
                 os.pwrite(fd, self._owner, 0)
                 return fd
         os.close(fd)
@@ -104,7 +117,7 @@ class RankLock:
 
     def _read_owner(self) -> bytes:
         try:
-            return self._path.read_bytes()
+            return self._path.read_bytes()[:OWNER_SIZE]
         except FileNotFoundError:
             return b""
 
@@ -136,6 +149,16 @@ def lost_ranks(run: Run) -> list[int]:
     """Return the ranks that died on this node without ending normally."""
     paths = _lock_files(run)
     return sorted(int(path.name) for path in paths if not _is_locked(path) and path.exists())
+
+
+def ranks_here(run: Run, note_size: int) -> list[tuple[int, bool, bytes]]:
+    """Return the ranks on this node, whether each is alive, and the note that it wrote last."""
+    found = []
+    for path in sorted(_lock_files(run)):
+        with suppress(FileNotFoundError, StoreError), opened(path) as fd:
+            note = os.pread(fd, note_size, NOTE_AT)
+            found.append((int(path.name), not try_lock(fd, shared=True), note))
+    return found
 
 
 def forget_lost_ranks(run: Run) -> None:

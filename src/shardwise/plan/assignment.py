@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.boxes.box import IntArray
+from shardwise.boxes.box import IntArray, distinct_rows
 from shardwise.plan.division import Division
 from shardwise.plan.file_layout import PieceGroup, PieceRows
 from shardwise.plan.replicas import Float, divide_replicas
@@ -181,10 +181,10 @@ def _divide_rows(
 
 def _groups_of_single_holders(division: Division, loads: Float) -> list[PieceGroup]:
     """Return a group for each distinct shape of the parts."""
-    shapes, kind = np.unique(division.shape, axis=0, return_inverse=True)
+    first, kind = distinct_rows(division.shape)
     groups = []
-    for number, shape in enumerate(shapes):
-        parts = np.flatnonzero(kind.reshape(-1) == number)
+    for number, shape in enumerate(division.shape[first]):
+        parts = np.flatnonzero(kind == number)
         ranks = division.holders[parts, 0]
         within = np.zeros(len(shape), np.int64)
         nbytes = int(shape.prod()) * division.itemsize
@@ -212,7 +212,7 @@ def _divide_pool(pool: Sequence[Division], loads: Float) -> list[PieceGroup]:
     """Divide the parts of a pool. Sets of holders with the same boxes and loads are alike."""
     holders = pool[0].holders
     signature = np.column_stack([*(each.shape for each in pool), loads[holders].astype(np.int64)])
-    kinds, first, kind = np.unique(signature, axis=0, return_index=True, return_inverse=True)
+    first, kind = distinct_rows(signature)
     # The sequence of boxes that each set divides: tensors in their order.
     listed = sorted(
         (tensor, number)
@@ -220,8 +220,8 @@ def _divide_pool(pool: Sequence[Division], loads: Float) -> list[PieceGroup]:
         for tensor in division.tensors.tolist()
     )
     groups = []
-    for example, number in zip(first.tolist(), range(len(kinds)), strict=True):
-        members = np.flatnonzero(kind.reshape(-1) == number)
+    for number, example in enumerate(first.tolist()):
+        members = np.flatnonzero(kind == number)
         ranks = holders[example]
         before = loads[ranks]
         replicas = [

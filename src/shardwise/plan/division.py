@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.box import IntArray, pad_columns
+from shardwise.boxes.box import BoolArray, IntArray, pad_columns
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.plan.structure import RanksOfStructure
@@ -27,6 +27,8 @@ SMALLEST_DIVISION = 1024
 
 _Occurrences = tuple[tuple[int, int], ...]
 """The structures that contain a tensor, and the tensor's rule in each of them."""
+_Boxes = tuple[IntArray, IntArray, IntArray]
+"""The positions of the parts that are not empty, and `offset` and `shape` as in `Division`."""
 _Split = tuple[int, int]
 """A dimension of a tensor, and the number of its parts."""
 
@@ -46,6 +48,21 @@ class Division:
     itemsize: int
     offset: IntArray
     shape: IntArray
+    holders: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Parts that have the same number of holders.
+
+    Attributes:
+        key: is equal for equal `index`.
+        index: the index of each part in each split, `(p, s)`.
+        holders: the ranks that hold each part, ascending, `(p, m)`.
+    """
+
+    key: bytes
+    index: IntArray
     holders: IntArray
 
 
@@ -69,36 +86,24 @@ def find_divisions(
         return []  # no tensor is split by a rule
     dims = max((len(entry.shape) for entry in tensors.values()), default=0)
     alike = _find_alike(structures, tensors)
-    parts_of: dict[_Occurrences, list[tuple[IntArray, IntArray]]] = {}
-    boxes: dict[tuple[object, ...], tuple[IntArray, IntArray] | None] = {}
+    known: dict[tuple[int, bytes], list[_Parts]] = {}
+    parts_of: dict[_Occurrences, list[_Parts]] = {}
+    boxes: dict[tuple[object, ...], list[_Boxes] | None] = {}
     divisions = []
     for (occurrences, shape, dtype), indices in alike.items():
         splits = _splits_of(structures, occurrences)
         if not splits or len(indices) * math.prod(parts for _, parts in splits) < smallest:
             continue
         if occurrences not in parts_of:
-            parts_of[occurrences] = list(_parts_and_holders(structures, occurrences))
-        every_part = np.concatenate([parts for parts, _ in parts_of[occurrences]])
-        key = shape, splits, every_part.tobytes()
+            parts_of[occurrences] = list(_parts_and_holders(structures, occurrences, known))
+        parts = parts_of[occurrences]
+        key = shape, splits, *(each.key for each in parts)
         if key not in boxes:
-            boxes[key] = _boxes_of_parts(shape, splits, every_part)
-        found = boxes[key]
-        if found is None:
-            continue
-        first = 0
-        for parts, holders in parts_of[occurrences]:
-            offset, extent = (column[first : first + len(parts)] for column in found)
-            first += len(parts)
-            holds = extent.all(axis=1)
-            divisions.append(
-                Division(
-                    np.array(indices, np.int64),
-                    DTYPES[dtype].itemsize,
-                    pad_columns(offset[holds], dims, 0),
-                    pad_columns(extent[holds], dims, 1),
-                    holders[holds],
-                )
-            )
+            boxes[key] = _boxes_of_parts(shape, splits, [each.index for each in parts], dims)
+        listed = np.array(indices, np.int64)
+        for each, (rows, offset, extent) in zip(parts, boxes[key] or (), strict=False):
+            itemsize, holders = DTYPES[dtype].itemsize, each.holders[rows]
+            divisions.append(Division(listed, itemsize, offset, extent, holders))
     return [division for division in divisions if len(division.offset)]
 
 
@@ -138,12 +143,20 @@ def _splits_of(
 
 
 def _parts_and_holders(
-    structures: Sequence[RanksOfStructure], occurrences: _Occurrences
-) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield parts, as the indices of their splits, and the ranks that hold them.
+    structures: Sequence[RanksOfStructure],
+    occurrences: _Occurrences,
+    known: dict[tuple[int, bytes], list[_Parts]],
+) -> Iterator[_Parts]:
+    """Yield the parts of a tensor that have the same number of holders.
 
-    Each item has the parts with the same number of holders: `(p, s)` and `(p, m)`. Parts are sorted
-    so that the index with the most values changes fastest. Runs of pieces then become long.
+    Parts are sorted so that the index with the most values changes fastest. Runs of pieces then
+    become long.
+
+    Args:
+        structures: as in `find_divisions`.
+        occurrences: the rule of the tensor in some of them.
+        known: the parts for some coordinates, with positions in place of ranks. Pipeline stages
+            have equal coordinates.
     """
     ranks = np.concatenate([structures[number].ranks for number, _ in occurrences])
     columns = []
@@ -151,41 +164,65 @@ def _parts_and_holders(
         each = structures[number]
         columns.append(each.coordinates[:, [split.axis for split in each.structure.rules[rule]]])
     indices = np.concatenate(columns)
+    if len(occurrences) > 1:
+        by_rank = np.argsort(ranks, kind="stable")
+        ranks, indices = ranks[by_rank], indices[by_rank]
+    key = len(ranks), indices.tobytes()
+    if key not in known:
+        known[key] = [*_find_parts(indices)]
+    for parts in known[key]:
+        yield replace(parts, holders=ranks[parts.holders])
+
+
+def _find_parts(indices: IntArray) -> Iterator[_Parts]:
     by_size = np.argsort([len(np.unique(column)) for column in indices.T], kind="stable")
-    order = np.lexsort([ranks, *reversed(indices.T[by_size])])
-    ranks, indices = ranks[order], indices[order]
-    begins = np.ones(len(ranks), bool)
+    columns = [*reversed(indices.T[by_size])]
+    order = np.lexsort(columns) if columns else np.arange(len(indices))
+    indices = indices[order]
+    begins = np.ones(len(order), bool)
     begins[1:] = (np.diff(indices, axis=0) != 0).any(axis=1)
     first = np.flatnonzero(begins)
-    counts = np.diff(np.append(first, len(ranks)))
+    counts = np.diff(np.append(first, len(order)))
     for count in np.unique(counts).tolist():
         rows = first[counts == count]
-        yield indices[rows], ranks[rows[:, None] + np.arange(count)]
+        parts = indices[rows]
+        yield _Parts(parts.tobytes(), parts, order[rows[:, None] + np.arange(count)])
 
 
 def _boxes_of_parts(
-    shape: tuple[int, ...], splits: Sequence[_Split], indices: IntArray
-) -> tuple[IntArray, IntArray] | None:
-    """Return the boxes of parts, as `boxes.shard_boxes` does for one part; empty ones have a 0.
+    shape: tuple[int, ...], splits: Sequence[_Split], parts: Sequence[IntArray], dims: int
+) -> list[_Boxes] | None:
+    """Return the boxes of parts, as `boxes.shard_boxes` does for one part, without empty ones.
 
     Returns None if the boxes do not cover the tensor exactly once.
 
     Args:
         shape: the shape of the tensor.
         splits: how the tensor is split, from left to right.
-        indices: the index of each part in each split, `(p, s)`.
+        parts: lists of parts: the index of each part in each split, `(p, s)`.
+        dims: the number of dimensions to pad the boxes to.
     """
+    indices = np.concatenate(parts)
     offset = np.zeros((len(indices), len(shape)), np.int64)
     extent = np.tile(np.array(shape, np.int64), (len(indices), 1))
-    for (dim, parts), index in zip(splits, indices.T, strict=True):
-        if not (0 <= dim < len(shape) and parts > 0):
+    for (dim, count), index in zip(splits, indices.T, strict=True):
+        if not (0 <= dim < len(shape) and count > 0):
             return None
         whole = extent[:, dim].copy()
-        size = -(-whole // parts)
+        size = -(-whole // count)
         start = np.minimum(index * size, whole)
         extent[:, dim] = np.minimum((index + 1) * size, whole) - start
         offset[:, dim] += start
-    holds = extent.all(axis=1)
+    holds: BoolArray = np.asarray(extent.all(axis=1))
     boxes = np.zeros(int(holds.sum()), np.int64), offset[holds], extent[holds]
     one_tensor = np.array([shape], np.int64), *boxes, np.ones(1, bool)
-    return None if len(find_uncovered_tensors(*one_tensor)) else (offset, extent)
+    if len(find_uncovered_tensors(*one_tensor)):
+        return None
+    found, low = [], 0
+    for each in parts:
+        rows = np.flatnonzero(holds[low : low + len(each)])
+        chosen = rows + low
+        low += len(each)
+        padded = pad_columns(offset[chosen], dims, 0), pad_columns(extent[chosen], dims, 1)
+        found.append((rows, *padded))
+    return found

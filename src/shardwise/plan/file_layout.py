@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.boxes.box import IntArray, Table
+from shardwise.boxes.box import BoolArray, IntArray, Table, count_up, distinct_rows
 
 FEW_RANKS = 256
 """The layouts of so few files are computed one by one."""
@@ -131,25 +131,23 @@ def _refine(layout_of: IntArray, rows: PieceRows, groups: Iterable[PieceGroup]) 
             their rows have the same tensors and shapes.
     """
     numbers = layout_of.copy()
-    free = len(numbers)
+    free = int(numbers.max(initial=-1)) + 1
     for group in groups:
-        kinds, kind = np.unique(numbers[group.ranks], return_inverse=True)
-        numbers[group.ranks] = free + kind.reshape(-1)
-        free += len(kinds)
+        first, kind = distinct_rows(numbers[group.ranks, None])
+        numbers[group.ranks] = free + kind
+        free += len(first)
     ranks, first, count = np.unique(rows.rank, return_index=True, return_counts=True)
     if len(ranks) <= FEW_RANKS:
         numbers[ranks] = free + np.arange(len(ranks))
     else:
-        columns = np.column_stack([rows.tensor, rows.shape])
-        kind = np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
+        kind = distinct_rows(np.column_stack([rows.tensor, rows.shape]))[1]
         for i in range(int(count.max())):  # the rows of a rank follow each other
             left = count > i
             pairs = np.column_stack([numbers[ranks[left]], kind[first[left] + i]])
-            found, number = np.unique(pairs, axis=0, return_inverse=True)
-            numbers[ranks[left]] = free + number.reshape(-1)
+            found, number = distinct_rows(pairs)
+            numbers[ranks[left]] = free + number
             free += len(found)
-    refined: IntArray = np.unique(numbers, return_inverse=True)[1].reshape(-1)
-    return refined
+    return distinct_rows(numbers[:, None])[1]
 
 
 def _lay_out_section(
@@ -168,21 +166,23 @@ def _lay_out_section(
     Returns:
         The rows and the groups, with their offsets.
     """
-    # A row of the table is a piece in all files of one layout: for rows, which are the only ones of
-    # their layout, and for groups, in which the first rank of each layout stands for the others.
-    layouts, tensors, offsets, nbytes = [layout_of[rows.rank]], [rows.tensor], [rows.offset], []
-    nbytes.append(rows.nbytes)
+    # A row of the table is a piece in all files of one layout. The first rank of each layout stands
+    # for the others.
+    representative = np.unique(layout_of, return_index=True)[1]
+    stands_for_others, table_row = _rows_of_layouts(rows.rank, layout_of, representative)
+    listed = rows.select(stands_for_others)
+    layouts, tensors = [layout_of[listed.rank]], [listed.tensor]
+    offsets, nbytes = [listed.offset], [listed.nbytes]
     placed = []
     for group in groups:
-        found, first, layout = np.unique(
-            layout_of[group.ranks], return_index=True, return_inverse=True
-        )
-        t = len(group.tensors)
+        of_ranks = layout_of[group.ranks]
+        first, layout = distinct_rows(of_ranks[:, None])
+        found, t = of_ranks[first], len(group.tensors)
         layouts.append(np.repeat(found, t))
         tensors.append(np.tile(group.tensors, len(found)))
         offsets.append(np.repeat(group.offset[first], t, axis=0))
         nbytes.append(np.full(len(found) * t, group.nbytes))
-        placed.append((len(found), layout.reshape(-1)))
+        placed.append((len(found), layout))
     layout, tensor, size = np.concatenate(layouts), np.concatenate(tensors), np.concatenate(nbytes)
     offset = np.concatenate(offsets)
     order = np.lexsort([*reversed(offset.T), tensor, -itemsizes[tensor], layout])
@@ -190,17 +190,37 @@ def _lay_out_section(
     begins = np.searchsorted(layout[order], np.arange(int(layout_of.max()) + 2))
     ends = np.append(0, end)
     size_of_layout = np.diff(ends[begins])
-    representative = np.unique(layout_of, return_index=True)[1]
     start = np.empty(len(order), np.int64)
     start[order] = ends[:-1] + (sizes[representative] - ends[begins[:-1]])[layout[order]]
     sizes += size_of_layout[layout_of]
-    laid, low = [], len(rows)
+    laid, low = [], len(listed)
     for group, (count, layout_of_rank) in zip(groups, placed, strict=True):
         high = low + count * len(group.tensors)
         starts = start[low:high].reshape(count, len(group.tensors))
         if count > 1:
-            starts, kind = np.unique(starts, axis=0, return_inverse=True)
-            layout_of_rank = kind.reshape(-1)[layout_of_rank]
+            first, kind = distinct_rows(starts)
+            starts, layout_of_rank = starts[first], kind[layout_of_rank]
         laid.append(replace(group, layout=layout_of_rank, starts=starts))
         low = high
-    return replace(rows, start=start[: len(rows)]), laid
+    return replace(rows, start=start[table_row]), laid
+
+
+def _rows_of_layouts(
+    rank: IntArray, layout_of: IntArray, representative: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Return which rows are those of the first rank of a layout; and for each row, which one of
+    these lies at the same place in its file.
+
+    Args:
+        rank: the rank of each row, sorted. Ranks of one layout have rows of the same kinds, in the
+            same order.
+        layout_of: the layout of each rank.
+        representative: the first rank of each layout.
+    """
+    ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
+    first_rank = representative[layout_of[rank]]
+    stands_for_others: BoolArray = first_rank == rank
+    first_row = np.zeros(len(layout_of), np.int64)
+    first_row[ranks] = first
+    same_place = first_row[first_rank] + count_up(count)
+    return stands_for_others, (np.cumsum(stands_for_others) - 1)[same_place]

@@ -89,12 +89,13 @@ class Binding:
             values: the encoded values of the whole state, by their names in the target.
         """
 
-    def restore_ranks(self, encoded: list[JsonValue], rank: int, world: int) -> None:
+    def restore_ranks(self, encoded: Sequence[JsonValue], rank: int, world: int) -> None:
         """Set the per-rank value of this binding: `LocalState.per_rank` has it under the binding's
         name.
 
         Args:
-            encoded: the values of all ranks that saved, encoded.
+            encoded: the values of all ranks that saved, encoded. They may be read when they are
+                asked for, so ask for those that are needed.
             rank: this rank.
             world: the number of ranks that load.
         """

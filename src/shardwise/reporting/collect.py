@@ -14,12 +14,12 @@ from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint, list_checkpoints
 from shardwise.manifest.manifest import (
     MANIFEST,
-    save_id_of_file,
+    save_id_of_telemetry,
     step_of_directory,
     telemetry_file,
 )
 from shardwise.opening import raise_for_missing_root
-from shardwise.reporting.stragglers import lower_median, own_seconds
+from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
 from shardwise.telemetry.files import list_operations, read_of_save, read_operation
@@ -27,7 +27,7 @@ from shardwise.telemetry.records import Telemetry
 
 MOST_CHECKPOINTS = 200
 MOST_OTHERS = 200
-MOST_RECORDS = 2_000_000
+MOST_RECORDS = 1_000_000
 """The most records of ranks that are read, the newest operations first; 50,000 take a second."""
 MOST_PROBLEMS = 20
 PARTICIPLES = {
@@ -176,7 +176,7 @@ def summarize(telemetry: Telemetry, file: str) -> Operation:
         if stage.has_run.any():
             medians[stage.name] = lower_median(own)
         ran = stage.has_run & (stage.bytes > 0) & (own > 0)
-        moved = max(moved, int(stage.bytes[stage.has_run].sum()))
+        moved = max(moved, int(stage.bytes[rows_that_count(stage, telemetry.host)].sum()))
         if ran.any():
             rates[stage.name] = float((stage.bytes[ran] / own[ran]).max())
     return Operation(
@@ -333,8 +333,7 @@ def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) 
 
 def _saves_with_telemetry(names: Iterable[str]) -> list[str]:
     """Return the ids of the saves of which a directory has the telemetry."""
-    found = [(name, save_id_of_file(name)) for name in names]
-    return [save_id for name, save_id in found if save_id and name == telemetry_file(save_id)]
+    return [save_id for name in names if (save_id := save_id_of_telemetry(name)) is not None]
 
 
 def _names(store: Store) -> list[str]:

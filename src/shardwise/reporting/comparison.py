@@ -22,7 +22,13 @@ import numpy as np
 from shardwise.boxes.box import IntArray
 from shardwise.events import format_bytes, format_count
 from shardwise.reporting.groups import RankGroup, group_ranks
-from shardwise.reporting.stragglers import Seconds, least_excess, lower_median, own_seconds
+from shardwise.reporting.stragglers import (
+    STAGES_OF_AGENTS,
+    Seconds,
+    least_excess,
+    lower_median,
+    own_seconds,
+)
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.telemetry.records import StageColumns, Telemetry
 
@@ -112,12 +118,13 @@ def compare_operations(this: Telemetry, other: Telemetry) -> Slowdown:
 
 def _compare_stage(this: Telemetry, other: Telemetry, name: str) -> Iterator[Difference]:
     stage, before = this.stage(name), other.stage(name)
+    who = "host" if name in STAGES_OF_AGENTS else "rank"
     least = least_excess(other.seconds)
     own, own_before = _own(stage), _own(before)
     median, median_before = _known(lower_median(own)), _known(lower_median(own_before))
     change = median - median_before
     if abs(change) >= max(least, LEAST_CHANGE * median_before):
-        yield Difference(name, None, median_before, median, _reason(stage, before))
+        yield Difference(name, None, median_before, median, _reason(stage, before, who))
     if stage is None or before is None or not len(own_before):
         return
     rows = _rows_in(this, other)
@@ -127,7 +134,7 @@ def _compare_stage(this: Telemetry, other: Telemetry, name: str) -> Iterator[Dif
         slow = (further >= least) & (further >= LEAST_CHANGE_OF_RANK * reference)
     for group, at in group_ranks(this, slow):
         slowest = int(at[own[at].argmax()])
-        reason = _reason(_at(stage, at), before if rows is None else _at(before, rows[at]))
+        reason = _reason(_at(stage, at), before if rows is None else _at(before, rows[at]), who)
         yield Difference(name, group, float(reference[slowest]), float(own[slowest]), reason)
 
 
@@ -171,7 +178,7 @@ def _at(stage: StageColumns, rows: IntArray) -> StageColumns:
     return StageColumns(stage.name, *(getattr(stage, column)[rows] for column in columns))
 
 
-def _reason(stage: StageColumns | None, before: StageColumns | None) -> str:
+def _reason(stage: StageColumns | None, before: StageColumns | None, who: str) -> str:
     if stage is None:
         return "this save did not run the stage"
     if before is None:
@@ -182,10 +189,10 @@ def _reason(stage: StageColumns | None, before: StageColumns | None) -> str:
         reasons.append(f"{format_count(now.retries, 'retry', 'retries')} instead of {then.retries}")
     if then.bytes and abs(now.bytes - then.bytes) >= LEAST_CHANGE * then.bytes:
         amounts = format_bytes(int(now.bytes)), format_bytes(int(then.bytes))
-        reasons.append(f"each rank moved {amounts[0]} instead of {amounts[1]}")
+        reasons.append(f"each {who} moved {amounts[0]} instead of {amounts[1]}")
     elif then.rate and abs(now.rate - then.rate) >= LEAST_CHANGE * then.rate:
         rates = format_rate(now.rate), format_rate(then.rate)
-        reasons.append(f"each rank moved {rates[0]} instead of {rates[1]}")
+        reasons.append(f"each {who} moved {rates[0]} instead of {rates[1]}")
     return "; ".join(reasons)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardwise.api import Place
 from shardwise.api import open as open_checkpoint
 from shardwise.errors import ShardwiseError, text_of
 from shardwise.reporting.collect import Collected, Operation, choose_baseline, collect
 from shardwise.reporting.comparison import Slowdown, compare_operations
+from shardwise.reporting.groups import group_ranks
 from shardwise.reporting.page import Shown, make_page
 from shardwise.reporting.stragglers import Straggler, find_stragglers
 from shardwise.reporting.tensor_map import largest_tensors, tensor_map
 from shardwise.reporting.trace import encode_trace
+from shardwise.reporting.words import format_seconds
 from shardwise.store import Store, open_store
 from shardwise.telemetry.records import Telemetry
 
@@ -24,6 +29,12 @@ MOST_SHOWN = 8
 """The most operations that a page shows in detail."""
 MOST_CELLS = 1_200_000
 """The most numbers of ranks in a page, three for each stage of a rank. Each takes up to 3 bytes."""
+
+MOST_BOXES = 300_000
+"""The most boxes of tensors that are looked up; more take seconds."""
+LEAST_CLOCK_ERROR = 1.0
+"""Seconds."""
+MOST_CLOCKS = 3
 
 Read = Callable[[Operation], Telemetry | None]
 
@@ -114,6 +125,7 @@ def report(place: Place, *, baseline: Place | None = None, tensors: Sequence[str
     telemetry = None if main is None else read(main)
     shown, slowdown = [], None
     if main is not None and telemetry is not None:
+        problems += _wrong_clocks(telemetry)
         if baseline is not None:
             other = _baseline(open_store(baseline), problems)
         else:
@@ -146,6 +158,17 @@ def _reader(collected: Collected, problems: list[str]) -> Read:
             return None
 
     return read
+
+
+def _wrong_clocks(telemetry: Telemetry) -> list[str]:
+    """Return which ranks had clocks that differed from that of the first rank by a second."""
+    off = np.abs(telemetry.clock) / 1e6
+    found = group_ranks(telemetry, off >= LEAST_CLOCK_ERROR)
+    return [
+        f"the clock of {group.label} was off by {format_seconds(float(off[rows].max()))} from that "
+        f"of rank {telemetry.ranks[0]}: synchronize the clocks of the hosts, for example with NTP"
+        for group, rows in found[:MOST_CLOCKS]
+    ]
 
 
 def _baseline(store: Store, problems: list[str]) -> Telemetry | None:
@@ -188,12 +211,22 @@ def _more_shown(
 
 def _tensor_maps(store: Store, chosen: Sequence[str], problems: list[str]) -> list[dict[str, Any]]:
     """Return the maps of tensors of the checkpoint, or of the newest one of the run."""
-    try:
+    maps: list[dict[str, Any]] = []
+    with _noted(problems):
         checkpoint = open_checkpoint(store, skip_unknown=True)
+        known = checkpoint.tensors()
+        problems += [f"there is no tensor {name!r}" for name in chosen if name not in known]
+        names = [name for name in chosen if name in known] or largest_tensors(checkpoint)
+        for name in names:
+            if sum(each["boxes"] for each in maps) < MOST_BOXES:
+                maps.append(tensor_map(checkpoint, name))
+    return maps
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Note a failure to read the shards of tensors as a problem."""
+    try:
+        yield
     except (ShardwiseError, OSError) as error:
         problems.append(f"the shards of tensors cannot be shown: {text_of(error)}")
-        return []
-    known = checkpoint.tensors()
-    problems += [f"there is no tensor {name!r}" for name in chosen if name not in known]
-    names = [name for name in chosen if name in known] or largest_tensors(checkpoint)
-    return [tensor_map(checkpoint, name) for name in names]

@@ -15,7 +15,12 @@ from shardwise.listing import ListedCheckpoint
 from shardwise.reporting import words
 from shardwise.reporting.collect import RECOVERIES, Operation
 from shardwise.reporting.comparison import Difference, Slowdown
-from shardwise.reporting.stragglers import Straggler, lower_median, own_seconds
+from shardwise.reporting.stragglers import (
+    STAGES_OF_AGENTS,
+    Straggler,
+    lower_median,
+    own_seconds,
+)
 from shardwise.telemetry.records import StageColumns, Telemetry
 
 MOST_BARS = 120
@@ -90,10 +95,13 @@ def _verdict(found: Sequence[Straggler]) -> str:
     if not found:
         return "No rank was much slower than the others."
     first = found[0]
+    seconds, median = (
+        f'<span class="whole">{words.format_seconds(each)}</span>'
+        for each in (first.seconds, first.median)
+    )
     text = (
-        f"<b>{escape(first.who)}</b> was slow in "
-        f"<b>{escape(first.stage)}</b>: {words.format_seconds(first.seconds)}, where the median "
-        f"of all ranks is {words.format_seconds(first.median)}."
+        f"<b>{escape(first.who)}</b> was slow in <b>{escape(first.stage)}</b>: {seconds}, "
+        f"where the median of all ranks is {median}."
     )
     more = len(found) - 1
     return text + (f" {format_count(more, 'more straggler')} below." if more else "")
@@ -149,16 +157,8 @@ def stages(telemetry: Telemetry) -> str:
             f'<td class="num" data-label="slowest">{words.format_seconds(own[slowest])}</td>'
             f'<td data-label="slowest rank">rank {telemetry.ranks[slowest]}</td></tr>'
         )
-    head = "".join(
-        f'<th scope="col" class="{kind}">{name}</th>'
-        for name, kind in (
-            ("stage", ""),
-            ("when", ""),
-            ("median", "num"),
-            ("slowest", "num"),
-            ("", ""),
-        )
-    )
+    names = {"stage": "", "when": "", "median": "num", "slowest": "num", "slowest rank": ""}
+    head = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in names.items())
     return (
         '<div class="scroll"><table class="stages"><caption class="hidden">Stages</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -193,7 +193,8 @@ def _rates(stage: StageColumns, best: float) -> str:
         f"<div><dt>{name}</dt><dd>{words.format_rate(rate)}</dd></div>"
         for name, rate in texts.items()
     )
-    share = f"{middle / best:.0%} of the best"
+    who = "each host" if stage.name in STAGES_OF_AGENTS else "each rank"
+    share = f"{who}, {middle / best:.0%} of the best"
     return (
         f'<div class="rate"><h3>{escape(stage.name)} <small>{share}</small></h3>'
         f'<div class="gauge" aria-hidden="true">{_bar(low / best, high / best, "range")}'
@@ -224,8 +225,10 @@ def comparison(slowdown: Slowdown) -> str:
     shown = table(header, rows, "Differences") if rows else "<p>No stage differs much.</p>"
     notes = "".join(f"<li>{escape(note)}</li>" for note in slowdown.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
+    is_slow = slowdown.differences and slowdown.seconds > slowdown.other_seconds
+    title = "Why was it slow?" if is_slow else "Comparison with another save"
     return (
-        f"<p>This save was {escape(slowdown.sentence)} "
+        f"<h2>{title}</h2><p>This save was {escape(slowdown.sentence)} "
         f"(<code>{escape(slowdown.other_path)}</code>).</p>{listed}{shown}"
     )
 
@@ -270,9 +273,10 @@ def _bars(title: str, points: Sequence[tuple[int, float, str]]) -> str:
     )
     first, last = points[0], points[-1]
     label = f"{title}: {first[2]} at step {first[0]:,}, {last[2]} at step {last[0]:,}"
+    most = f"largest {largest[2]} at step {largest[0]:,}"
     return (
-        f"<figure><figcaption><b>{escape(title)}</b> <span>largest {escape(largest[2])} at step "
-        f'{largest[0]:,}</span></figcaption><div class="bars" role="img" '
+        f'<figure style="--bars:{len(points)}"><figcaption><b>{escape(title)}</b> '
+        f'<span>{escape(most)}</span></figcaption><div class="bars" role="img" '
         f'aria-label="{escape(label)}">{bars}</div><div class="scale quiet"><span>step '
         f"{first[0]:,}</span><span>{last[0]:,}</span></div></figure>"
     )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.boxes.box import IntArray
 from shardwise.reporting.groups import RankGroup, group_ranks
 from shardwise.telemetry.records import StageColumns, Telemetry
 
@@ -27,6 +28,8 @@ LEAST_RATIO = 1.5
 LEAST_SHARE = 0.05
 LEAST_SECONDS = 0.05
 MOST_STRAGGLERS = 100
+STAGES_OF_AGENTS = ("commit", "protect", "persist")
+"""An agent runs these stages for all ranks of its host. Each rank has the agent's numbers."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -84,6 +87,18 @@ def own_seconds(stage: StageColumns) -> Seconds:
     own = np.maximum(stage.duration - stage.waited, 0) / 1e6
     seconds: Seconds = np.where(stage.has_run, own, np.nan)
     return seconds
+
+
+def rows_that_count(stage: StageColumns, host: IntArray) -> IntArray:
+    """Return the rows of which the bytes are added: one for each host if agents ran the stage.
+
+    Args:
+        host: the host of each row.
+    """
+    rows = np.flatnonzero(stage.has_run)
+    if stage.name in STAGES_OF_AGENTS:
+        rows = rows[np.unique(host[rows], return_index=True)[1]]
+    return rows
 
 
 def lower_median(values: Seconds) -> float:

@@ -59,13 +59,14 @@ def _owners(checkpoint: Checkpoint, numbers: Sequence[int]) -> dict[str, Any]:
 
     In a foreign checkpoint, files hold the boxes, because the ranks are not known.
     """
-    numbers, files = numbers[:MOST_OWNERS], checkpoint.layout.files
-    names = {
-        at if file.entry is None else file.entry.rank: file.name[:LONGEST_NAME]
-        for at, file in enumerate(files)
-    }
-    kind = "rank" if checkpoint.layout.format == "shardwise" else "file"
-    return {"kind": kind, "owners": numbers, "files": [names.get(each, "") for each in numbers]}
+    numbers, layout = numbers[:MOST_OWNERS], checkpoint.layout
+    kind = "rank" if layout.format == "shardwise" else "file"
+    files = [
+        layout.file_of_rank(number) if kind == "rank" else layout.files[number]
+        for number in numbers
+    ]
+    names = ["" if file is None else file.name[:LONGEST_NAME] for file in files]
+    return {"kind": kind, "owners": numbers, "files": names}
 
 
 def _nbytes(entry: TensorEntry) -> int:

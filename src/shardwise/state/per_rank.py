@@ -40,7 +40,8 @@ class PerRankValue(Protocol):
 
         Args:
             values: the values of all ranks that saved. If the world size is unchanged, only
-                `values[rank]` was read, and the other entries are None.
+                `values[rank]` was read, and the other entries are None. Otherwise, each value is
+                read when it is asked for: with thousands of ranks, ask for few.
             rank: the rank that loads.
             world: the number of ranks that load.
         """

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import cache
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from shardwise.telemetry.records import (
     sort_stages,
 )
 
-LARGEST_COMBINED = 1 << 16
+LARGEST_COMBINED = 1 << 18
 """Messages that have more bytes together are not decoded on their way to rank 0."""
 MICROSECONDS = 1_000_000
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:-]")
@@ -78,7 +79,7 @@ def row_of(
         started=datetime.fromtimestamp(at_begin, timezone.utc).isoformat(),
         seconds=max(0.0, _end_of(record) - record.began),
         world_size=world_size,
-        library=importlib.metadata.version("shardwise"),
+        library=_version(),
         ranks=_column(rank),
         hosts=(_NOT_IN_NAMES.sub("-", host)[:255] or "unknown",),
         host=_column(0),
@@ -89,6 +90,11 @@ def row_of(
         stages=sort_stages(_stages_of(record)),
         phases={name: seconds for name, seconds in operation.phases.items() if seconds >= 0},
     )
+
+
+@cache
+def _version() -> str:
+    return importlib.metadata.version("shardwise")
 
 
 def _end_of(record: OperationRecord) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.errors import StoreError
 from shardwise.memory.agent.status import NodeStatus, RunStatus, read_runs, read_status
+from shardwise.memory.agent.watch import ProgressWatch
 from shardwise.memory.home import Home
 from shardwise.memory.identity import LOOPBACK
 from shardwise.memory.options import DEFAULT_DIRECTORY, Tls
@@ -90,6 +91,10 @@ class NodeAgent:
     def status(self) -> NodeStatus:
         """Return the status of the agent, the runs, their snapshots, and the mirrors."""
         return read_status(Home(self._directory), self._tls)
+
+    def watch(self) -> ProgressWatch:
+        """Return what shows the present stage of each rank of the runs that train on this node."""
+        return ProgressWatch(Home(self._directory), self._tls)
 
     def runs(self) -> list[RunStatus]:
         """Return the status of the runs that have snapshots on this node.

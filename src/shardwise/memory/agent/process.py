@@ -23,6 +23,7 @@ from shardwise.memory import decide
 from shardwise.memory.agent.actions import Follower, free, look_up_root
 from shardwise.memory.agent.agent import Agent, Performer
 from shardwise.memory.agent.lead import Leader, OpenedStores
+from shardwise.memory.agent.metrics import read_metrics
 from shardwise.memory.agent.mirrors import Mirrors
 from shardwise.memory.agent.server import BACKLOG, create_app, serve_connections
 from shardwise.memory.files import listen_to_bell, read_record, write_record
@@ -33,6 +34,7 @@ from shardwise.memory.identity import (
     read_or_create_secret,
     record_port,
     resolve_interface,
+    write_metrics_token,
 )
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
@@ -154,7 +156,9 @@ async def _serve(
     scheme, host = "http" if tls is None else "https", f"[{address}]" if ":" in address else address
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
     threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
-    app = create_app(home.path, info.token, agent.wake, agent.list_failing)
+    write_metrics_token(home, info.token)
+    metrics = partial(read_metrics, home)
+    app = create_app(home.path, info.token, agent.wake, agent.list_failing, metrics)
     async with serve_connections(app, listener, tls=tls):
         agent.start()
         agent.wake()

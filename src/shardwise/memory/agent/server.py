@@ -26,9 +26,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import MANIFEST, step_of_directory
+from shardwise.memory.agent.metrics import CONTENT_TYPE, METRICS_PATH
 from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
-from shardwise.memory.home import list_steps, open_below
-from shardwise.memory.identity import make_run_token
+from shardwise.memory.home import Run, list_steps, open_below
+from shardwise.memory.identity import METRICS_SCOPE, make_run_token
+from shardwise.memory.progress import read_progress
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import open_regular, write_atomically
@@ -66,6 +68,7 @@ def create_app(
     token: str,
     wake: Callable[[], None],
     list_failing: Callable[[], list[Failing]] = list,
+    list_metrics: Callable[[], str] = str,
 ) -> web.Application:
     """Return the application that an agent serves.
 
@@ -74,17 +77,20 @@ def create_app(
         token: the secret that every request must present.
         wake: called from the event loop when there may be work. It must not block.
         list_failing: returns what the agent fails to do. It must not block.
+        list_metrics: returns the metrics of the node, for Prometheus.
 
     Raises:
         ValueError: the token is empty.
     """
     if not token:
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
-    handlers = _Handlers(home, wake, list_failing)
+    handlers = _Handlers(home, wake, list_failing, list_metrics)
     app = web.Application(middlewares=[_require_token(token)])
     app[_STRANGERS] = {}
     app.router.add_get("/health", handlers.list_failing)
+    app.router.add_get(METRICS_PATH, handlers.send_metrics)
     app.router.add_get(RUN_PATH, handlers.list_files)
+    app.router.add_get(f"{RUN_PATH}/progress", handlers.list_progress)
     app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
     app.router.add_put(f"{RUN_PATH}/{{step}}/{{name}}", handlers.receive_record)
     app.on_response_prepare.append(_hide_versions)
@@ -173,15 +179,28 @@ class _Handlers:
     """Handles requests; some of them wait until a file appears."""
 
     def __init__(
-        self, home: Path, wake: Callable[[], None], list_failing: Callable[[], list[Failing]]
+        self,
+        home: Path,
+        wake: Callable[[], None],
+        list_failing: Callable[[], list[Failing]],
+        list_metrics: Callable[[], str],
     ) -> None:
         self._home = home
+        self._list_metrics = list_metrics
         self._wake = wake
         self._list_failing = list_failing
         self._bytes_received = 0
 
     async def list_failing(self, request: web.Request) -> web.Response:
         return _json(self._list_failing())
+
+    async def send_metrics(self, request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(self._list_metrics)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def list_progress(self, request: web.Request) -> web.Response:
+        run = Run(self._home / "runs" / request.match_info["run"])
+        return _json(await asyncio.to_thread(read_progress, run))
 
     async def list_files(self, request: web.Request) -> web.Response:
         return _json(list_steps(self._home, request.match_info["run"]))
@@ -259,7 +278,8 @@ def _require_token(token: str) -> Middleware:
     """Return a middleware that serves only requests with a valid token.
 
     The secret is valid for all requests. The token of a run is valid only for reading that run:
-    everybody who can read the run's root can read the token.
+    everybody who can read the run's root can read the token. The token for metrics is valid only
+    for these: the server that collects them knows it.
     """
     expected = f"Bearer {token}".encode()
 
@@ -267,6 +287,8 @@ def _require_token(token: str) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         run = request.match_info.get("run", "") if request.method in ("GET", "HEAD") else ""
+        if request.path == METRICS_PATH:
+            run = METRICS_SCOPE
         of_run = f"Bearer {make_run_token(token, run)}".encode() if run else expected
         if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})

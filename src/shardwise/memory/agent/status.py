@@ -198,17 +198,18 @@ def read_status(home: Home, tls: Tls | None = None) -> NodeStatus:
         process=info.process if info else None,
         alive=home.has_agent(),
         answers=_does_answer(info, tls) if info else None,
-        agent_bytes=_memory_of(info.process) if info else None,
+        agent_bytes=memory_of(info.process) if info else None,
         training=is_training(home),
         directory=str(home),
         bytes=sum(_file_size(path) for path in home.path.rglob("*") if path.is_file()),
         bytes_left=file_system.f_bavail * file_system.f_frsize,
         runs=read_runs(home),
-        mirrors=list(_mirror_statuses(home)),
+        mirrors=list(read_mirrors(home)),
     )
 
 
-def _mirror_statuses(home: Home) -> Iterator[MirrorStatus]:
+def read_mirrors(home: Home) -> Iterator[MirrorStatus]:
+    """Yield the status of the mirrors that the agent of a node keeps up to date."""
     for run, task in mirror_tasks(home).items():
         record = None
         failure = "the agent has not copied anything yet"
@@ -323,7 +324,7 @@ def _does_answer(info: AgentInfo, tls: Tls | None) -> bool | None:
     return not why_no_answer(info, tls, ANSWER_TIMEOUT)
 
 
-def _memory_of(process: int) -> int | None:
+def memory_of(process: int) -> int | None:
     """Return the private memory of a process in bytes, without mapped snapshots."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()

@@ -25,6 +25,7 @@ from shardwise.errors import StoreError
 from shardwise.manifest.manifest import step_directory
 from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.memory.home import FilesOfSteps
+from shardwise.memory.progress import NodeProgress, RankProgress
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.view import Failing
 from shardwise.store.store import Buffer
@@ -107,6 +108,11 @@ class AgentClient:
     def list_failing(self) -> list[Failing]:
         """Return the saves and runs that the agent fails to work on."""
         return self._request("GET", "/health", lambda r: self._decode(r, "/health", list[Failing]))
+
+    def list_progress(self, run: str) -> list[RankProgress]:
+        """Return what the ranks of a run on the node do now."""
+        path = f"{_url_path(run)}/progress"
+        return self._request("GET", path, lambda r: self._decode(r, path, NodeProgress))
 
     def list_files(self, run: str) -> FilesOfSteps:
         """Return the files of a run on the node; empty if there are none."""

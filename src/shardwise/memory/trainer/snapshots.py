@@ -14,12 +14,13 @@ from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import StoreError
-from shardwise.events import Event
+from shardwise.events import Event, Watcher
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
+from shardwise.memory.progress import make_watcher
 from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
@@ -180,6 +181,10 @@ class Snapshots:
         self, planned: PlannedSave
     ) -> tuple[FileSource | None, Ring | None, list[list[str]]]:
         return join_ring(planned, self._options, self.membership, self._group, self._held)
+
+    def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
+        """Return what shows the agent the stages of an operation while they run."""
+        return make_watcher(self._rank_lock, operation, step)
 
     def find_snapshots(self, step: int | None) -> FoundSnapshots:
         """Find snapshots in memory, newest first; see `recovery.find_snapshots`."""

@@ -4,7 +4,7 @@
 function arrangeByHost(host, aspect = 1) {
   const members = new Map();
   host.forEach((at, i) => members.get(at)?.push(i) ?? members.set(at, [i]));
-  const size = Math.max(...[...members.values()].map((each) => each.length));
+  const size = largest([...members.values()].map((each) => each.length));
   const wide = Math.min(size, size > 16 ? Math.ceil(Math.sqrt(size)) : 8);
   const high = Math.ceil(size / wide);
   const gap = members.size > 1 ? 1 : 0, below = high > 1 ? gap : 0;
@@ -27,7 +27,7 @@ function arrangeByHost(host, aspect = 1) {
  * gap between the coordinates of the outermost one. A rank without coordinates gets no cell (-1).
  */
 function arrangeByAxes(coordinates, n) {
-  const sizes = coordinates.map((each) => Math.max(...each) + 1);
+  const sizes = coordinates.map((each) => largest(each) + 1);
   const across = sizes.lastIndexOf(Math.max(...sizes));
   const down = sizes.map((_, a) => a).filter((a) => a !== across && sizes[a] > 1);
   const rows = down.reduce((product, a) => product * sizes[a], 1);
@@ -56,7 +56,7 @@ function arrangeByAxes(coordinates, n) {
 
 /** Return which axis runs to the right and which run down, as a text. */
 function axesText(axes, coordinates) {
-  const sizes = coordinates.map((each) => Math.max(...each) + 1);
+  const sizes = coordinates.map((each) => largest(each) + 1);
   const across = sizes.lastIndexOf(Math.max(...sizes));
   const down = axes.filter((_, a) => a !== across && sizes[a] > 1);
   return `${axes[across]} →` + (down.length ? `, ${down.join(", ")} ↓` : "");
@@ -64,12 +64,12 @@ function axesText(axes, coordinates) {
 
 /** How hot a rank is in a stage, from 0 to 1; NaN if it has not run the stage. */
 const HEAT = {
-  // Doubles until four times the median; what costs less than 5 % of the operation stays pale.
+  // Doubles until four times the median; what costs less than 5 % of the operation, or 50 ms, stays pale.
   ratio: (stage, i, whole) => {
     const excess = stage.own[i] - stage.median;
     if (!(excess > 0)) return stage.own[i] - stage.own[i];
     const ratio = Math.log2(stage.own[i] / Math.max(stage.median, 1e-6)) / 2;
-    return Math.min(1, ratio) * Math.min(1, excess / (0.05 * whole.seconds + 1e-9));
+    return Math.min(1, ratio) * Math.min(1, excess / Math.max(0.05 * whole.seconds, 0.05));
   },
   seconds: (stage, i, whole) => stage.own[i] / whole.longest,
   waited: (stage, i, whole) => stage.waited[i] / whole.waited,
@@ -80,7 +80,7 @@ const HEAT = {
 
 /** Return the largest numbers of an operation, which are the ends of the colours. */
 function extremes(operation) {
-  const most = (name) => Math.max(1e-9, ...operation.stages.map((stage) => stage[name].reduce((a, b) => (b > a ? b : a), 0)));
+  const most = (name) => largest(operation.stages.map((stage) => largest(stage[name], 0)), 1e-9);
   for (const stage of operation.stages) {
     stage.best = stage.bytes.reduce((best, bytes, i) => Math.max(best, bytes / stage.own[i] || 0), 1e-9);
   }

@@ -51,6 +51,9 @@ async function decodeOperation(document) {
   };
 }
 
+/** Return the largest number; a call of Math.max cannot have more than about 100,000 arguments. */
+const largest = (values, least = -Infinity) => values.reduce((most, value) => (value > most ? value : most), least);
+
 /** Return the median of the numbers that exist; the smaller one of two. */
 function lowerMedian(values) {
   const known = values.filter((value) => value === value).sort();
@@ -72,6 +75,12 @@ function formatBytes(bytes) {
   let at = 0;
   while (bytes >= 1000 && at < units.length - 1) { bytes /= 1024; at++; }
   return `${at === 0 ? bytes.toFixed(0) : bytes.toFixed(bytes < 10 ? 2 : bytes < 100 ? 1 : 0)} ${units[at]}`;
+}
+
+/** Return black or white, whichever is easier to read on a colour `rgb(red green blue)`. */
+function inkOn(back) {
+  const [red, green, blue] = back.match(/\d+/g).map((value) => (value / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000" : "#fff";
 }
 
 const formatCount = (number) => number.toLocaleString("en-US");

@@ -1,5 +1,7 @@
 // The heat maps: one for each stage, with a cell for each rank.
 
+const NOT_RUN = 65, GONE = 66; // after the 65 colours
+
 class HeatMaps {
   constructor(onChoose) {
     this.onChoose = onChoose;
@@ -53,7 +55,11 @@ class HeatMaps {
     $("#maps").style.setProperty("--map", `${Math.max(Math.min(200, most), (width * this.size) / dots)}px`);
     this.colours = heatColours();
     this.missing = css(colour("missing"));
-    this.maps.forEach((map, s) => this.paint(map, operation.stages[s]));
+    const needsBytes = ["rate", "bytes"].includes($("#colour").value);
+    this.maps.forEach((map, s) => {
+      map.element.hidden = needsBytes && !largest(operation.stages[s].bytes, 0);
+      this.paint(map, operation.stages[s]);
+    });
     this.explain();
     this.leave();
   }
@@ -65,30 +71,29 @@ class HeatMaps {
     const context = prepare(map.canvas, (width * size) / dots, (height * size) / dots);
     context.setTransform(1, 0, 0, 1, 0, 0);
     const inner = size - (size >= 12 ? 2 : size >= 4 ? 1 : 0);
-    const waiting = new Map(); // the cells of each colour, because changing the colour is slow
+    // The cells of each colour, because changing the colour is slow: 0 … 64, then those without one.
+    const painted = Array.from({ length: GONE + 1 }, () => []);
+    const byHost = $("#arrange").value === "host";
     for (let cell = 0; cell < this.cells.length; cell++) {
       const i = this.cells[cell];
-      const isGap = i < 0 && ($("#arrange").value === "host" || this.isGap(cell));
-      if (isGap) continue;
-      const t = i < 0 || !this.operation.present[i] ? null : heat(stage, i, this.whole);
-      const key = t === null ? "gone" : t === t ? this.colours[Math.round(Math.max(0, Math.min(1, t)) * 64)] : "none";
-      (waiting.get(key) ?? waiting.set(key, []).get(key)).push(cell);
+      if (i < 0 && (byHost || this.isGap(cell))) continue;
+      if (i < 0 || !this.operation.present[i]) { painted[GONE].push(cell); continue; }
+      const t = heat(stage, i, this.whole);
+      painted[t === t ? Math.round(Math.max(0, Math.min(1, t)) * 64) : NOT_RUN].push(cell);
     }
-    for (const [key, cells] of [...waiting].sort((a, b) => this.colours.indexOf(a[0]) - this.colours.indexOf(b[0]))) {
-      context.fillStyle = context.strokeStyle = key === "gone" || key === "none" ? this.missing : key;
-      const grown = size < 5 && this.isHot(key) ? 5 : inner; // so that one of thousands is seen
+    painted.forEach((cells, key) => {
+      context.fillStyle = context.strokeStyle = key > 64 ? this.missing : this.colours[key];
+      const grown = size < 5 && key > 24 && key <= 64 ? 5 : inner; // so that one of thousands is seen
       for (const cell of cells) {
         const left = (cell % width) * size, top = Math.floor(cell / width) * size;
-        if (key === "gone") hatch(context, left, top, inner);
-        else if (key === "none") context.fillRect(left + inner * 0.4, top + inner * 0.4, Math.max(1, inner * 0.2), Math.max(1, inner * 0.2));
+        if (key === GONE) hatch(context, left, top, inner);
+        else if (key === NOT_RUN) context.fillRect(left + inner * 0.4, top + inner * 0.4, Math.max(1, inner * 0.2), Math.max(1, inner * 0.2));
         else context.fillRect(left - (grown - inner) / 2, top - (grown - inner) / 2, grown, grown);
       }
-    }
+    });
     map.size = size / dots;
     map.inner = inner / dots;
   }
-
-  isHot(key) { return this.colours.indexOf(key) > 24; }
 
   /** Whether a cell without a rank is between two groups, and not the place of a missing rank. */
   isGap(cell) {

@@ -28,8 +28,9 @@ class RankTable {
     const isNumber = /^\d+$/.test(wanted);
     const rows = Array.from({ length: operation.n }, (_, i) => i).filter((i) =>
       !wanted || (isNumber && String(operation.rank[i]) === wanted) || (operation.hosts[operation.host[i]] ?? "").toLowerCase().includes(wanted));
-    const sign = this.falling ? -1 : 1, key = (i) => { const v = this.value(this.by, i); return v === v ? v : -Infinity; };
-    return rows.sort((a, b) => sign * (key(a) - key(b) || 0) || a - b);
+    const sign = this.falling ? -1 : 1, keys = new Float64Array(operation.n).fill(-Infinity);
+    for (const i of rows) { const value = this.value(this.by, i); if (value === value) keys[i] = value; }
+    return rows.sort((a, b) => sign * (keys[a] - keys[b] || 0) || a - b);
   }
 
   draw() {
@@ -66,8 +67,8 @@ class RankTable {
       const cell = make("td", { class: "num cell" }, text);
       const heat = HEAT[how === "own" ? "ratio" : how](stage, i, this.whole);
       if (heat > 0.04 && !gone) {
-        cell.style.background = this.colours[Math.round(Math.min(1, heat) * 64)];
-        cell.style.color = heat > 0.62 ? "light-dark(#fff, #12161b)" : "inherit";
+        const back = this.colours[Math.round(Math.min(1, heat) * 64)];
+        Object.assign(cell.style, { background: back, color: inkOn(back) });
       }
       return cell;
     });

@@ -46,7 +46,7 @@ class Timeline {
 
   /** Show all ranks and the whole time. */
   whole() {
-    Object.assign(this, { top: 0, rows: this.operation.n, from: 0, to: Math.max(this.operation.seconds, ...this.operation.end.slice(0, 1000), 1e-6) * 1.01 });
+    Object.assign(this, { top: 0, rows: this.operation.n, from: 0, to: largest(this.operation.end, Math.max(this.operation.seconds, 1e-6)) * 1.01 });
     this.draw();
   }
 

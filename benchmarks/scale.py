@@ -1,0 +1,294 @@
+"""What a save costs the busiest process of a very large job, and what opening and a load cost.
+
+The job trains Llama-3.1-405B with AdamW, in float32. `scale_messages.py` says how its ranks are
+simulated: one process is real at a time, and replays the messages that it receives. Seconds are
+those of its processor. They include encoding and decoding messages, but not the sockets.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from benchmarks.harness import NO_TENSORS, Bench, parse_arguments, round_digits
+from benchmarks.memory import status
+from benchmarks.scale_messages import SavingRank, load_group, save_messages, watched_ranks
+from benchmarks.scale_states import Job
+from shardwise.engine.buffers import Arena
+from shardwise.engine.load import plan_reads
+from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.validate import layout_of_manifest
+from shardwise.state.name_lookup import SavedNames
+from shardwise.store.places import open_store
+
+JOBS = (
+    Job(tp=8, pp=1, dp=8),
+    Job(tp=8, pp=4, dp=8),
+    Job(tp=8, pp=16, dp=8),
+    Job(tp=8, pp=16, dp=32),
+    Job(tp=8, pp=16, dp=128),
+    Job(tp=8, pp=16, dp=256),
+    Job(tp=8, pp=16, dp=512),
+    Job(tp=8, pp=16, dp=1024),
+)
+OTHERS = {
+    "bfloat16 parameters": Job(tp=8, pp=16, dp=128, half=True),
+    "HSDP, 4 replicas": Job(tp=8, pp=16, dp=32, replicas=4),
+    "a value of each rank": Job(tp=8, pp=16, dp=128, has_generators=True),
+    "a tensor on rank 0 only": Job(tp=8, pp=16, dp=128, has_counter=True),
+    "flat ranges": Job(tp=1, pp=1, dp=1024, is_flat=True),
+}
+"""Other states."""
+LARGE, LARGEST = 16_384, 131_072
+CACHED_PLANS = 9
+"""How often a cached plan is measured."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a part of a save cost one process.
+
+    Attributes:
+        seconds: processor seconds.
+        received, sent: bytes.
+        rounds: how often messages went up and down the tree of ranks.
+        memory: the growth of the process's memory, in MB.
+    """
+
+    seconds: float
+    received: int
+    sent: int
+    rounds: int
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostOfRank:
+    """The cost of the parts of a save: plans, and the round after which rank 0 publishes."""
+
+    first_plan: Cost
+    cached_plan: Cost
+    publish: Cost
+    publish_again: Cost
+    manifest: bytes
+
+
+def main() -> None:
+    options = parse_arguments()
+    bench = Bench("scale", NO_TENSORS, options)
+    jobs = JOBS[:3] if bench.quick else JOBS
+    costs = {job.world: measure_job(bench, job) for job in jobs}
+    bench.table(
+        "Rank 0, by the number of ranks", [row(job, costs[job.world]["root"]) for job in jobs]
+    )
+    last = jobs[-1]
+    ranks = [{"rank": name} | plan_row(cost) for name, cost in costs[last.world].items()]
+    bench.table(f"Ranks of {last.world:,}", ranks)
+    others = {} if bench.quick else OTHERS
+    rows = []
+    for name, job in others.items():
+        cost = measure_job(bench, job, names=("root",))["root"]
+        rows.append({"state": name} | row(job, cost))
+    if rows:
+        bench.table("Other states, rank 0", rows)
+    loads = {job.world: measure_load(bench, job, costs[job.world]["root"].manifest) for job in jobs}
+    bench.table(
+        "Open the manifest, and plan one rank's load into other parallelism", [*loads.values()]
+    )
+    set_goals(bench, {world: found["root"] for world, found in costs.items()}, loads)
+    bench.finish()
+
+
+def set_goals(
+    bench: Bench, costs: dict[int, CostOfRank], loads: dict[int, dict[str, object]]
+) -> None:
+    """Compare the figures with the goals."""
+    for world, seconds, received in ((LARGE, 0.5, 5), (LARGEST, 1.5, 20)):
+        if world in costs:
+            first, text = costs[world].first_plan, f"first plan, {world:,} ranks"
+            bench.goal(f"{text}: seconds", first.seconds, most=seconds)
+            bench.goal(f"{text}: MB received", first.received / 1e6, most=received)
+            bench.goal(f"{text}: MB of memory", first.memory, most=300)
+    if LARGEST in costs:
+        cached, text = costs[LARGEST].cached_plan, f"cached plan, {LARGEST:,} ranks"
+        bench.goal(f"{text}: ms", 1000 * cached.seconds, most=20)
+        bench.goal(f"{text}: MB received", cached.received / 1e6, most=1)
+    for world, most in ((LARGE, 5), (LARGEST, 16)):
+        if world in costs:
+            size = len(costs[world].manifest) / 1e6
+            bench.goal(f"manifest, {world:,} ranks: MB", size, most=most)
+    if LARGEST in loads:
+        load, text = loads[LARGEST], f"open, and plan a load, {LARGEST:,} ranks"
+        bench.goal(f"{text}: seconds", load["open, seconds"] + load["plan, seconds"], most=0.5)
+        bench.goal(f"{text}: MB of memory", load["memory, MB"], most=300)
+    parts: dict[str, Callable[[CostOfRank], float]] = {
+        "first plan": lambda cost: cost.first_plan.seconds,
+        "first save": lambda cost: cost.first_plan.seconds + cost.publish.seconds,
+        "cached save": lambda cost: cost.cached_plan.seconds + cost.publish_again.seconds,
+    }
+    for name, part in parts.items():
+        ratios = [
+            part(costs[4 * world]) / part(cost)
+            for world, cost in costs.items()
+            if 4 * world in costs
+        ]
+        bench.goal(f"{name}: growth for 4 × the ranks, at most", max(ratios), most=1.5)
+    last = max(costs)
+    rounds = costs[last].cached_plan.rounds + costs[last].publish.rounds
+    bench.goal("messages of a cached save: times up and down", rounds, most=2)
+
+
+def row(job: Job, cost: CostOfRank) -> dict[str, object]:
+    """Return a row about one job."""
+    return {
+        "ranks": job.world,
+        "TP × PP × DP": job.text,
+        **plan_row(cost),
+        "publish, seconds": round_digits(cost.publish.seconds),
+        "again, seconds": round_digits(cost.publish_again.seconds),
+        "manifest, MB": round_digits(len(cost.manifest) / 1e6),
+    }
+
+
+def plan_row(cost: CostOfRank) -> dict[str, object]:
+    """Return the part of a row about plans."""
+    first, cached = cost.first_plan, cost.cached_plan
+    return {
+        "first plan, seconds": round_digits(first.seconds),
+        "MB received": round_digits(first.received / 1e6),
+        "MB sent": round_digits(first.sent / 1e6),
+        "memory, MB": first.memory,
+        "cached plan, ms": round_digits(1000 * cached.seconds),
+        "KB received": round_digits(cached.received / 1e3),
+    }
+
+
+def measure_job(
+    bench: Bench, job: Job, names: Sequence[str] = ("root", "aggregator", "leaf")
+) -> dict[str, CostOfRank]:
+    """Return the costs of some ranks of a job: medians over the rounds."""
+    directory = bench.dir / str(len([*bench.dir.iterdir()]))
+    directory.mkdir()
+    ranks = {name: rank for name, rank in watched_ranks(job) if name in names}
+    in_new_process(save_messages, job, [*ranks.values()], directory)
+    return {
+        name: median_of([in_new_process(measure_rank, job, rank, directory) for _ in bench.rounds])
+        for name, rank in ranks.items()
+    }
+
+
+def in_new_process(function: Callable[..., T], *arguments: object) -> T:
+    """Return what a function returns in a new process."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def median_of(costs: Sequence[CostOfRank]) -> CostOfRank:
+    """Return the medians of the seconds and of the memory; all else is equal."""
+
+    def join(parts: Sequence[Cost]) -> Cost:
+        seconds = median(each.seconds for each in parts)
+        memory = max(each.memory for each in parts)
+        first = parts[0]
+        return Cost(seconds, first.received, first.sent, first.rounds, memory)
+
+    return CostOfRank(
+        join([each.first_plan for each in costs]),
+        join([each.cached_plan for each in costs]),
+        join([each.publish for each in costs]),
+        join([each.publish_again for each in costs]),
+        costs[0].manifest,
+    )
+
+
+def measure_rank(job: Job, rank: int, directory: Path) -> CostOfRank:
+    """Measure a first and a cached save of one rank."""
+    own, group = SavingRank.of(job, rank, directory), load_group(job, rank, directory)
+    costs: list[Cost] = []
+
+    @contextmanager
+    def measured() -> Iterator[None]:
+        with without_gc():
+            reset_peak()
+            memory, start = status("VmRSS"), time.process_time()
+            before = group.bytes_received, group.bytes_sent, group.rounds
+            yield
+            seconds = time.process_time() - start
+            after = group.bytes_received, group.bytes_sent, group.rounds
+            moved = (b - a for a, b in zip(before, after, strict=True))
+            costs.append(Cost(seconds, *moved, round(status("VmHWM") - memory, 1)))
+
+    with measured():
+        own.plan(group)
+    begin = group.rounds
+    for _ in range(CACHED_PLANS):
+        group.rewind(begin)
+        with measured():
+            planned = own.plan(group)
+    cached = sorted(costs[1:], key=lambda cost: cost.seconds)[CACHED_PLANS // 2]
+    begin = group.rounds
+    for _ in range(2):
+        group.rewind(begin)
+        with measured():
+            manifest = own.publish(group, planned)
+    return CostOfRank(costs[0], cached, costs[-2], costs[-1], manifest)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the garbage collector, as every save and load does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def reset_peak() -> None:
+    """Forget the largest size of this process's memory so far."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def measure_load(bench: Bench, job: Job, manifest: bytes) -> dict[str, object]:
+    """Return a row: the cost of a load by one rank of as many, with other parallelism."""
+    other = Job(tp=4, pp=min(8, job.world // 4), dp=max(1, job.world // 32))
+    path = bench.dir / "manifest"
+    path.write_bytes(manifest)
+    found = [in_new_process(load_rank, other, path) for _ in bench.rounds]
+    return {
+        "ranks": job.world,
+        "from": job.text,
+        "to": other.text,
+        "open, seconds": round_digits(median(each[0] for each in found)),
+        "plan, seconds": round_digits(median(each[1] for each in found)),
+        "memory, MB": max(each[2] for each in found),
+        "reads": found[0][3],
+    }
+
+
+def load_rank(job: Job, path: Path) -> tuple[float, float, float, int]:
+    """Open a manifest and plan the load of a middle rank: seconds, MB and reads."""
+    store, arena = open_store(path.parent), Arena(1 << 20)
+    state = job.state(job.world // 2)
+    with without_gc():
+        reset_peak()
+        memory, start = status("VmRSS"), time.process_time()
+        layout = layout_of_manifest(decode_manifest(path.read_bytes()))
+        opened = time.process_time()
+        reads = plan_reads(state.tensors, SavedNames(layout), store, arena, verify=True)
+        planned = time.process_time()
+        grown = round(status("VmHWM") - memory, 1)
+    return opened - start, planned - opened, grown, len(reads.spans)
+
+
+if __name__ == "__main__":
+    main()

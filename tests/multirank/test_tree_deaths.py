@@ -1,0 +1,116 @@
+"""A rank of a tree that dies at any moment is known to all others within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.engine import tree, tree_rendezvous
+from shardwise.engine.rounds import Round
+from shardwise.engine.tree_links import Link
+from tests.tools.gang import Gang
+
+WORLD = 4  # rank 0 has 1 and 2 below it, and rank 1 has 3
+TIMEOUT = timedelta(seconds=40)
+CONNECT_TIMEOUT = timedelta(seconds=3)
+SOON = 20.0  # on a busy machine, and long before the timeout
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_middle_of_a_message(link: Link) -> None:
+    if not link._outgoing:
+        return
+    first = link._outgoing[1]
+    link._connection.setblocking(True)
+    link._connection.sendall(link._outgoing[0])
+    link._connection.sendall(first[: len(first) // 2])
+    die()
+
+
+def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
+    """Take part in rounds. Return what went wrong, which ranks are named, and when."""
+    rank = dist.get_rank()
+    dies = rank == lost
+    if dies and moment == "before it connects":
+        die()
+    if dies and moment == "while it connects":
+        tree_rendezvous._hear_answer = lambda *_: die()
+        tree_rendezvous.Door.admit = lambda *_: die()
+    timeout = CONNECT_TIMEOUT if moment == "before it connects" else TIMEOUT
+    began = time.monotonic()
+    try:
+        with patch.object(tree, "FAN_OUT", 2):
+            store = dist.distributed_c10d._get_default_store()
+            group = sw.TreeGroup(store, rank, WORLD, timeout=timeout)
+        with Round(group, "first"):
+            pass
+        began = time.monotonic()
+        if dies and moment == "in training":
+            die()
+        if dies and moment == "while it waits":
+            threading.Timer(1.0, die).start()
+        elif moment == "while it waits" and rank == 2:
+            time.sleep(3.0)
+        if dies and moment == "in the middle of a message":
+            Link._send = die_in_the_middle_of_a_message
+        with Round(group, "second") as all_ranks:
+            all_ranks.all_gather(bytes(100_000), bytes)
+    except sw.RankError as error:
+        return type(error).__name__, sorted(error.failures), time.monotonic() - began
+    return "", [], time.monotonic() - began
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "before it connects",
+        "while it connects",
+        "in training",
+        "while it waits",
+        "in the middle of a message",
+    ],
+)
+def test_a_rank_that_dies_is_known_to_all(gang: Gang, moment: str, lost: int) -> None:
+    outcomes = gang.run_outcomes(meet, moment, lost, world=WORLD)
+    for outcome in outcomes:
+        if outcome.rank == lost:
+            assert outcome.kind == "died"
+            continue
+        kind, named, seconds = outcome.value
+        assert (kind, named) == ("LostRankError", [lost]), outcome
+        assert seconds < SOON, outcome
+
+
+def wait_for_one_that_is_suspended(seconds: float) -> float:
+    store = dist.distributed_c10d._get_default_store()
+    with sw.TreeGroup(store, dist.get_rank(), dist.get_world_size(), timeout=TIMEOUT) as group:
+        with Round(group, "first"):
+            pass
+        began = time.monotonic()
+        if group.rank == 1:
+            waker = os.fork()
+            if waker == 0:
+                time.sleep(seconds)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(waker, 0)
+        with Round(group, "second") as all_ranks:
+            assert all_ranks.all_gather(bytes(1_000_000), bytes) == [bytes(1_000_000)] * group.size
+        return time.monotonic() - began
+
+
+def test_a_suspended_rank_is_waited_for(gang: Gang) -> None:
+    assert min(gang.run(wait_for_one_that_is_suspended, 4.0, world=3)) > 3.0
