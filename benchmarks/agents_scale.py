@@ -72,7 +72,8 @@ def measure(nodes: int) -> dict[str, object]:
             stage_files(place, nodes, [own, *infos], root)
             agent.wake()
             seconds = wait_for_end(place, start)
-            time.sleep(1.5)  # for what follows the outcomes
+            while not all(place.has(records.save_record(each, SAVE, "told")) for each in STAGES):
+                time.sleep(0.01)
             cpu = time.process_time() - cpu
             counts.send(None)
             saved = counts.recv()
