@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=338,
-    statements=34150,
+    statements=34160,
     modules_of_api=83,
-    statements_of_api=8480,
+    statements_of_api=8490,
     record_types=279,
     names_across_packages=369,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=78,
+    test_files_with_inner_imports=77,
 )
 """Lower a limit when its figure has fallen."""
 
