@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=338,
-    statements=34056,
+    statements=34140,
     modules_of_api=83,
-    statements_of_api=8443,
-    record_types=278,
+    statements_of_api=8480,
+    record_types=279,
     names_across_packages=369,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=76,
+    test_files_with_inner_imports=78,
 )
 """Lower a limit when its figure has fallen."""
 

@@ -27,7 +27,7 @@ from shardwise.telemetry.records import Telemetry
 
 MOST_CHECKPOINTS = 200
 MOST_OTHERS = 200
-MOST_RECORDS = 2_000_000
+MOST_RECORDS = 1_000_000
 """The most records of ranks that are read, the newest operations first; 50,000 take a second."""
 MOST_PROBLEMS = 20
 PARTICIPLES = {
