@@ -93,6 +93,7 @@ def measure(nodes: int) -> dict[str, object]:
             "requests a minute when idle": sum(idle.requests.values()) * 60 / IDLE_SECONDS,
             "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "by kind": saved.requests,
+            "by kind when idle": idle.requests,
         }
     finally:
         shutil.rmtree(scratch)
