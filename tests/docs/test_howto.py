@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import runpy
@@ -47,7 +48,7 @@ HOWTO = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "howto").gl
 SECONDS_TO_SAVE = 30.0
 
 
-@pytest.mark.parametrize("page", ["concepts.md", "index.md", "tutorial.md", *HOWTO])
+@pytest.mark.parametrize("page", ["concepts.md", "index.md", "telemetry.md", "tutorial.md", *HOWTO])
 def test_every_block_parses(page: str) -> None:
     for block in blocks_of(page):
         check_syntax(block)
@@ -56,12 +57,18 @@ def test_every_block_parses(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["agent.md", "concepts.md", *sorted({*HOWTO} - RUN_BY_OTHER_TESTS)]
+    "page", ["agent.md", "concepts.md", "telemetry.md", *sorted({*HOWTO} - RUN_BY_OTHER_TESTS)]
 )
 def test_python_of_the_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if page == "telemetry.md":
+        for package in ("opentelemetry.sdk", "tensorboard"):
+            pytest.importorskip(package, reason="pip install '.[test]'")
     monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("shardwise")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers])  # the page of telemetry adds one
+    monkeypatch.setattr(logger, "level", logger.level)
     names: dict[str, Any] = {"sw": sw}
     for block in blocks_of(page):
         if block.language == "python":

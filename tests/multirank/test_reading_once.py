@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.sharing.node_ranks import MOST_NODES, circle_of
 from tests.breadth import mostly_long
 from tests.conftest import PRELOAD
 from tests.tools.gang import Gang
@@ -209,6 +210,50 @@ def test_eight_ranks_read_the_state_once(saved: str, per_node: int) -> None:
         assert loads[0][1] <= 1.02 * NBYTES
         eight.run(load_parts, saved, overlapping_rows, per_node, world=8, timeout=120.0)
         eight.run(load_parts, saved, columns, per_node, world=8, timeout=120.0)
+
+
+def alternating_halves(rank: int, world: int) -> sw.Box:
+    """Every second rank wants the same rows."""
+    return sw.Box((ROWS // 2 * (rank % 2), 0), (ROWS // 2, COLUMNS))
+
+
+def load_in_circles(
+    path: str, part: Part, fault: tuple[int, Fault] | None = None
+) -> tuple[int, int]:
+    """Load while at most two nodes share their reads. Bytes that this rank reads and receives."""
+    with patch("shardwise.sharing.node_ranks.MOST_NODES", 2):
+        read, _, received = load_parts(path, part, fault=fault)
+    return read, received
+
+
+def test_nodes_share_their_reads_in_circles(gang: Gang, saved: str) -> None:
+    loads = gang.run(load_in_circles, saved, whole, world=4)
+    assert 2 * NBYTES <= sum(read for read, _ in loads) <= 2 * NBYTES + 8 * BLOCK
+    assert sum(received for _, received in loads) == sum(read for read, _ in loads)
+
+
+def test_nodes_that_want_the_same_are_in_a_circle(gang: Gang, saved: str) -> None:
+    loads = gang.run(load_in_circles, saved, alternating_halves, world=4)
+    assert NBYTES <= sum(read for read, _ in loads) <= NBYTES + 8 * BLOCK
+    assert all(received > 0 for _, received in loads)
+
+
+def test_a_rank_that_fails_in_a_circle_is_named_on_all_ranks(gang: Gang, saved: str) -> None:
+    fault = 3, refuse_connections
+    outcomes = gang.run_outcomes(load_in_circles, saved, whole, fault, world=4)
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, sw.RankError), outcome
+        assert "rank 3" in str(outcome.exception) or outcome.rank == 3
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 129, 1000, 16_384])
+def test_circles_have_about_equal_sizes(nodes: int) -> None:
+    circles = {circle_of(node, nodes) for node in range(nodes)}
+    assert sorted(node for circle in circles for node in circle) == list(range(nodes))
+    assert all(node in circle_of(node, nodes) for node in range(nodes))
+    sizes = {len(circle) for circle in circles}
+    assert max(sizes) <= MOST_NODES
+    assert max(sizes) - min(sizes) <= 1
 
 
 def save_foreign(path: Path) -> str:

@@ -28,7 +28,7 @@ def report(
     other: Annotated[
         str | None,
         typer.Argument(
-            metavar="[OTHER]", help="A checkpoint or root to compare with.", show_default=False
+            metavar="OTHER", help="A checkpoint or root to compare with.", show_default=False
         ),
     ] = None,
     output: Annotated[

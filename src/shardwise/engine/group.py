@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,11 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in errors: in a part of a group, its rank in the whole group."""
         ...
 
     @property
@@ -59,6 +65,17 @@ class Group(Protocol):
         """Send rank 0's data to all ranks, and return it."""
         ...
 
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> Group:
+        """Return a group of some of the ranks, in which the first of them is rank 0.
+
+        All ranks call this at the same time, each for a part to which it belongs.
+
+        Args:
+            ranks: the ranks of the part, the same on all of these.
+            cleanup: closes the connections of the part.
+        """
+        ...
+
 
 class TimedGroup:
     """A group that counts the time of its methods as waits for other ranks.
@@ -70,7 +87,8 @@ class TimedGroup:
 
     def __init__(self, group: Group, recorder: Recorder) -> None:
         self._group, self._recorder = group, recorder
-        self.rank, self.size, self.timeout = group.rank, group.size, group.timeout
+        self.rank, self.number, self.size = group.rank, group.number, group.size
+        self.timeout = group.timeout
 
     @property
     def bytes_sent(self) -> int:
@@ -94,6 +112,10 @@ class TimedGroup:
         self._recorder.note_agreement()
         return received
 
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> TimedGroup:
+        """See `Group.part`."""
+        return TimedGroup(self._group.part(ranks, cleanup), self._recorder)
+
 
 class SoloGroup:
     """A group of only this process, as `group=` of `save` and `load` in a job of several processes.
@@ -104,7 +126,7 @@ class SoloGroup:
             sw.save(path, state, group=sw.SoloGroup())
     """
 
-    rank = 0
+    rank = number = 0
     size = 1
     bytes_sent = bytes_received = 0
     timeout = TIMEOUT
@@ -116,6 +138,10 @@ class SoloGroup:
     def broadcast(self, data: bytes) -> bytes:
         """Return the data."""
         return data
+
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> SoloGroup:
+        """Return this group."""
+        return self
 
 
 def node_name() -> str:

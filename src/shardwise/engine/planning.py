@@ -392,7 +392,7 @@ def _share_structures(
         A digest of all structures and coordinates; and the structures, by their first ranks.
     """
     own = _Members(
-        zlib.compress(encoded, 1),
+        zlib.compress(encoded, 1) if group.size > 1 else b"",
         np.array([group.rank], "<i4").tobytes(),
         np.array(description.coordinates, "<i4").tobytes(),
     )

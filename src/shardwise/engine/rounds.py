@@ -238,7 +238,7 @@ class Round:
             MismatchError: values differ. The error lists the different values of each name with
                 their first ranks.
         """
-        own = values_of(self._group.rank, values)
+        own = values_of(self._group.number, values)
         self.all_reduce(own, Values, combine_values, partial(refuse_unequal, summary), type(None))
 
     def broadcast(self, value: T, kind: Any) -> T:
@@ -277,7 +277,7 @@ class Round:
         if raised:
             raise raised[0]
         _refuse_different_operations(
-            _first_ranks([reply.operations, {self._operation: self._group.rank}])
+            _first_ranks([reply.operations, {self._operation: self._group.number}])
         )
         _raise_failure(reply, self._operation)
         return reply.data
@@ -288,7 +288,7 @@ class Round:
         if self._first_only:
             return self._broadcast(self._message(error=_encode_error(error)))
         text = describe_error(error)[:MOST_TEXT]
-        message = self._message(failures={self._group.rank: text}, failed=1)
+        message = self._message(failures={self._group.number: text}, failed=1)
         return self._broadcast(self._reduce(message, lambda _: b"", []))
 
     def _message(
@@ -299,7 +299,7 @@ class Round:
         failed: int = 0,
         error: _Error | None = None,
     ) -> _Message:
-        operations = {self._operation: self._group.rank}
+        operations = {self._operation: self._group.number}
         return _Message(operations, data, failures or {}, failed, error)
 
     def _reduce(

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+import torch.distributed as dist
 
 from shardwise.deadline import Deadline
 from shardwise.engine.group import TIMEOUT, Combine
@@ -81,6 +82,7 @@ class TreeGroup:
         timeout: the longest time that ranks wait for each other.
         check: called again and again until the ranks are connected. It raises to give up, or moves
             the deadline.
+        numbers: the number of each rank in errors; by default, the rank.
 
     Raises:
         StateError: `rank` is not one of `size` ranks.
@@ -96,10 +98,13 @@ class TreeGroup:
         *,
         timeout: timedelta = TIMEOUT,
         check: Check = nothing,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise StateError(f"rank={rank}, size={size}: expected a rank from 0 to size - 1")
         self.rank, self.size, self.timeout = rank, size, timeout
+        self._store, self._numbers = store, range(size) if numbers is None else numbers
+        self.number = self._numbers[rank]
         self._above: Link | None = None
         self._below: dict[int, Link] = {}
         self._door: Door | None = None
@@ -110,7 +115,9 @@ class TreeGroup:
                 self._door = Door(store, rank, size, below)
             if rank:
                 above = rank_above(rank)
-                self._above = connect_upwards(store, rank, size, above, timeout, check)
+                self._above = connect_upwards(
+                    store, rank, size, above, timeout, check, self._numbers[above]
+                )
             self._run(self._missing_below, check=check)
         self._operation = OPERATION
 
@@ -145,6 +152,9 @@ class TreeGroup:
             self._door.close(failure)
             self._door = None
         for link in self._links:
+            if failure is None:
+                link.put(Kind.LEFT, b"")
+                link.send_and_receive(can_receive=False)
             link.close()
 
     def reduce(self, data: bytes, combine: Combine) -> bytes:
@@ -180,6 +190,14 @@ class TreeGroup:
             )
             return data
 
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> TreeGroup:
+        """Connect some of the ranks among themselves."""
+        store = dist.distributed_c10d.PrefixStore(f"part {ranks[0]}", self._store)
+        own = ranks.index(self.rank)
+        numbers = [self._numbers[rank] for rank in ranks]
+        part = TreeGroup(store, own, len(ranks), timeout=self.timeout, numbers=numbers)
+        return cleanup.enter_context(part)
+
     @property
     def _links(self) -> list[Link]:
         above = [] if self._above is None else [self._above]
@@ -191,7 +209,7 @@ class TreeGroup:
                 "its connections were closed, by close() or after a failure: create a new "
                 "Checkpointer, or restart the job"
             )
-            raise LostRankError(self._operation, {self.rank: reason})
+            raise LostRankError(self._operation, {self.number: reason})
         if len(data) > MOST_BYTES:
             raise StateError(
                 f"a message between ranks has {len(data):,} bytes, more than {MOST_BYTES:,}: the "
@@ -233,8 +251,8 @@ class TreeGroup:
         Args:
             find_missing: returns the ranks that this rank waits for.
             longer: how many seconds to wait beyond the time-out.
-            are_ending: whether other ranks may close their connections meanwhile. A rank whose
-                message was not taken yet may always do so, because the message may be its last one.
+            are_ending: whether other ranks may close their connections meanwhile. A rank that has
+                said that it leaves, and whose message was not taken yet, may always do so.
             check: called again and again.
         """
         deadline = Deadline(self.timeout.total_seconds() + longer)
@@ -242,7 +260,7 @@ class TreeGroup:
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
-            lost = {link.rank: link.ended for link in self._links if link.ended and not link.inbox}
+            lost = {self._numbers[link.rank]: link.ended for link in self._links if link.is_lost}
             if lost and not are_ending:
                 self._fail(Failure(self._operation, lost, is_lost=True))
             if deadline.has_passed():
@@ -274,10 +292,14 @@ class TreeGroup:
             for link in door.admit():
                 self._below[link.rank] = link
         except RankError as error:
-            self._fail(Failure(error.operation, error.failures, is_lost=False))
+            self._fail(self._renumbered(error))
         if not door.missing:
             self._door = None
             door.close()
+
+    def _renumbered(self, error: RankError) -> Failure:
+        failures = {self._numbers[rank]: text for rank, text in error.failures.items()}
+        return Failure(error.operation, failures, is_lost=False)
 
     def _take_news(self, link: Link) -> None:
         """Act on what another rank says about failed and missing ranks."""
@@ -287,6 +309,9 @@ class TreeGroup:
                 if kind == Kind.FAILED:
                     failure = msgspec.msgpack.decode(data, type=Failure)
                     self._fail(failure.shortened(), heard_from=link)
+                if kind == Kind.LEFT:
+                    link.has_left = True
+                    continue
                 link.reported = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
             except msgspec.DecodeError:
                 link.end("it sent something that is no message")
@@ -308,11 +333,12 @@ class TreeGroup:
         """Describe ranks that did not answer in time."""
         reasons = {}
         for rank, host in missing:
-            through = [each for low in all_below(rank, self.size) for each in low]
-            reasons[rank] = f"did not answer within {seconds:.0f} s"
-            reasons[rank] += f", on host {host}" if host else ""
+            through = [self._numbers[each] for low in all_below(rank, self.size) for each in low]
+            reason = f"did not answer within {seconds:.0f} s"
+            reason += f", on host {host}" if host else ""
             if through and rank:
-                reasons[rank] += f"; {name_ranks(through)} send their messages through it"
+                reason += f"; {name_ranks(through)} send their messages through it"
+            reasons[self._numbers[rank]] = reason
         return Failure(self._operation, reasons, is_lost=True)
 
     def _fail(self, failure: Failure, heard_from: Link | None = None) -> NoReturn:

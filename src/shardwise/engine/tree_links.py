@@ -37,6 +37,8 @@ class Kind(IntEnum):
     """Ranks that failed."""
     MISSING = 4
     """Ranks that others wait for."""
+    LEFT = 5
+    """This rank has sent its last message."""
 
 
 @prepare_decoding
@@ -78,6 +80,7 @@ class Link:
         news: the messages about failed and missing ranks that were not taken yet.
         bytes_sent, bytes_received: the bytes of all messages.
         ended: why the connection has ended; empty if it has not.
+        has_left: whether the other rank has said that it leaves.
         reported: the ranks that the other rank waits for, with their hosts, as it last said.
         told: the ranks that this rank waits for, as the other rank was last told.
     """
@@ -88,6 +91,7 @@ class Link:
         self.news = deque[tuple[Kind, bytes]]()
         self.bytes_sent = self.bytes_received = 0
         self.ended = ""
+        self.has_left = False
         self.reported: list[tuple[int, str]] = []
         self.told: list[tuple[int, str]] = []
         self._connection = connection
@@ -105,6 +109,11 @@ class Link:
     def is_sending(self) -> bool:
         """Whether there are bytes to send."""
         return bool(self._outgoing)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended, but the other rank did not leave after a message."""
+        return bool(self.ended) and not (self.has_left and self.inbox)
 
     def missing(self) -> list[tuple[int, str]]:
         """Return the ranks without which the other rank cannot send its message."""

@@ -211,7 +211,8 @@ def connect_upwards(
     size: int,
     above: int,
     timeout: timedelta,
-    check: Check = nothing,
+    check: Check,
+    number: int,
 ) -> Link:
     """Connect to the rank above.
 
@@ -221,6 +222,7 @@ def connect_upwards(
         above: the rank to connect to.
         timeout: the longest wait.
         check: called again and again.
+        number: the number of the rank above in errors.
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
@@ -247,13 +249,13 @@ def connect_upwards(
                 peer = _hear_answer(connection, lookup, place, deadline)
                 if peer.number != ACCEPTED:
                     reason = f"on host {peer.host}: {peer.problem(size)}"
-                    raise RankError(OPERATION, {above: reason})
+                    raise RankError(OPERATION, {number: reason})
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
         except OSError as error:
             reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
     text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
-    raise LostRankError(OPERATION, {above: text})
+    raise LostRankError(OPERATION, {number: text})
 
 
 class _Lookup:

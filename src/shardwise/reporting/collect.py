@@ -27,7 +27,7 @@ from shardwise.telemetry.records import Telemetry
 
 MOST_CHECKPOINTS = 200
 MOST_OTHERS = 200
-MOST_RECORDS = 2_000_000
+MOST_RECORDS = 1_000_000
 """The most records of ranks that are read, the newest operations first; 50,000 take a second."""
 MOST_PROBLEMS = 20
 PARTICIPLES = {
@@ -333,8 +333,7 @@ def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) 
 
 def _saves_with_telemetry(names: Iterable[str]) -> list[str]:
     """Return the ids of the saves of which a directory has the telemetry."""
-    found = [(name, save_id_of_telemetry(name)) for name in names]
-    return [save_id for name, save_id in found if save_id and name == telemetry_file(save_id)]
+    return [save_id for name in names if (save_id := save_id_of_telemetry(name)) is not None]
 
 
 def _names(store: Store) -> list[str]:

@@ -95,10 +95,13 @@ def _verdict(found: Sequence[Straggler]) -> str:
     if not found:
         return "No rank was much slower than the others."
     first = found[0]
+    seconds, median = (
+        f'<span class="whole">{words.format_seconds(each)}</span>'
+        for each in (first.seconds, first.median)
+    )
     text = (
-        f"<b>{escape(first.who)}</b> was slow in "
-        f"<b>{escape(first.stage)}</b>: {words.format_seconds(first.seconds)}, where the median "
-        f"of all ranks is {words.format_seconds(first.median)}."
+        f"<b>{escape(first.who)}</b> was slow in <b>{escape(first.stage)}</b>: {seconds}, "
+        f"where the median of all ranks is {median}."
     )
     more = len(found) - 1
     return text + (f" {format_count(more, 'more straggler')} below." if more else "")
@@ -270,9 +273,10 @@ def _bars(title: str, points: Sequence[tuple[int, float, str]]) -> str:
     )
     first, last = points[0], points[-1]
     label = f"{title}: {first[2]} at step {first[0]:,}, {last[2]} at step {last[0]:,}"
+    most = f"largest {largest[2]} at step {largest[0]:,}"
     return (
-        f"<figure><figcaption><b>{escape(title)}</b> <span>largest {escape(largest[2])} at step "
-        f'{largest[0]:,}</span></figcaption><div class="bars" role="img" '
+        f'<figure style="--bars:{len(points)}"><figcaption><b>{escape(title)}</b> '
+        f'<span>{escape(most)}</span></figcaption><div class="bars" role="img" '
         f'aria-label="{escape(label)}">{bars}</div><div class="scale quiet"><span>step '
         f"{first[0]:,}</span><span>{last[0]:,}</span></div></figure>"
     )

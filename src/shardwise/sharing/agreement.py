@@ -68,7 +68,7 @@ class _Division(msgspec.Struct, array_like=True):
         lists: the different lists of byte ranges, encoded.
         list_of_node: the index in `lists` of each node's list.
         ranks: the ranks of each node.
-        addresses: the address of each rank.
+        addresses: the address of each rank, by rank.
         largest_read: the greatest length of a read of each file in bytes, as int64.
         token: the secret of all connections.
     """
@@ -76,7 +76,7 @@ class _Division(msgspec.Struct, array_like=True):
     lists: list[bytes]
     list_of_node: list[int]
     ranks: list[list[int]]
-    addresses: list[tuple[str, int]]
+    addresses: dict[int, tuple[str, int]]
     largest_read: bytes
     token: bytes
 
@@ -97,7 +97,7 @@ def agree_on_reading_once(
     """Agree on the reads that nodes share. All ranks call this function together.
 
     Args:
-        group: all ranks of the load, of several nodes.
+        group: the ranks of the nodes that may share their reads: those of `node.neighbors`.
         node: the ranks of this node.
         cleanup: closes the connections.
         may_share: whether this node shares its reads.
@@ -121,7 +121,7 @@ def agree_on_reading_once(
                 wanted = b""
         offer = _Offer(node.ranks[0], address, wanted, secrets.token_bytes(TOKEN_SIZE))
         found = all_ranks.all_reduce(
-            {group.rank: offer},
+            {node.rank: offer},
             dict[int, _Offer],
             unite,
             lambda offers: _divide(dict(sorted(offers.items())), node.largest_read, least),
@@ -164,9 +164,9 @@ def _divide(offers: Mapping[int, _Offer], largest_read: IntArray, least: int) ->
         lists=list(numbers),
         list_of_node=[numbers[each] for each in lists],
         ranks=list(ranks_of.values()),
-        addresses=[offer.address for offer in offers.values()],
+        addresses={rank: offer.address for rank, offer in offers.items()},
         largest_read=largest_read.tobytes(),
-        token=offers[0].token,
+        token=next(iter(offers.values())).token,
     )
     wanted = division.wanted()
     _, saved = division.divide(wanted, 0)

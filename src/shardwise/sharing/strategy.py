@@ -11,6 +11,7 @@ import numpy as np
 from shardwise.engine.data_reader import end_of_read
 from shardwise.engine.group import Group
 from shardwise.engine.load import Readers, read_span, run_in_threads
+from shardwise.engine.rounds import Round
 from shardwise.engine.tensors import SpanCopier
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, block_count
@@ -57,9 +58,18 @@ class ReadTogether:
             # A node does not share what it has itself: most files of a snapshot, or its own disk.
             is_local = self._read_once is None and traits.is_node_local
             may_share = traits.mapped is None and not is_local
-            between = agree_on_reading_once(
-                group, node, cleanup, may_share=may_share, read_once=self._read_once
+            agree = partial(
+                agree_on_reading_once,
+                node=node,
+                cleanup=cleanup,
+                may_share=may_share,
+                read_once=self._read_once,
             )
+            if len(node.neighbors) == group.size:
+                between = agree(group)
+            else:
+                with Round(group, "planning shared reads"):  # other parts learn of failures, too
+                    between = agree(group.part(node.neighbors, cleanup))
         from_nodes, links = between or (None, None)
         shared = share_reads(node.wanted, largest_read=node.largest_read, between_nodes=from_nodes)
         alone = sum(each.nbytes for each in node.wanted)

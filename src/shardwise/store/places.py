@@ -309,6 +309,22 @@ def publish_private(store: Store, key: str, data: bytes, public_data: bytes) -> 
     return is_hidden
 
 
+def publish_unsynced(store: Store, key: str, data: bytes) -> None:
+    """Create or replace a small file atomically. A crash of the machine may lose or damage it.
+
+    On a file system, it is not synced, so that it does not delay other writes.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
+    if not isinstance(store, LocalStore):
+        store.publish(key, data, replace=True)
+        return
+    store.path.mkdir(parents=True, exist_ok=True)
+    with write_atomically(store.path / key, mode=0o666) as file:
+        file.write(data)
+
+
 def read_private(store: Store, key: str, *, limit: int) -> bytes:
     """Return the content of a small file, unless others may have written it.
 

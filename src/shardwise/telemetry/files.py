@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime
 
 from shardwise.manifest.manifest import LARGEST_TELEMETRY, telemetry_file
-from shardwise.store import Store
+from shardwise.store import Store, publish_unsynced
 from shardwise.telemetry.encoding import decode_file, encode_file
 from shardwise.telemetry.records import OPERATIONS, Telemetry
 
@@ -46,7 +46,7 @@ def write_of_save(checkpoint: Store, telemetry: Telemetry) -> None:
     Raises:
         OSError: the store failed.
     """
-    checkpoint.publish(telemetry_file(telemetry.id), encode_file(telemetry), replace=True)
+    publish_unsynced(checkpoint, telemetry_file(telemetry.id), encode_file(telemetry))
 
 
 def list_operations(root: Store) -> list[str]:
@@ -84,7 +84,7 @@ def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES
     started = datetime.fromisoformat(telemetry.started)
     name = f"{telemetry.operation}-{started:%Y%m%dT%H%M%SZ}-{telemetry.id}.json.gz"
     directory = root.at(DIRECTORY)
-    directory.publish(name, encode_file(telemetry), replace=True)
+    publish_unsynced(directory, name, encode_file(telemetry))
     for old in list_operations(root)[:-keep]:
         directory.delete(old)
     return name

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ class _SharedTable:
         self._changed = threading.Condition()
         self._arrived, self._ended = set[int](), set[int]()
         self._round = 0
+        self._parts: dict[tuple[int, ...], _SharedTable] = {}
 
     def wait_for_all(self, rank: int) -> dict[int, str]:
         """Wait for all ranks. For each rank that ended or is late, return the reason."""
@@ -49,11 +51,19 @@ class _SharedTable:
                 sorted({*range(self.size)} - self._arrived), late
             )
 
+    def part(self, ranks: Sequence[int]) -> _SharedTable:
+        """Return the table of some of the ranks."""
+        with self._changed:
+            return self._parts.setdefault(tuple(ranks), _SharedTable(len(ranks), self.timeout))
+
     def end(self, rank: int) -> None:
         """Record that a rank has ended, so that no other rank waits for it."""
         with self._changed:
             self._ended.add(rank)
             self._changed.notify_all()
+            for ranks, table in self._parts.items():
+                if rank in ranks:
+                    table.end(ranks.index(rank))
 
 
 class ThreadGroup:
@@ -65,7 +75,7 @@ class ThreadGroup:
     """
 
     def __init__(self, rank: int, table: _SharedTable) -> None:
-        self.rank = rank
+        self.rank = self.number = rank
         self.size = table.size
         self.bytes_sent = self.bytes_received = 0
         self.timeout = timedelta(seconds=table.timeout)
@@ -102,6 +112,12 @@ class ThreadGroup:
         self.bytes_received += len(received) if self.rank else 0
         self._wait_for_all()
         return received
+
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> ThreadGroup:
+        """Return a group of some of the ranks."""
+        part = ThreadGroup(ranks.index(self.rank), self._table.part(ranks))
+        part.number = self.number
+        return part
 
     def end(self) -> None:
         """Record that this rank has ended, so that the others stop waiting for it."""
