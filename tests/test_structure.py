@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=338,
-    statements=34160,
+    statements=34180,
     modules_of_api=83,
-    statements_of_api=8490,
+    statements_of_api=8500,
     record_types=279,
     names_across_packages=369,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=77,
+    test_files_with_inner_imports=78,
 )
 """Lower a limit when its figure has fallen."""
 
