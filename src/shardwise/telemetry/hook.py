@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shardwise.engine.group import Group
 from shardwise.engine.save import SaveReport
-from shardwise.errors import LostRankError
+from shardwise.errors import ShardwiseError
 from shardwise.events import Event, OperationRecord
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 from shardwise.telemetry.rows import (
@@ -92,11 +92,11 @@ class TelemetryHook(RunHook):
     def closed(self, *, completed: bool) -> None:
         """Send the rest, and wait a while until rank 0 has stored it."""
         if completed:
-            self._gather()
+            self._gather(most_waiting=0)
         if self._writer is not None:
             self._writer.close(LONGEST_END if completed else 0.0)
 
-    def _take_rows(self) -> bytes:
+    def _take_rows(self, most_waiting: int) -> bytes:
         """Return the message of this rank; empty if there is nothing to send, or this fails."""
         try:
             ended = {} if self._take_ended is None else self._take_ended()
@@ -105,7 +105,7 @@ class TelemetryHook(RunHook):
                     operation, record = self._waiting.pop(save_id)
                     record = replace(record, events=(*record.events, *events))
                     self._ready.append((operation, record))
-            while len(self._waiting) > MOST_WAITING:
+            while len(self._waiting) > most_waiting:
                 self._ready.append(self._waiting.pop(next(iter(self._waiting))))
             run = self._run
             return encode_message(
@@ -118,15 +118,15 @@ class TelemetryHook(RunHook):
         finally:
             self._ready = []
 
-    def _gather(self) -> None:
-        message = self._take_rows()
+    def _gather(self, most_waiting: int = MOST_WAITING) -> None:
+        message = self._take_rows(most_waiting)
         if self._has_failed:
             return
         # Rank 0 combines in its thread.
         combine = combine_messages if self._writer is None else join_messages
         try:
             message = self._group.reduce(message, combine)
-        except LostRankError as error:
+        except ShardwiseError as error:
             self._has_failed = True
             log.warning("the telemetry of the last operations is lost: %s", error)
             return
