@@ -7,13 +7,11 @@ rank 0 combines them, in the background.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from shardwise.telemetry.records import (
     combine,
     sort_stages,
 )
+from shardwise.version import VERSION
 
 LARGEST_COMBINED = 1 << 18
 """Messages that have more bytes together are not decoded on their way to rank 0."""
@@ -78,7 +77,7 @@ def row_of(
         started=datetime.fromtimestamp(at_begin, timezone.utc).isoformat(),
         seconds=max(0.0, _end_of(record) - record.began),
         world_size=world_size,
-        library=_version(),
+        library=VERSION,
         ranks=_column(rank),
         hosts=(_NOT_IN_NAMES.sub("-", host)[:255] or "unknown",),
         host=_column(0),
@@ -89,11 +88,6 @@ def row_of(
         stages=sort_stages(_stages_of(record)),
         phases={name: seconds for name, seconds in operation.phases.items() if seconds >= 0},
     )
-
-
-@cache
-def _version() -> str:
-    return importlib.metadata.version("shardwise")
 
 
 def _end_of(record: OperationRecord) -> float:
