@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=338,
-    statements=34140,
+    statements=34156,
     modules_of_api=83,
     statements_of_api=8480,
     record_types=279,
