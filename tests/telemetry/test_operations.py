@@ -96,6 +96,19 @@ def test_each_save_and_restore_of_a_run(
     assert {each.name for each in restore.stages} >= {"asking", "reading", "open", "match", "read"}
 
 
+def test_a_snapshot_that_is_persisted_at_the_end(tmp_path: Path, shm: Path) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=1, slots=2)
+    with sw.Checkpointer(tmp_path / "run", memory=memory, save_every=1000) as cp:
+        for step in (1, 2):
+            handle = cp.save(step, {"w": torch.ones(9)})
+            assert handle is not None
+            handle.result()
+    found = telemetry_of(tmp_path / "run", 2)
+    assert (found.operation, found.step) == ("save", 2)
+    assert found.path == str(tmp_path / "run" / "step-00000002")
+    assert {"stage", "commit", "persist"} <= {each.name for each in found.stages}
+
+
 def killed_while_gathering(root: Path) -> str:
     rank = dist.get_rank()
     gather = TelemetryHook._gather

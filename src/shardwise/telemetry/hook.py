@@ -17,6 +17,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.save import SaveReport
 from shardwise.errors import ShardwiseError
 from shardwise.events import Event, OperationRecord
+from shardwise.manifest.manifest import step_directory
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 from shardwise.telemetry.rows import (
     Operation,
@@ -57,6 +58,7 @@ class TelemetryHook(RunHook):
         self._host = socket.gethostname() if host is None else host
         self._waiting: dict[str, tuple[Operation, OperationRecord]] = {}
         self._ready: list[tuple[Operation, OperationRecord]] = []
+        self._last_snapshot: tuple[Operation, OperationRecord] | None = None
         self._restores = 0
         self._writer = TelemetryWriter(run.root) if group.rank == 0 else None
         self._has_failed = False
@@ -85,7 +87,6 @@ class TelemetryHook(RunHook):
             path=report.load.path,
             phases={name: each for name, each in report.seconds.items() if name != "total"},
         )
-        self._waiting.clear()  # agents discard what is newer
         self._ready.append((operation, report.record))
         self._gather()
 
@@ -101,10 +102,7 @@ class TelemetryHook(RunHook):
         try:
             ended = {} if self._take_ended is None else self._take_ended()
             for save_id, events in ended.items():
-                if save_id in self._waiting:
-                    operation, record = self._waiting.pop(save_id)
-                    record = replace(record, events=(*record.events, *events))
-                    self._ready.append((operation, record))
+                self._add_ended(save_id, events)
             while len(self._waiting) > most_waiting:
                 self._ready.append(self._waiting.pop(next(iter(self._waiting))))
             run = self._run
@@ -117,6 +115,22 @@ class TelemetryHook(RunHook):
             return b""
         finally:
             self._ready = []
+
+    def _add_ended(self, save_id: str, events: tuple[Event, ...]) -> None:
+        """Add a save that agents have ended."""
+        found = self._waiting.pop(save_id, None)
+        last = self._last_snapshot
+        if found is None and last is not None and last[0].id == save_id:
+            found = last  # it is persisted at the end of the run
+        if found is None:
+            return
+        operation, record = found
+        if operation.name == "snapshot":
+            self._last_snapshot = found
+            if any(event.stage == "persist" for event in events):
+                place = self._run.root.at(step_directory(operation.step or 0))
+                operation = replace(operation, name="save", path=str(place))
+        self._ready.append((operation, replace(record, events=(*record.events, *events))))
 
     def _gather(self, most_waiting: int = MOST_WAITING) -> None:
         message = self._take_rows(most_waiting)
