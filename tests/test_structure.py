@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=339,
-    statements=34150,
+    statements=34210,
     modules_of_api=84,
-    statements_of_api=8497,
+    statements_of_api=8520,
     record_types=279,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,

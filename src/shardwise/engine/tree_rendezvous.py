@@ -240,9 +240,11 @@ def connect_upwards(
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
                 if peer.number != ACCEPTED:
-                    problem = peer.problem(size) or "it turned this rank away"
-                    reason = f"on host {peer.host}: {problem}"
-                    raise RankError(OPERATION, {number: reason})
+                    problem = peer.problem(size) or (
+                        f"it has version {peer.version} of shardwise, and refuses this rank: "
+                        "install the same version on all hosts"
+                    )
+                    raise RankError(OPERATION, {number: f"on host {peer.host}: {problem}"})
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
         except OSError as error:

@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 import numpy as np
 
 from shardwise.boxes.box import IntArray
-from shardwise.errors import FormatError
 from shardwise.events import Event, OperationRecord
 from shardwise.telemetry.encoding import decode, encode
 from shardwise.telemetry.records import (
@@ -151,14 +150,19 @@ def decode_message(message: bytes, label: str) -> list[Telemetry]:
     return [combine(each) for each in tables.values()]
 
 
+def join_messages(messages: Sequence[bytes]) -> bytes:
+    """Return one message with the tables of all messages, in any order, as they are."""
+    return b"\n".join(filter(None, messages))
+
+
 def combine_messages(messages: Sequence[bytes]) -> bytes:
     """Return one message with the tables of all messages, in any order."""
-    joined = b"\n".join(filter(None, messages))
+    joined = join_messages(messages)
     if len(joined) > LARGEST_COMBINED:
         return joined
     try:
         return encode_message(decode_message(joined, "a message"))
-    except FormatError:  # rank 0 reports it
+    except Exception:  # rank 0 reports it; the connections of the ranks must not close
         return joined
 
 
