@@ -96,14 +96,27 @@ def test_each_save_and_restore_of_a_run(
     assert {each.name for each in restore.stages} >= {"asking", "reading", "open", "match", "read"}
 
 
+def test_a_snapshot_that_is_persisted_at_the_end(tmp_path: Path, shm: Path) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=1, slots=2)
+    with sw.Checkpointer(tmp_path / "run", memory=memory, save_every=1000) as cp:
+        for step in (1, 2):
+            handle = cp.save(step, {"w": torch.ones(9)})
+            assert handle is not None
+            handle.result()
+    found = telemetry_of(tmp_path / "run", 2)
+    assert (found.operation, found.step) == ("save", 2)
+    assert found.path == str(tmp_path / "run" / "step-00000002")
+    assert {"stage", "commit", "persist"} <= {each.name for each in found.stages}
+
+
 def killed_while_gathering(root: Path) -> str:
     rank = dist.get_rank()
     gather = TelemetryHook._gather
 
-    def die(hook: TelemetryHook) -> None:
+    def die(hook: TelemetryHook, **options: int) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        gather(hook)
+        gather(hook, **options)
 
     TelemetryHook._gather = die  # type: ignore[method-assign]
     state = {"w": torch.ones(9)}
@@ -198,3 +211,23 @@ def test_retention_removes_the_telemetry(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None):
         pass
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_root_of_others_is_only_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ReadOnly(FaultyStore):
+        def at(self, name: str) -> ReadOnly:
+            return ReadOnly(self.store.at(name), self._fault)
+
+        def run(self, operation: str, path: str, act: Any) -> Any:
+            if operation == "publish" and path.startswith("restore-"):
+                raise OSError(errno.EROFS, "Read-only file system", path)
+            return super().run(operation, path, act)
+
+    sw.save(tmp_path / "step-00000001", {"w": torch.ones(9)}, step=1)
+    caplog.set_level(logging.INFO, "shardwise")
+    with sw.Checkpointer(ReadOnly(tmp_path, Fault()), memory=None) as cp:
+        assert cp.restore({"w": torch.zeros(9)}) == 1
+    (record,) = [each for each in caplog.records if "telemetry is not stored" in each.message]
+    assert record.levelno == logging.INFO

@@ -15,10 +15,17 @@ from dataclasses import replace
 
 from shardwise.engine.group import Group
 from shardwise.engine.save import SaveReport
-from shardwise.errors import LostRankError
+from shardwise.errors import ShardwiseError
 from shardwise.events import Event, OperationRecord
+from shardwise.manifest.manifest import step_directory
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
-from shardwise.telemetry.rows import Operation, combine_messages, encode_message, row_of
+from shardwise.telemetry.rows import (
+    Operation,
+    combine_messages,
+    encode_message,
+    join_messages,
+    row_of,
+)
 from shardwise.telemetry.storing import TelemetryWriter
 
 MOST_WAITING = 64
@@ -51,6 +58,7 @@ class TelemetryHook(RunHook):
         self._host = socket.gethostname() if host is None else host
         self._waiting: dict[str, tuple[Operation, OperationRecord]] = {}
         self._ready: list[tuple[Operation, OperationRecord]] = []
+        self._last_snapshot: tuple[Operation, OperationRecord] | None = None
         self._restores = 0
         self._writer = TelemetryWriter(run.root) if group.rank == 0 else None
         self._has_failed = False
@@ -79,27 +87,23 @@ class TelemetryHook(RunHook):
             path=report.load.path,
             phases={name: each for name, each in report.seconds.items() if name != "total"},
         )
-        self._waiting.clear()  # agents discard what is newer
         self._ready.append((operation, report.record))
         self._gather()
 
     def closed(self, *, completed: bool) -> None:
         """Send the rest, and wait a while until rank 0 has stored it."""
         if completed:
-            self._gather()
+            self._gather(most_waiting=0)
         if self._writer is not None:
             self._writer.close(LONGEST_END if completed else 0.0)
 
-    def _take_rows(self) -> bytes:
+    def _take_rows(self, most_waiting: int) -> bytes:
         """Return the message of this rank; empty if there is nothing to send, or this fails."""
         try:
             ended = {} if self._take_ended is None else self._take_ended()
             for save_id, events in ended.items():
-                if save_id in self._waiting:
-                    operation, record = self._waiting.pop(save_id)
-                    record = replace(record, events=(*record.events, *events))
-                    self._ready.append((operation, record))
-            while len(self._waiting) > MOST_WAITING:
+                self._add_ended(save_id, events)
+            while len(self._waiting) > most_waiting:
                 self._ready.append(self._waiting.pop(next(iter(self._waiting))))
             run = self._run
             return encode_message(
@@ -112,13 +116,31 @@ class TelemetryHook(RunHook):
         finally:
             self._ready = []
 
-    def _gather(self) -> None:
-        message = self._take_rows()
+    def _add_ended(self, save_id: str, events: tuple[Event, ...]) -> None:
+        """Add a save that agents have ended."""
+        found = self._waiting.pop(save_id, None)
+        last = self._last_snapshot
+        if found is None and last is not None and last[0].id == save_id:
+            found = last  # it is persisted at the end of the run
+        if found is None:
+            return
+        operation, record = found
+        if operation.name == "snapshot":
+            self._last_snapshot = found
+            if any(event.stage == "persist" for event in events):
+                place = self._run.root.at(step_directory(operation.step or 0))
+                operation = replace(operation, name="save", path=str(place))
+        self._ready.append((operation, replace(record, events=(*record.events, *events))))
+
+    def _gather(self, most_waiting: int = MOST_WAITING) -> None:
+        message = self._take_rows(most_waiting)
         if self._has_failed:
             return
+        # Rank 0 combines in its thread.
+        combine = combine_messages if self._writer is None else join_messages
         try:
-            message = self._group.reduce(message, combine_messages)
-        except LostRankError as error:
+            message = self._group.reduce(message, combine)
+        except ShardwiseError as error:
             self._has_failed = True
             log.warning("the telemetry of the last operations is lost: %s", error)
             return

@@ -343,3 +343,4 @@ class PendingSaves:
             )
         stages = ("commit", "protect", "persist")
         self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)
+        self._noted.discard(last.save_id)
