@@ -30,7 +30,7 @@ SLOTS = 3  # per rank: two for committed snapshots, one to write
 
 _SAVE = "[0-9a-f]{16}"
 _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
-_HOME = re.compile(r"agent\.[a-z.]+|node|[a-z]+\.lock|runs")
+_HOME = re.compile(r"agent\.[a-z.]+|metrics\.token|node|[a-z]+\.lock|runs")
 _SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{16}\.spare")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
