@@ -38,7 +38,7 @@ LAYERS = (
     ("manifest",),
     ("boxes", "store"),
     ("plugins",),
-    ("deadline", "decoding", "errors", "events"),
+    ("deadline", "decoding", "errors", "events", "version"),
 )
 # The same within large packages.
 LAYERS_OF_MEMORY = (

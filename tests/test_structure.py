@@ -13,14 +13,14 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=338,
-    statements=34156,
-    modules_of_api=83,
-    statements_of_api=8480,
+    modules=339,
+    statements=34210,
+    modules_of_api=84,
+    statements_of_api=8520,
     record_types=279,
-    names_across_packages=369,  # the ports are used from everywhere
+    names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=79,
+    test_files_with_inner_imports=78,
 )
 """Lower a limit when its figure has fallen."""
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.engine.compile_and_gc import pause_gc
+from shardwise.version import VERSION
 
 if TYPE_CHECKING:
     from shardwise.adapters.trainable import trainable as trainable
@@ -126,7 +127,7 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -91,6 +92,30 @@ def test_a_rank_that_dies_is_known_to_all(gang: Gang, moment: str, lost: int) ->
         kind, named, seconds = outcome.value
         assert (kind, named) == ("LostRankError", [lost]), outcome
         assert seconds < SOON, outcome
+
+
+def die_with_a_child(path: str) -> tuple[str, float]:
+    """Rank 1 dies, but a process that it has forked lives on, as workers of data loaders do."""
+    with sw.Checkpointer(path, timeout=TIMEOUT, memory=None) as checkpointer:
+        if dist.get_rank() == 1:
+            if not os.fork():
+                time.sleep(SOON + 5.0)
+                os._exit(0)
+            die()
+        began = time.monotonic()
+        try:
+            checkpointer.save(1, {"a": 1})
+        except sw.LostRankError as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_rank(gang: Gang, tmp_path: Path) -> None:
+    outcomes = gang.run_outcomes(die_with_a_child, str(tmp_path / "root"), world=3)
+    assert [outcome.kind for outcome in outcomes] == ["value", "died", "value"]
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "rank 1: it died" in outcome.value[0]
+        assert outcome.value[1] < SOON
 
 
 def wait_for_one_that_is_suspended(seconds: float) -> float:

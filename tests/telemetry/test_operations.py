@@ -113,10 +113,10 @@ def killed_while_gathering(root: Path) -> str:
     rank = dist.get_rank()
     gather = TelemetryHook._gather
 
-    def die(hook: TelemetryHook) -> None:
+    def die(hook: TelemetryHook, **options: int) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        gather(hook)
+        gather(hook, **options)
 
     TelemetryHook._gather = die  # type: ignore[method-assign]
     state = {"w": torch.ones(9)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import socket
+import weakref
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
@@ -92,6 +94,22 @@ def listen(host: str, cleanup: ExitStack) -> socket.socket:
     listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
     cleanup.callback(listener.close)
     return listener
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def close_in_forked_children(resource: _Closable) -> None:
+    """Close a resource in children that are forked later, where it would outlive this process."""
+    reference = weakref.ref(resource)
+
+    def close() -> None:
+        closable = reference()
+        if closable is not None:
+            closable.close()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def listen_for_ranks(

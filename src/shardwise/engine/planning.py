@@ -49,7 +49,7 @@ from shardwise.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.state.local_state import Fragment, LocalState
 from shardwise.store import Store, free_bytes
 
-LARGEST_STRUCTURE = 2**30
+LARGEST_STRUCTURE = 2**28
 """The most bytes of an encoded structure."""
 
 
@@ -300,12 +300,12 @@ def plan_together(
             members = members_of(state)
             described = describe_tensors(state.tensors, tuple(state.per_rank), members)
             description, fragments = described
-            structure = msgspec.msgpack.encode(description.structure)
+            structure = _encode_structure(description.structure)
             fingerprint = _digest(structure)
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
-            if group.rank == 0 and known:
-                request.check_room(max(plan.bytes_stored for plan in known.values()))
+            if group.rank == 0 and known:  # ranks probably agree on one of these plans
+                request.check_room(min(plan.bytes_stored for plan in known.values()))
         agreement = all_ranks.all_reduce(
             _make_offer(request, known, group, watch),
             _Offer,
@@ -414,14 +414,18 @@ def _share_structures(
     return key.digest(), structures
 
 
-def _decode_structure(compressed: bytes) -> Structure:
-    stream = zlib.decompressobj()
-    encoded = stream.decompress(compressed, LARGEST_STRUCTURE)
-    if not stream.eof:
+def _encode_structure(structure: Structure) -> bytes:
+    encoded = msgspec.msgpack.encode(structure)
+    if len(encoded) > LARGEST_STRUCTURE:
         raise StateError(
-            f"the names and shapes of a rank's tensors take more than {LARGEST_STRUCTURE:,} bytes: "
-            "save fewer tensors, or shorten their names"
+            f"the names, shapes and boxes of this rank's tensors take {len(encoded):,} bytes, more "
+            f"than {LARGEST_STRUCTURE:,}: save fewer tensors, or shorten their names"
         )
+    return encoded
+
+
+def _decode_structure(compressed: bytes) -> Structure:
+    encoded = zlib.decompressobj().decompress(compressed, LARGEST_STRUCTURE)
     return msgspec.msgpack.decode(encoded, type=Structure)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.deadline import Deadline
+from shardwise.engine.connections import close_in_forked_children
 from shardwise.engine.group import TIMEOUT
 from shardwise.engine.tree import TreeGroup
 from shardwise.engine.tree_rendezvous import nothing
@@ -45,10 +46,16 @@ def connect_process_group(
 
 
 def connect_default_group(purpose: str, timeout: timedelta) -> TreeGroup | None:
-    """Connect the ranks of the default process group; return None if there is no such group."""
+    """Connect the ranks of the default process group; return None if there is no such group.
+
+    Children that are forked later, such as the workers of data loaders, do not keep the connections
+    open when this process dies.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return connect_process_group(dist.distributed_c10d._get_default_group(), purpose, timeout)
+    group = connect_process_group(dist.distributed_c10d._get_default_group(), purpose, timeout)
+    close_in_forked_children(group)
+    return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

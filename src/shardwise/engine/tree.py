@@ -11,6 +11,7 @@ tell each other for whom, so an error at the time-out names the ranks that are m
 
 from __future__ import annotations
 
+import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,7 @@ class TreeGroup:
         self._below: dict[int, Link] = {}
         self._door: Door | None = None
         self._is_closed, self._operation = False, CONNECTING
+        self._process = os.getpid()
         with self._closing_on_error():
             below = ranks_below(rank, size)
             if below:
@@ -143,11 +145,18 @@ class TreeGroup:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; a second call has no effect."""
+        """Close the connections; a second call has no effect.
+
+        A forked child closes only its own copies, so that the connections end with this process.
+        """
         self._close()
 
     def _close(self, failure: Failure | None = None) -> None:
         self._is_closed = True
+        if self._process != os.getpid():  # a forked child: the connections are those of its parent
+            for link in self._links:
+                link.detach()
+            return
         if self._door is not None:
             self._door.close(failure)
             self._door = None
@@ -170,7 +179,8 @@ class TreeGroup:
             if above is None:
                 return data
             above.put(Kind.UP, data)
-            self._run(lambda: above.missing() if above.is_sending else [])
+            # The message may be the last one. Those below may have closed their connections.
+            self._run(lambda: above.missing() if above.is_sending else [], are_ending=True)
             return b""
 
     def broadcast(self, data: bytes) -> bytes:

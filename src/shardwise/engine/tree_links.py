@@ -197,6 +197,10 @@ class Link:
         else:
             self.news.append((kind, data))
 
+    def detach(self) -> None:
+        """Close this process's copy of the connection, and leave the connection alone."""
+        self._connection.close()
+
     def close(self) -> None:
         """Close the connection. What was sent still arrives."""
         with suppress(OSError):  # unread bytes would make the kernel reset the connection

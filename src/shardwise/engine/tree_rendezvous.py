@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import cache
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +32,7 @@ from shardwise.engine.connections import (
 )
 from shardwise.engine.tree_links import Failure, Link
 from shardwise.errors import LostRankError, RankError
+from shardwise.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -86,26 +85,19 @@ class _Peer:
 
     def problem(self, size: int) -> str:
         """Return why this rank cannot talk to the other one, or nothing."""
-        own = library_version()
-        if self.protocol != PROTOCOL or self.version != own:
+        if self.protocol != PROTOCOL or self.version != VERSION:
             return (
                 f"it has version {self.version} of shardwise (protocol {self.protocol}), and this "
-                f"rank has {own} (protocol {PROTOCOL}): install the same version on all hosts"
+                f"rank has {VERSION} (protocol {PROTOCOL}): install the same version on all hosts"
             )
         if self.size != size:
             return f"it is one of {self.size} ranks, and this rank is one of {size}"
         return ""
 
 
-@cache
-def library_version() -> str:
-    """Return the version of this library."""
-    return version("shardwise")
-
-
 def _describe_self(proof: bytes, number: int, size: int) -> bytes:
     host = socket.gethostname().encode("ascii", "replace")[:64]
-    return _HELLO.pack(proof, PROTOCOL, number, size, library_version().encode()[:32], host)
+    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host)
 
 
 class Door:
@@ -248,8 +240,11 @@ def connect_upwards(
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
                 if peer.number != ACCEPTED:
-                    reason = f"on host {peer.host}: {peer.problem(size)}"
-                    raise RankError(OPERATION, {number: reason})
+                    problem = peer.problem(size) or (
+                        f"it has version {peer.version} of shardwise, and refuses this rank: "
+                        "install the same version on all hosts"
+                    )
+                    raise RankError(OPERATION, {number: f"on host {peer.host}: {problem}"})
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
         except OSError as error:

@@ -140,7 +140,7 @@ def _rows_of_single_holders(boxes: HeldBoxes, itemsizes: IntArray, loads: Float)
     rows = np.flatnonzero(is_alone[boxes.holders])
     first_rank = np.array([ranks[0] for ranks in boxes.sets], np.int64)
     ranks = first_rank[boxes.holders[rows]]
-    pieces = _piece_rows(boxes, rows, ranks, boxes.offset[rows], boxes.shape[rows], itemsizes, 0)
+    pieces = _piece_rows(boxes, rows, ranks, boxes.offset[rows], boxes.shape[rows], itemsizes, 1)
     loads += np.bincount(ranks, weights=pieces.nbytes, minlength=len(loads))
     return pieces
 
@@ -152,14 +152,14 @@ def _piece_rows(
     offset: IntArray,
     shape: IntArray,
     itemsizes: IntArray,
-    replicated: int,
+    holders: int,
 ) -> PieceRows:
     """Return pieces of the boxes in some rows."""
     tensor = boxes.tensor[rows]
     zeros = np.zeros(len(rows), np.int64)
     nbytes = shape.prod(axis=1) * itemsizes[tensor]
     fragment = boxes.fragment[rows]
-    return PieceRows(ranks, tensor, fragment, zeros + replicated, nbytes, zeros, offset, shape)
+    return PieceRows(ranks, tensor, fragment, zeros + holders, nbytes, zeros, offset, shape)
 
 
 def _divide_rows(
@@ -176,7 +176,7 @@ def _divide_rows(
     within = np.array([box.offset for _, _, box in parts], np.int64)
     shape = np.array([box.shape for _, _, box in parts], np.int64)
     offset = boxes.offset[part_rows] + within
-    return _piece_rows(boxes, part_rows, ranks, offset, shape, itemsizes, 1)
+    return _piece_rows(boxes, part_rows, ranks, offset, shape, itemsizes, len(holders))
 
 
 def _groups_of_single_holders(division: Division, loads: Float) -> list[PieceGroup]:
@@ -202,10 +202,10 @@ def _new_group(
     shape: IntArray,
     nbytes: int,
     *,
-    replicated: bool = False,
+    holders: int = 1,
 ) -> PieceGroup:
     starts = np.zeros((0, 0), np.int64)
-    return PieceGroup(tensors, ranks, box, within, shape, nbytes, replicated, _NOWHERE, starts)
+    return PieceGroup(tensors, ranks, box, within, shape, nbytes, holders, _NOWHERE, starts)
 
 
 def _divide_pool(pool: Sequence[Division], loads: Float) -> list[PieceGroup]:
@@ -248,7 +248,7 @@ def _divide_pool(pool: Sequence[Division], loads: Float) -> list[PieceGroup]:
                     np.array(offset, np.int64),
                     extent,
                     int(extent.prod()) * pool[which].itemsize,
-                    replicated=True,
+                    holders=holders.shape[1],
                 )
             )
     return groups

@@ -6,7 +6,7 @@ same offset. So the layout is computed once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from shardwise.boxes.box import BoolArray, IntArray, Table, count_up, distinct_r
 
 FEW_RANKS = 256
 """The layouts of so few files are computed one by one."""
+MOST_SECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class PieceRows(Table):
         tensor: the index of the tensor, `(n,)`.
         fragment: the index of the fragment that contains the piece, on the rank that plans; -1 if
             that rank does not hold it, `(n,)`.
-        replicated: 1 if several ranks hold the piece, otherwise 0, `(n,)`.
+        holders: the number of ranks that hold the piece, `(n,)`.
         nbytes: the size of the piece, `(n,)`.
         start: the offset of the piece in the data section of the file, in bytes, `(n,)`.
         offset, shape: the piece, as a box of the tensor, `(n, D)`.
@@ -35,7 +36,7 @@ class PieceRows(Table):
     rank: IntArray
     tensor: IntArray
     fragment: IntArray
-    replicated: IntArray
+    holders: IntArray
     nbytes: IntArray
     start: IntArray
     offset: IntArray
@@ -53,7 +54,7 @@ class PieceGroup:
         within: the offset of the piece in this box, `(D,)`.
         shape: the shape of the piece, `(D,)`.
         nbytes: the size of a piece.
-        replicated: whether several ranks hold the box.
+        holders: the number of ranks that hold each box.
         layout: for each rank, a row of `starts`, `(q,)`.
         starts: the offset of the piece of each tensor in the data section of the file, in bytes;
             distinct rows, `(layouts, t)`.
@@ -65,7 +66,7 @@ class PieceGroup:
     within: IntArray
     shape: IntArray
     nbytes: int
-    replicated: bool
+    holders: int
     layout: IntArray
     starts: IntArray
 
@@ -80,9 +81,10 @@ def lay_out_pieces(
 ) -> tuple[PieceRows, list[PieceGroup], IntArray]:
     """Choose the offset of each piece in the file of its rank.
 
-    Wider types come first in a file, so that every piece is aligned to its own type. If this allows
-    it, replicas come after all other pieces. Which rank writes a replica varies, so the layouts of
-    other pieces stay more alike.
+    A file has sections, first that of the pieces that only its rank holds, then those of pieces
+    with more and more holders. Which rank writes a replica varies, so the layouts of other pieces
+    stay more alike. In a section, wider types come first, so that every piece is aligned to its own
+    type. A section ends only where all files are aligned for the rest.
 
     Args:
         rows, groups: the pieces, without offsets.
@@ -93,33 +95,43 @@ def lay_out_pieces(
         The rows in their order, the groups, and the size of the pieces of each rank, `(world,)`.
     """
     rows = rows.select(np.lexsort([*reversed(rows.offset.T), rows.tensor, rows.rank]))
-    is_late = rows.replicated > 0
-    late = [group for group in groups if group.replicated]
-    early = [group for group in groups if not group.replicated]
-    widest = max(
-        [int(itemsizes[rows.tensor[is_late]].max(initial=1))]
-        + [int(itemsizes[group.tensors].max()) for group in late]
-    )
     sizes = np.zeros(world, np.int64)
-    np.add.at(sizes, rows.rank[~is_late], rows.nbytes[~is_late])
-    for group in early:
-        sizes[group.ranks] += group.nbytes * len(group.tensors)
-    if (sizes % widest == 0).all():
-        sections = [(rows.select(~is_late), early), (rows.select(is_late), late)]
-    else:
-        sections = [(rows, [*early, *late])]
-    sizes[:] = 0
     layout_of = np.zeros(world, np.int64)
-    laid_rows: list[PieceRows] = []
+    laid_rows = [rows.select(np.zeros(0, np.int64))]
     laid_groups: list[PieceGroup] = []
-    for section_rows, section_groups in sections:
-        if len(section_rows) or section_groups:
-            layout_of = _refine(layout_of, section_rows, section_groups)
-            section = _lay_out_section(section_rows, section_groups, itemsizes, layout_of, sizes)
-            laid_rows.append(section[0])
-            laid_groups += section[1]
-    joined = PieceRows.join([rows.select(np.zeros(0, np.int64)), *laid_rows])
+    for section_rows, section_groups in _sections(rows, groups, itemsizes, world):
+        layout_of = _refine(layout_of, section_rows, section_groups)
+        section = _lay_out_section(section_rows, section_groups, itemsizes, layout_of, sizes)
+        laid_rows.append(section[0])
+        laid_groups += section[1]
+    joined = PieceRows.join(laid_rows)
     return joined.select(np.lexsort((joined.start, joined.rank))), laid_groups, sizes
+
+
+def _sections(
+    rows: PieceRows, groups: Sequence[PieceGroup], itemsizes: IntArray, world: int
+) -> Iterator[tuple[PieceRows, list[PieceGroup]]]:
+    """Yield the rows and groups of each section of all files."""
+    counts = np.array([group.holders for group in groups], np.int64)
+    distinct = np.unique(np.concatenate([rows.holders, counts]))[: MOST_SECTIONS - 1]
+    number_of_row = np.searchsorted(distinct, rows.holders)
+    numbered = [*zip(np.searchsorted(distinct, counts).tolist(), groups, strict=True)]
+    sizes = np.zeros(world, np.int64)
+    first = 0
+    for number in range(len(distinct) + 1):
+        is_next = number_of_row == number
+        np.add.at(sizes, rows.rank[is_next], rows.nbytes[is_next])
+        for group in (group for i, group in numbered if i == number):
+            sizes[group.ranks] += group.nbytes * len(group.tensors)
+        later = [rows.tensor[number_of_row > number]]
+        later += [group.tensors for i, group in numbered if i > number]
+        widest = max(int(itemsizes[tensors].max(initial=1)) for tensors in later)
+        if (sizes % widest == 0).all():
+            chosen = rows.select((first <= number_of_row) & (number_of_row <= number))
+            chosen_groups = [group for i, group in numbered if first <= i <= number]
+            if len(chosen) or chosen_groups:
+                yield chosen, chosen_groups
+            first = number + 1
 
 
 def _refine(layout_of: IntArray, rows: PieceRows, groups: Iterable[PieceGroup]) -> IntArray:

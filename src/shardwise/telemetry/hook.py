@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shardwise.engine.group import Group
 from shardwise.engine.save import SaveReport
-from shardwise.errors import LostRankError
+from shardwise.errors import ShardwiseError
 from shardwise.events import Event, OperationRecord
 from shardwise.manifest.manifest import step_directory
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
@@ -93,17 +93,17 @@ class TelemetryHook(RunHook):
     def closed(self, *, completed: bool) -> None:
         """Send the rest, and wait a while until rank 0 has stored it."""
         if completed:
-            self._gather()
+            self._gather(most_waiting=0)
         if self._writer is not None:
             self._writer.close(LONGEST_END if completed else 0.0)
 
-    def _take_rows(self) -> bytes:
+    def _take_rows(self, most_waiting: int) -> bytes:
         """Return the message of this rank; empty if there is nothing to send, or this fails."""
         try:
             ended = {} if self._take_ended is None else self._take_ended()
             for save_id, events in ended.items():
                 self._add_ended(save_id, events)
-            while len(self._waiting) > MOST_WAITING:
+            while len(self._waiting) > most_waiting:
                 self._ready.append(self._waiting.pop(next(iter(self._waiting))))
             run = self._run
             return encode_message(
@@ -132,15 +132,15 @@ class TelemetryHook(RunHook):
                 operation = replace(operation, name="save", path=str(place))
         self._ready.append((operation, replace(record, events=(*record.events, *events))))
 
-    def _gather(self) -> None:
-        message = self._take_rows()
+    def _gather(self, most_waiting: int = MOST_WAITING) -> None:
+        message = self._take_rows(most_waiting)
         if self._has_failed:
             return
         # Rank 0 combines in its thread.
         combine = combine_messages if self._writer is None else join_messages
         try:
             message = self._group.reduce(message, combine)
-        except LostRankError as error:
+        except ShardwiseError as error:
             self._has_failed = True
             log.warning("the telemetry of the last operations is lost: %s", error)
             return

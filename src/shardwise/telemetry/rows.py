@@ -7,18 +7,15 @@ rank 0 combines them, in the background.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache
 
 import numpy as np
 
 from shardwise.boxes.box import IntArray
-from shardwise.errors import FormatError
 from shardwise.events import Event, OperationRecord
 from shardwise.telemetry.encoding import decode, encode
 from shardwise.telemetry.records import (
@@ -28,6 +25,7 @@ from shardwise.telemetry.records import (
     combine,
     sort_stages,
 )
+from shardwise.version import VERSION
 
 LARGEST_COMBINED = 1 << 18
 """Messages that have more bytes together are not decoded on their way to rank 0."""
@@ -79,7 +77,7 @@ def row_of(
         started=datetime.fromtimestamp(at_begin, timezone.utc).isoformat(),
         seconds=max(0.0, _end_of(record) - record.began),
         world_size=world_size,
-        library=_version(),
+        library=VERSION,
         ranks=_column(rank),
         hosts=(_NOT_IN_NAMES.sub("-", host)[:255] or "unknown",),
         host=_column(0),
@@ -90,11 +88,6 @@ def row_of(
         stages=sort_stages(_stages_of(record)),
         phases={name: seconds for name, seconds in operation.phases.items() if seconds >= 0},
     )
-
-
-@cache
-def _version() -> str:
-    return importlib.metadata.version("shardwise")
 
 
 def _end_of(record: OperationRecord) -> float:
@@ -169,7 +162,7 @@ def combine_messages(messages: Sequence[bytes]) -> bytes:
         return joined
     try:
         return encode_message(decode_message(joined, "a message"))
-    except FormatError:  # rank 0 reports it
+    except Exception:  # rank 0 reports it; the connections of the ranks must not close
         return joined
 
 

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -22,8 +23,11 @@ LARGEST_CLOCK_OFFSET = 5.0
 """Seconds. If the clock of a rank is off by more, a warning names the rank."""
 SNAPSHOT_PERIOD = 60.0
 """Seconds. The telemetry of at most one snapshot is stored in this time."""
-KEPT_TABLES = 8
-"""The last tables. Ranks may learn at different times that the agents have completed a save."""
+KEPT_TABLES = 64
+"""Tables that lack ranks. Ranks may learn at different times that the agents have completed a
+save."""
+MOST_MESSAGES = 16
+"""Messages that wait until a store answers. Further ones are dropped."""
 MOST_RANKS_SHOWN = 5
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Loads from places that others own are usual."""
@@ -41,15 +45,22 @@ class TelemetryWriter:
 
     def __init__(self, root: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = root, clock
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._messages: queue.Queue[bytes | None] = queue.Queue(MOST_MESSAGES)
         self._tables: dict[tuple[str, str], Telemetry] = {}
-        self._snapshot_stored_at: float | None = None
+        self._last_snapshot: tuple[str, float] | None = None
         self._warned_ranks: set[int] = set()
         self._thread: threading.Thread | None = None
 
     def add(self, message: bytes) -> None:
         """Store the tables of a message, without waiting for it."""
-        self._messages.put(message)
+        try:
+            self._messages.put_nowait(message)
+        except queue.Full:
+            log.warning(
+                "%s: telemetry is not stored: the store did not answer while %d messages came; "
+                "checkpoints are not affected",
+                *(self._root, MOST_MESSAGES),
+            )
         if self._thread is None:
             # A daemon, because a store that does not answer must not keep the process alive.
             self._thread = threading.Thread(
@@ -59,7 +70,8 @@ class TelemetryWriter:
 
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until everything is stored."""
-        self._messages.put(None)
+        with suppress(queue.Full):  # then the thread is a daemon that is left behind
+            self._messages.put(None, timeout=timeout)
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive() and timeout:
@@ -86,7 +98,8 @@ class TelemetryWriter:
         earlier = self._tables.pop(key, None)
         if earlier is not None:
             table = combine([earlier, table])
-        self._tables[key] = table
+        if len(table.ranks) < table.world_size:
+            self._tables[key] = table
         while len(self._tables) > KEPT_TABLES:
             self._tables.pop(next(iter(self._tables)))
         table = align(table)
@@ -104,10 +117,11 @@ class TelemetryWriter:
                     checkpoint.delete(telemetry_file(table.id))
             return
         if table.operation == "snapshot":
-            last, now = self._snapshot_stored_at, self._clock()
-            if last is not None and now - last < SNAPSHOT_PERIOD:
+            now = self._clock()
+            last_id, stored_at = self._last_snapshot or ("", now - SNAPSHOT_PERIOD)
+            if table.id != last_id and now - stored_at < SNAPSHOT_PERIOD:
                 return
-            self._snapshot_stored_at = now
+            self._last_snapshot = table.id, now if table.id != last_id else stored_at
         files.write_operation(self._root, table)
 
     def _warn_of_clocks(self, table: Telemetry) -> None:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import Address, listen
+from shardwise.engine.connections import Address, close_in_forked_children, listen
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
@@ -90,9 +90,7 @@ class NodeWatch:
             return None
         self._cleanup.callback(_stop, listener)
         weakref.finalize(self, self._cleanup.close)
-        # In a forked child, the listener would outlive this process.
-        reference = weakref.ref(listener)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
+        close_in_forked_children(listener)
         threading.Thread(target=_accept, args=(listener,), daemon=True).start()
         return host, listener.getsockname()[1]
 
@@ -148,12 +146,6 @@ def _accept(listener: socket.socket) -> None:
     with suppress(OSError):
         while True:
             listener.accept()[0].close()
-
-
-def _close_in_child(reference: weakref.ref[socket.socket]) -> None:
-    listener = reference()
-    if listener is not None:
-        listener.close()
 
 
 def _stop(listener: socket.socket) -> None:
