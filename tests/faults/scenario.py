@@ -78,7 +78,7 @@ def assert_values(state: State, seed: int) -> None:
 def leftovers(root: Path) -> list[str]:
     """Return the files below a root that belong to no committed checkpoint."""
     found = []
-    for step in sorted(root.iterdir()):
+    for step in sorted(root.glob("step-*")):
         names = {path.name for path in step.iterdir()}
         known = {"manifest.json"}
         if "manifest.json" in names:
