@@ -4,6 +4,9 @@ One server, and thousands of clients in a few processes, each with a connection 
 each leader sets a message, aggregators read those of 32 leaders with one `multi_get` and set their
 own, the root reads these and sets the reply, and each leader reads the reply.
 
+Then, rounds of shardwise's own tree with messages of the same sizes, in as many processes as there
+are ranks, up to 512.
+
     python -m benchmarks.coordination 256 1024 2048 4096
 """
 
@@ -15,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,48 +26,93 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, FileStore, TCPStore
+
+from shardwise.engine.tree import TreeGroup
 
 HOST = "127.0.0.1"
 MESSAGE, REPLY = b"m" * 2_000, b"r" * 100_000
 FAN_OUT = 32
 PROCESSES, THREADS = 4, 16
+MOST_PROCESSES, TREE_ROUNDS = 512, 20
 PATIENCE = timedelta(seconds=60)
 
 
 def main(counts: Sequence[int]) -> None:
-    processes = multiprocessing.get_context("spawn")
+    for count in (2, 8, 64, *counts):
+        if count <= MOST_PROCESSES:
+            measure_tree(count)
     for count in counts:
-        ours, theirs = processes.Pipe()
-        server = processes.Process(target=serve, args=(theirs,), daemon=True)
-        server.start()
-        port = ours.recv()
-        pipes = []
-        for part in range(PROCESSES):
-            pipe, other = processes.Pipe()
-            mine = range(part, count, PROCESSES)
-            processes.Process(target=lead, args=(other, port, mine, count), daemon=True).start()
-            pipes.append(pipe)
-        began = time.perf_counter()
-        for pipe in pipes:
-            pipe.recv()
-        print(f"{count} leaders: connected in {time.perf_counter() - began:.2f} s")
-        for number in range(3):
-            before, began = cpu_of(ours), time.perf_counter()
-            for step in ("send", "aggregate", "conclude", "receive"):
-                step_began = time.perf_counter()
-                for pipe in pipes:
-                    pipe.send((step, number))
-                for pipe in pipes:
-                    pipe.recv()
-                print(f"    {step}: {time.perf_counter() - step_began:.3f} s")
-            seconds, cpu = time.perf_counter() - began, cpu_of(ours) - before
-            print(f"  round {number}: {seconds:.3f} s; CPU of the server: {cpu:.3f} s")
-        for pipe in pipes:
-            pipe.send(("end", 0))
-        ours.send("end")
-        server.join()
+        measure_store(count)
     notice_of_death()
+
+
+def measure_store(count: int) -> None:
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    server = processes.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+    pipes = []
+    for part in range(PROCESSES):
+        pipe, other = processes.Pipe()
+        mine = range(part, count, PROCESSES)
+        processes.Process(target=lead, args=(other, port, mine, count), daemon=True).start()
+        pipes.append(pipe)
+    began = time.perf_counter()
+    for pipe in pipes:
+        pipe.recv()
+    print(f"{count} leaders: connected in {time.perf_counter() - began:.2f} s")
+    for number in range(3):
+        before, began = cpu_of(ours), time.perf_counter()
+        for step in ("send", "aggregate", "conclude", "receive"):
+            step_began = time.perf_counter()
+            for pipe in pipes:
+                pipe.send((step, number))
+            for pipe in pipes:
+                pipe.recv()
+            print(f"    {step}: {time.perf_counter() - step_began:.3f} s")
+        seconds, cpu = time.perf_counter() - began, cpu_of(ours) - before
+        print(f"  round {number}: {seconds:.3f} s; CPU of the server: {cpu:.3f} s")
+    for pipe in pipes:
+        pipe.send(("end", 0))
+    ours.send("end")
+    server.join()
+
+
+def measure_tree(count: int) -> None:
+    """Run rounds of the tree in forked processes, and print the seconds of the slowest rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = os.pipe()
+        for rank in range(count):
+            if not os.fork():
+                os.write(writer, run_in_tree(rank, count, folder))
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            rows = [tuple(map(float, line.split())) for line in pipe]
+        for _ in range(count):
+            os.wait()
+    connecting, seconds, cpu = (max(column) for column in zip(*rows, strict=True))
+    print(
+        f"tree of {len(rows)} processes: connected in {connecting:.3f} s; a round: "
+        f"{1000 * seconds:.2f} ms, {1000 * cpu:.2f} ms of CPU in the busiest process",
+        flush=True,
+    )
+
+
+def run_in_tree(rank: int, count: int, folder: str) -> bytes:
+    store = FileStore(f"{folder}/store", count)
+    began = time.perf_counter()
+    with TreeGroup(store, rank, count, timeout=PATIENCE) as group:
+        group.broadcast(b"")
+        connecting = time.perf_counter() - began
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(TREE_ROUNDS):
+            group.reduce(MESSAGE, max)
+            group.broadcast(REPLY if rank == 0 else b"")
+        seconds, used = time.perf_counter() - began, time.process_time() - used
+    return f"{connecting} {seconds / TREE_ROUNDS} {used / TREE_ROUNDS}\n".encode()
 
 
 def serve(pipe: Connection) -> None:

@@ -32,7 +32,7 @@ OTHERS = {
     "HSDP, 4 replicas": Job(tp=8, pp=16, dp=32, replicas=4),
     "a value of each rank": Job(tp=8, pp=16, dp=128, has_generators=True),
     "a tensor on rank 0 only": Job(tp=8, pp=16, dp=128, has_counter=True),
-    "flat ranges": Job(tp=1, pp=1, dp=1024, is_flat=True),
+    "flat ranges": Job(tp=1, pp=1, dp=256, is_flat=True),
 }
 """Other states."""
 LARGE, LARGEST = 16_384, 131_072

@@ -14,7 +14,14 @@ from collections.abc import Callable
 from shardwise.events import Event, OperationRecord, Recorder
 from shardwise.telemetry.encoding import encode, encode_file
 from shardwise.telemetry.records import Telemetry
-from shardwise.telemetry.rows import Operation, align, combine_messages, decode_message, row_of
+from shardwise.telemetry.rows import (
+    Operation,
+    align,
+    combine_messages,
+    decode_message,
+    join_messages,
+    row_of,
+)
 
 STAGES = ("describe", "plan", "stage", "commit", "protect", "persist")
 FAN_OUT = 32
@@ -88,8 +95,8 @@ def measure(ranks: int) -> None:
         children = level[:FAN_OUT]
         aggregator = max(aggregator, cpu_seconds(lambda: combine_messages(children), 3))  # noqa: B023
         level = [combine_messages(level[at : at + FAN_OUT]) for at in range(0, len(level), FAN_OUT)]
-    top = cpu_seconds(lambda: combine_messages(level), 3)
-    received = combine_messages(level)
+    top = cpu_seconds(lambda: join_messages(level), 3)
+    received = join_messages(level)
     tables: list[bytes] = []
 
     def store() -> None:

@@ -13,11 +13,11 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=338,
-    statements=34140,
-    modules_of_api=83,
-    statements_of_api=8480,
-    record_types=279,
+    modules=339,
+    statements=34219,
+    modules_of_api=84,
+    statements_of_api=8542,
+    record_types=281,
     names_across_packages=369,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=78,

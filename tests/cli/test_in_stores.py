@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.store import open_store
-from shardwise.telemetry.files import write_of_save
 from tests.cli.conftest import Run
 from tests.cli.states import Model, state
 from tests.formats.test_in_stores import require_same
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.faulty_store import Fault, FaultyStore
-from tests.tools.telemetry_runs import save_of
+from tests.tools.telemetry_runs import save_of, write_telemetry
 
 
 @pytest.fixture
@@ -197,8 +194,7 @@ def test_a_run_and_a_checkpoint_are_reported(run: Run, root: str, tmp_path: Path
     for step, factor in ((100, 1.0), (200, 3.0)):
         place = below(root, f"step-{step:08}")
         table = save_of(8, step=step, noise=0, slow={"write": {3: factor}}, started=str(step))
-        save_id = sw.open(place).layout.save_id
-        write_of_save(open_store(place), replace(table, id=save_id))
+        write_telemetry(place, table)
     page = tmp_path / "report.html"
     for place in (root, below(root, "step-00000200")):
         found = run("report", place, "-o", page, "--json").document

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import decode_manifest, names_of_checkpoint
 from tests.tools.faulty_store import Fault, FaultyStore
 
 ROWS, COLUMNS = 12, 64
@@ -83,7 +83,7 @@ def leftovers(root: Path) -> list[str]:
         known = {"manifest.json"}
         if "manifest.json" in names:
             manifest = decode_manifest((step / "manifest.json").read_bytes())
-            known |= {file.name for file in manifest.files}
+            known |= names_of_checkpoint(manifest)
         found += [f"{step.name}/{name}" for name in sorted(names - known)]
         found += [f"{step.name}/ is empty"] * (not names)
     return found

@@ -6,15 +6,17 @@ import errno
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.ports.store import open_store
 from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
 from tests.faults.scenario import (
     assert_values,
@@ -33,7 +35,9 @@ from tests.tools.faulty_store import (
     make_os_error_action,
 )
 from tests.tools.gang import Gang
+from tests.tools.wrapped_store import WrappedStore
 
+T = TypeVar("T")
 WORLD = 3
 OLD, NEW, AGAIN = 1, 2, 3
 
@@ -161,6 +165,34 @@ def disk(place: Path) -> Iterator[Path]:
         yield where
     finally:
         subprocess.run(["umount", where], check=True)
+
+
+class LateErrorStore(WrappedStore):
+    """Publishes a file, and then raises an error that no rank but rank 0 knows."""
+
+    def at(self, name: str) -> LateErrorStore:
+        return LateErrorStore(self.store.at(name))
+
+    def run(self, operation: str, path: str, act: Callable[[], T]) -> T:
+        result = act()
+        if operation == "publish":
+            raise OSError(errno.EIO, "the directory was not synced", path)
+        return result
+
+
+def test_an_error_after_the_manifest_was_published_loses_nothing(tmp_path: Path) -> None:
+    """The checkpoint is committed, so no rank may remove its file."""
+
+    def save(group: ThreadGroup) -> None:
+        part = sw.Box((group.rank * 4, 0), (4, 2))
+        values = torch.full((4, 2), float(group.rank))
+        state = {"w": sw.Shards((12, 2), torch.float32, [(part, values)])}
+        sw.save(LateErrorStore(open_store(tmp_path / "a")), state, group=group)
+
+    errors = run_ranks_and_catch(3, save)
+    assert all(isinstance(error, OSError | sw.RankError) for error in errors)
+    saved = sw.open(tmp_path / "a")["w"][...]
+    assert torch.equal(saved, torch.arange(3.0).repeat_interleave(4)[:, None].expand(12, 2))
 
 
 def test_a_disk_that_is_full_loses_nothing(disk: Path) -> None:

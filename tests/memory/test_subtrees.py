@@ -311,7 +311,7 @@ class Cluster:
     def place(self, index: int) -> SnapshotDirectory:
         return SnapshotDirectory(self.homes[index].run(RUN), STEP)
 
-    def stage(self, root: Path, fan_out: int, wait: float) -> None:
+    def stage(self, root: Path, fan_out: int, wait: float, *, durable: bool = True) -> None:
         """Write what the ranks leave to the agents."""
         names = [data_file(rank, SAVE) for rank in range(len(self.homes))]
         for rank in range(1, len(self.homes)):
@@ -333,7 +333,7 @@ class Cluster:
             nodes=self.infos,
             leader=self.infos[0].node,
             storage=StorageTask(root=str(root)),
-            durable=True,
+            durable=durable,
             copies=1,
             group=4,
             fan_out=fan_out,
@@ -417,3 +417,23 @@ def test_a_commit_fails_if_a_node_with_files_is_lost(tmp_path: Path) -> None:
             outcome = nodes.outcome(index, "commit")
             assert outcome is not None
             assert "node n2 did not provide" in outcome.failure
+
+
+def test_another_node_persists_a_snapshot_when_the_leader_is_lost(tmp_path: Path) -> None:
+    with cluster(tmp_path, 6) as nodes:
+        nodes.stage(tmp_path / "root", 2, 60.0, durable=False)
+        for index in range(6):
+            until(lambda i=index: nodes.outcome(i, "protect"))
+        nodes.stack[0].close()
+        started = time.monotonic()
+        request = StageOutcome(save_id=SAVE, stage="rescue", node="n4")
+        write_record(nodes.place(4).path / records.save_record("rescue", SAVE), request)
+        nodes.homes[4].wake()
+        for index in range(1, 6):
+            until(lambda i=index: nodes.outcome(i, "persist"))
+            outcome = nodes.outcome(index, "persist")
+            assert outcome is not None
+            assert (outcome.failure, outcome.node) == ("", "n4")
+        assert time.monotonic() - started < 40.0
+        published = (tmp_path / "root" / "step-00000010" / MANIFEST).read_bytes()
+        assert [each.rank for each in decode_manifest(published).files] == list(range(6))

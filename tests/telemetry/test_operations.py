@@ -198,3 +198,23 @@ def test_retention_removes_the_telemetry(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None):
         pass
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_root_of_others_is_only_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ReadOnly(FaultyStore):
+        def at(self, name: str) -> ReadOnly:
+            return ReadOnly(self.store.at(name), self._fault)
+
+        def run(self, operation: str, path: str, act: Any) -> Any:
+            if operation == "publish" and path.startswith("restore-"):
+                raise OSError(errno.EROFS, "Read-only file system", path)
+            return super().run(operation, path, act)
+
+    sw.save(tmp_path / "step-00000001", {"w": torch.ones(9)}, step=1)
+    caplog.set_level(logging.INFO, "shardwise")
+    with sw.Checkpointer(ReadOnly(tmp_path, Fault()), memory=None) as cp:
+        assert cp.restore({"w": torch.zeros(9)}) == 1
+    (record,) = [each for each in caplog.records if "telemetry is not stored" in each.message]
+    assert record.levelno == logging.INFO

@@ -133,12 +133,17 @@ def write_run(root: Path, saves: Sequence[Telemetry], others: Sequence[Telemetry
     for each in saves:
         place = root / f"step-{each.step or 0:08d}"
         sw.save(place, {"model": {"w": torch.zeros(8, 4)}}, step=each.step)
-        save_id = sw.open(place).layout.save_id
         for old in place.glob("telemetry-*"):
             old.unlink()
-        write_of_save(open_store(place), replace(each, id=save_id, path=str(place)))
+        write_telemetry(str(place), each)
     for at, each in enumerate(others):
         write_operation(open_store(root), replace(each, id=f"{at:016x}"))
+
+
+def write_telemetry(place: str, save: Telemetry) -> None:
+    """Store the telemetry of a checkpoint at a path or URL."""
+    save_id = sw.open(place).layout.save_id
+    write_of_save(open_store(place), replace(save, id=save_id, path=place))
 
 
 def telemetry_of(place: Path) -> Path:

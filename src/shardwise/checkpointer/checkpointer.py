@@ -402,13 +402,14 @@ class Checkpointer:
         """
         self._refuse_closed()
         options = self._settings
+        recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
+        group = TimedGroup(self._group, recorder)
         load = partial(
             api.load, state=state, strict=strict, only=only, skip=skip, rename=rename,
             cast=cast, spec=spec, read_once=read_once, allow_pickle=options.allow_pickle,
-            staging_bytes=options.staging_bytes, group=self._group, on_event=options.on_event,
+            staging_bytes=options.staging_bytes, group=group, on_event=options.on_event,
         )  # fmt: skip
         self._saving.begin_restore()
-        recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
             self.prepare(state)

@@ -25,7 +25,7 @@ from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
-from shardwise.engine.shared_structures import digest_of, share_structures
+from shardwise.engine.shared_structures import digest_of, encode_structure, share_structures
 from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
@@ -279,12 +279,11 @@ def plan_together(
             members = members_of(state)
             described = describe_tensors(state.tensors, tuple(state.per_rank), members)
             description, fragments = described
-            structure = msgspec.msgpack.encode(description.structure)
-            fingerprint = digest_of(structure)
+            fingerprint = digest_of(encode_structure(description.structure))
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
-            if group.rank == 0 and known:
-                request.check_room(max(plan.bytes_stored for plan in known.values()))
+            if group.rank == 0 and known:  # ranks probably agree on one of these plans
+                request.check_room(min(plan.bytes_stored for plan in known.values()))
         agreement = all_ranks.all_reduce(
             _make_offer(request, known, group, watch),
             _Offer,

@@ -47,6 +47,8 @@ MOST_FAILURES = 16
 """Of how many failed ranks each rank learns the errors. Of the others, it learns the number."""
 MOST_VALUES = 16
 """How many different values an error lists, if ranks should have the same value."""
+MOST_PROBLEMS = 1000
+"""The most lines of an error that are sent."""
 MOST_TEXT = 4000
 """The most characters of the text of an error that are sent."""
 Values = dict[str, dict[str, list[int]]]
@@ -98,6 +100,9 @@ class Round:
         rank0_only: only rank 0 does something in the block that can fail. The other ranks send
             nothing, and wait for rank 0. All ranks call `broadcast` at the end, or no rank does.
 
+    Attributes:
+        failed: the number of ranks whose block failed; 0 until this is known.
+
     Raises:
         Exception: the block failed on this rank.
         RankError: the block failed on other ranks. The error says why.
@@ -112,6 +117,7 @@ class Round:
         self._operation = operation
         self._first_only = rank0_only
         self._is_over = False
+        self.failed = 0
 
     def __enter__(self) -> Round:
         return self
@@ -274,6 +280,7 @@ class Round:
                 raised.append(error)
                 message = self._message(error=_encode_error(error))
         reply = self._broadcast(message)
+        self.failed = reply.failed
         if raised:
             raise raised[0]
         _refuse_different_operations(
@@ -423,8 +430,11 @@ def _refuse_different_operations(first_ranks: Mapping[str, int]) -> None:
 def _encode_error(error: Exception) -> _Error:
     name = type(error).__name__
     if isinstance(error, MismatchError):
-        return _Error(name, text_of(error.summary), [text_of(each) for each in error.problems])
-    return _Error(name, text_of(error))
+        problems = [text_of(each)[:MOST_TEXT] for each in error.problems[:MOST_PROBLEMS]]
+        if len(error.problems) > MOST_PROBLEMS:
+            problems.append(f"and {len(error.problems) - MOST_PROBLEMS} more")
+        return _Error(name, text_of(error.summary)[:MOST_TEXT], problems)
+    return _Error(name, text_of(error)[:MOST_TEXT])
 
 
 def _raise_failure(reply: _Message, operation: str) -> None:

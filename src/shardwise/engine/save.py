@@ -17,7 +17,7 @@ from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, concatenate
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import MismatchError, RankError, StoreError
+from shardwise.errors import MismatchError, StoreError
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
@@ -220,8 +220,9 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
             stage.bytes, stage.file = len(manifest), MANIFEST
             stage.retries = count_retries(request.store) - retries
 
+    all_ranks = Round(group, "writing a save")
     try:
-        with Round(group, "writing a save") as all_ranks:
+        with all_ranks:
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
@@ -234,8 +235,8 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
             is_written = True
             entry = {} if own is None else _entry_of(own)
             all_ranks.all_reduce(entry, _Files, _unite_files, publish, type(None))
-    except Exception as error:
-        if source is not None and (type(error) is RankError or not is_written):
+    except Exception:
+        if source is not None and (all_ranks.failed or not is_written):
             with suppress(OSError):
                 request.store.delete(source.entry.name)
         raise

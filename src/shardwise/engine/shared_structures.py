@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import StateError
 from shardwise.plan.structure import Description, GroupMembers, RanksOfStructure, Structure
 
-LARGEST_STRUCTURE = 2**30
+LARGEST_STRUCTURE = 2**28
 """The most bytes of an encoded structure."""
 
 
@@ -36,9 +37,17 @@ class _Members(msgspec.Struct, array_like=True):
     coordinates: bytes
 
 
-_Tensors = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...], GroupMembers]
-"""The names, dtypes, shapes and groups of a structure. They are long, and ranks with ranges of flat
-tensors, who have different structures, have them in common."""
+class _Tensors(NamedTuple):
+    """The tensors of a structure. They are long, and structures often have them in common.
+
+    For example, ranks that hold ranges of flat tensors have different structures of the same
+    tensors.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: GroupMembers
 
 
 @prepare_decoding
@@ -62,55 +71,67 @@ def share_structures(
     Returns:
         A digest of all structures and coordinates; and the structures, by their first ranks.
     """
-    own = _describe(fingerprint, description, group.rank)
+    own = description.structure
+    tensors: dict[bytes, _Tensors] = {}
+    message = _describe(fingerprint, description, group)
     with Round(group, "describing a save") as all_ranks:
-        shared = all_ranks.all_reduce(own, _Described, _unite_descriptions)
-    tensors: dict[bytes, _Tensors] = {
-        digest: msgspec.msgpack.decode(_decompress(encoded), type=_Tensors)
-        for digest, encoded in shared.tensors.items()
-    }
+        shared = all_ranks.all_reduce(message, _Described, _unite_descriptions)
     structures = []
     for digest, members in shared.members.items():
         ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
         coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
         coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
         order = np.argsort(ranks)
-        structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
-        names, dtypes, shapes, groups = tensors[members.tensors]
-        structure = msgspec.structs.replace(
-            structure, names=names, dtypes=dtypes, shapes=shapes, groups=groups
-        )
+        if digest == fingerprint:
+            structure = own
+        else:
+            key = members.tensors
+            if key not in tensors:
+                encoded = _decompress(shared.tensors[key])
+                tensors[key] = msgspec.msgpack.decode(encoded, type=_Tensors)
+            structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
+            structure = msgspec.structs.replace(structure, **tensors[key]._asdict())
         structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
     structures.sort(key=lambda each: int(each.ranks[0]))
-    key = hashlib.blake2b(digest_size=16)
+    key_of_all = hashlib.blake2b(digest_size=16)
     for each in structures:
-        key.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
-    return key.digest(), structures
+        key_of_all.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
+    return key_of_all.digest(), structures
 
 
-def _describe(fingerprint: bytes, description: Description, rank: int) -> _Described:
+def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
+    """Return the message of one rank. Nobody needs the structure of a single rank."""
     structure = description.structure
-    listed = structure.names, structure.dtypes, structure.shapes, structure.groups
-    tensors = msgspec.msgpack.encode(listed)
+    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.groups)
     rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), groups=())
+    is_alone = group.size == 1
+    tensors = b"" if is_alone else msgspec.msgpack.encode(listed)
     members = _Members(
-        zlib.compress(msgspec.msgpack.encode(rest), 1),
+        b"" if is_alone else zlib.compress(msgspec.msgpack.encode(rest), 1),
         digest_of(tensors),
-        np.array([rank], "<i4").tobytes(),
+        np.array([group.rank], "<i4").tobytes(),
         np.array(description.coordinates, "<i4").tobytes(),
     )
     return _Described({members.tensors: zlib.compress(tensors, 1)}, {fingerprint: members})
 
 
-def _decompress(compressed: bytes) -> bytes:
-    stream = zlib.decompressobj()
-    encoded = stream.decompress(compressed, LARGEST_STRUCTURE)
-    if not stream.eof:
+def encode_structure(structure: Structure) -> bytes:
+    """Return a structure as bytes.
+
+    Raises:
+        StateError: it is too large to be sent.
+    """
+    encoded = msgspec.msgpack.encode(structure)
+    if len(encoded) > LARGEST_STRUCTURE:
         raise StateError(
-            f"the names and shapes of a rank's tensors take more than {LARGEST_STRUCTURE:,} bytes: "
-            "save fewer tensors, or shorten their names"
+            f"the names, shapes and boxes of this rank's tensors take {len(encoded):,} bytes, more "
+            f"than {LARGEST_STRUCTURE:,}: save fewer tensors, or shorten their names"
         )
     return encoded
+
+
+def _decompress(compressed: bytes) -> bytes:
+    return zlib.decompressobj().decompress(compressed, LARGEST_STRUCTURE)
 
 
 def _unite_descriptions(messages: Sequence[_Described]) -> _Described:

@@ -170,7 +170,8 @@ class TreeGroup:
             if above is None:
                 return data
             above.put(Kind.UP, data)
-            self._run(lambda: above.missing() if above.is_sending else [])
+            # The message may be the last one. Those below may have closed their connections.
+            self._run(lambda: above.missing() if above.is_sending else [], are_ending=True)
             return b""
 
     def broadcast(self, data: bytes) -> bytes:

@@ -18,7 +18,13 @@ from shardwise.engine.save import SaveReport
 from shardwise.errors import LostRankError
 from shardwise.events import Event, OperationRecord
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
-from shardwise.telemetry.rows import Operation, combine_messages, encode_message, row_of
+from shardwise.telemetry.rows import (
+    Operation,
+    combine_messages,
+    encode_message,
+    join_messages,
+    row_of,
+)
 from shardwise.telemetry.storing import TelemetryWriter
 
 MOST_WAITING = 64
@@ -116,8 +122,10 @@ class TelemetryHook(RunHook):
         message = self._take_rows()
         if self._has_failed:
             return
+        # Rank 0 combines in its thread.
+        combine = combine_messages if self._writer is None else join_messages
         try:
-            message = self._group.reduce(message, combine_messages)
+            message = self._group.reduce(message, combine)
         except LostRankError as error:
             self._has_failed = True
             log.warning("the telemetry of the last operations is lost: %s", error)

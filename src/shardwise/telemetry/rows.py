@@ -157,9 +157,14 @@ def decode_message(message: bytes, label: str) -> list[Telemetry]:
     return [combine(each) for each in tables.values()]
 
 
+def join_messages(messages: Sequence[bytes]) -> bytes:
+    """Return one message with the tables of all messages, in any order, as they are."""
+    return b"\n".join(filter(None, messages))
+
+
 def combine_messages(messages: Sequence[bytes]) -> bytes:
     """Return one message with the tables of all messages, in any order."""
-    joined = b"\n".join(filter(None, messages))
+    joined = join_messages(messages)
     if len(joined) > LARGEST_COMBINED:
         return joined
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -24,6 +25,8 @@ SNAPSHOT_PERIOD = 60.0
 KEPT_TABLES = 8
 """The last tables. Ranks may learn at different times that the agents have completed a save."""
 MOST_RANKS_SHOWN = 5
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Loads from places that others own are usual."""
 
 log = logging.getLogger("shardwise")
 
@@ -71,7 +74,9 @@ class TelemetryWriter:
             for table in decode_message(message, "the telemetry of the ranks"):
                 self._add_table(table)
         except Exception as error:  # losing telemetry must not change anything else
-            log.warning(
+            is_read_only = getattr(error, "errno", None) in READ_ONLY_ERRORS
+            log.log(
+                logging.INFO if is_read_only else logging.WARNING,
                 "%s: telemetry is not stored: %s; checkpoints are not affected",
                 *(self._root, error),
             )

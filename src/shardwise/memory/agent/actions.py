@@ -131,7 +131,7 @@ class Follower:
         stage = next(each for each in records.TOLD_STAGES if tell(each) == action.kind)
         pending = read_pending_manifest(action)
         done = _read_existing(place.path / records.save_record(stage, save_id, "all"), StageOutcome)
-        question = question_of_outcome(place, pending, stage, done)
+        question = question_of_outcome(place, pending, stage, done, pending.wait)
         with self._asking(place, question) as replies:
             told = replies()
         if told.lost:

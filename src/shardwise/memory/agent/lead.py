@@ -208,7 +208,8 @@ class _LeaderSave:
 
     def tell(self, stage: str, done: StageOutcome) -> None:
         """Tell the top of the tree how a stage has ended, which is not this node."""
-        question = question_of_outcome(self.place, self.pending, stage, done)
+        wait = min(self.pending.wait, RESCUE_TIMEOUT)
+        question = question_of_outcome(self.place, self.pending, stage, done, wait)
         self._ask_top(question)
 
     def _ask(self, stage: str) -> Replies:

@@ -105,7 +105,11 @@ def question_of_stage(pending: PendingManifest, stage: str, wait: float) -> Ques
 
 
 def question_of_outcome(
-    place: SnapshotDirectory, pending: PendingManifest, stage: str, done: StageOutcome
+    place: SnapshotDirectory,
+    pending: PendingManifest,
+    stage: str,
+    done: StageOutcome,
+    wait: float,
 ) -> Question:
     """Return the question whether nodes know how a stage has ended.
 
@@ -132,7 +136,7 @@ def question_of_outcome(
         records_for,
         outcome,
         records.save_record(stage, save_id, "told"),
-        pending.wait,
+        wait,
         needs_no_reply=True,
     )
 

@@ -127,8 +127,10 @@ def _search_nodes(
     """Ask further nodes as far as necessary, and choose the snapshot.
 
     Ask the nodes of the snapshots found so far, and the nodes that the root names as those of the
-    newest snapshot. Only if their snapshots may not be the newest, ask all nodes that the root
-    lists, and those that took part in the run earlier.
+    newest snapshot. Only if their snapshots may not be the newest, ask the nodes that the root
+    lists, and those that took part in the run earlier. Of these, a node that left the run before
+    the epoch of the snapshot found so far is not asked: it has no newer step, unless the run has
+    superseded it.
 
     Args:
         listed: the files of the nodes that have ranks, and other nodes.
@@ -141,21 +143,29 @@ def _search_nodes(
     def is_enough() -> bool:
         return damaged_step is None and search.is_complete(step)
 
+    def choose() -> Assembly:
+        return search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
+
     search.ask(is_enough, lambda: _in_order(listed.known))
     search.ask(is_enough, lambda: read_newest_nodes(snapshots.root, run.name))
-    entries = Entries([], {}, {})
+    entries, first_epoch = Entries([], {}, {}), 0
     if not is_enough():
         answered = {each.node for each in search.nodes}
         entries = read_entries(snapshots.root, run.name, answered)
-        search.ask(is_enough, lambda: [*entries.agents, *_in_order(listed.earlier)])
+        others = [*entries.agents, *_in_order(listed.earlier)]
+        first_epoch = choose().epoch or 0
+        search.ask(is_enough, lambda: entries.since(first_epoch, others))
+        if choose().step is None:
+            first_epoch = 0
+            search.ask(is_enough, lambda: others)
     start = time.perf_counter()
-    assembly = search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
+    assembly = choose()
     seconds = time.perf_counter() - start
     unanswered: dict[str, str] = {}
     if not is_enough():
         unanswered = entries.unreachable | {
             info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-            for info in search.unanswered
+            for info in entries.since(first_epoch, search.unanswered)
         }
     if assembly.epoch is not None:
         remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})
