@@ -7,26 +7,15 @@ those of its processor. They include encoding and decoding messages, but not the
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 from benchmarks.harness import NO_TENSORS, Bench, parse_arguments, round_digits
-from benchmarks.memory import status
-from benchmarks.scale_messages import SavingRank, load_group, save_messages, watched_ranks
+from benchmarks.scale_messages import save_messages, watched_ranks
+from benchmarks.scale_ranks import Cost, CostOfRank, load_rank, measure_rank
 from benchmarks.scale_states import Job
-from shardwise.engine.buffers import Arena
-from shardwise.engine.load import plan_reads
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.validate import layout_of_manifest
-from shardwise.state.name_lookup import SavedNames
-from shardwise.store.places import open_store
 
 JOBS = (
     Job(tp=8, pp=1, dp=8),
@@ -43,67 +32,35 @@ OTHERS = {
     "HSDP, 4 replicas": Job(tp=8, pp=16, dp=32, replicas=4),
     "a value of each rank": Job(tp=8, pp=16, dp=128, has_generators=True),
     "a tensor on rank 0 only": Job(tp=8, pp=16, dp=128, has_counter=True),
-    "flat ranges": Job(tp=1, pp=1, dp=1024, is_flat=True),
+    "flat ranges": Job(tp=1, pp=1, dp=256, is_flat=True),
 }
 """Other states."""
 LARGE, LARGEST = 16_384, 131_072
-CACHED_PLANS = 9
-"""How often a cached plan is measured."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a part of a save cost one process.
-
-    Attributes:
-        seconds: processor seconds.
-        received, sent: bytes.
-        rounds: how often messages went up and down the tree of ranks.
-        memory: the growth of the process's memory, in MB.
-    """
-
-    seconds: float
-    received: int
-    sent: int
-    rounds: int
-    memory: float
-
-
-@dataclass(frozen=True, slots=True)
-class CostOfRank:
-    """The cost of the parts of a save: plans, and the round after which rank 0 publishes."""
-
-    first_plan: Cost
-    cached_plan: Cost
-    publish: Cost
-    publish_again: Cost
-    manifest: bytes
 
 
 def main() -> None:
     options = parse_arguments()
     bench = Bench("scale", NO_TENSORS, options)
     jobs = JOBS[:3] if bench.quick else JOBS
-    costs = {job.world: measure_job(bench, job) for job in jobs}
-    bench.table(
-        "Rank 0, by the number of ranks", [row(job, costs[job.world]["root"]) for job in jobs]
-    )
-    last = jobs[-1]
-    ranks = [{"rank": name} | plan_row(cost) for name, cost in costs[last.world].items()]
-    bench.table(f"Ranks of {last.world:,}", ranks)
+    of_last = measure_job(bench, jobs[-1], ["root", "aggregator", "leaf"])
+    costs = {job.world: measure_job(bench, job)["root"] for job in jobs[:-1]}
+    costs[jobs[-1].world] = of_last["root"]
+    bench.table("Rank 0, by the number of ranks", [row(job, costs[job.world]) for job in jobs])
+    ranks = [{"rank": name} | plan_row(cost) for name, cost in of_last.items()]
+    bench.table(f"Ranks of {jobs[-1].world:,}", ranks)
     others = {} if bench.quick else OTHERS
     rows = []
     for name, job in others.items():
-        cost = measure_job(bench, job, names=("root",))["root"]
+        cost = measure_job(bench, job)["root"]
         rows.append({"state": name} | row(job, cost))
     if rows:
         bench.table("Other states, rank 0", rows)
-    loads = {job.world: measure_load(bench, job, costs[job.world]["root"].manifest) for job in jobs}
+    loads = {job.world: measure_load(bench, job, costs[job.world].manifest) for job in jobs}
     bench.table(
         "Open the manifest, and plan one rank's load into other parallelism", [*loads.values()]
     )
-    set_goals(bench, {world: found["root"] for world, found in costs.items()}, loads)
+    set_goals(bench, costs, loads)
     bench.finish()
 
 
@@ -171,9 +128,7 @@ def plan_row(cost: CostOfRank) -> dict[str, object]:
     }
 
 
-def measure_job(
-    bench: Bench, job: Job, names: Sequence[str] = ("root", "aggregator", "leaf")
-) -> dict[str, CostOfRank]:
+def measure_job(bench: Bench, job: Job, names: Sequence[str] = ("root",)) -> dict[str, CostOfRank]:
     """Return the costs of some ranks of a job: medians over the rounds."""
     directory = bench.dir / str(len([*bench.dir.iterdir()]))
     directory.mkdir()
@@ -187,7 +142,9 @@ def measure_job(
 
 def in_new_process(function: Callable[..., T], *arguments: object) -> T:
     """Return what a function returns in a new process."""
-    with get_context("spawn").Pool(1) as pool:
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload(["benchmarks.scale_ranks"])
+    with processes.Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
@@ -209,55 +166,6 @@ def median_of(costs: Sequence[CostOfRank]) -> CostOfRank:
     )
 
 
-def measure_rank(job: Job, rank: int, directory: Path) -> CostOfRank:
-    """Measure a first and a cached save of one rank."""
-    own, group = SavingRank.of(job, rank, directory), load_group(job, rank, directory)
-    costs: list[Cost] = []
-
-    @contextmanager
-    def measured() -> Iterator[None]:
-        with without_gc():
-            reset_peak()
-            memory, start = status("VmRSS"), time.process_time()
-            before = group.bytes_received, group.bytes_sent, group.rounds
-            yield
-            seconds = time.process_time() - start
-            after = group.bytes_received, group.bytes_sent, group.rounds
-            moved = (b - a for a, b in zip(before, after, strict=True))
-            costs.append(Cost(seconds, *moved, round(status("VmHWM") - memory, 1)))
-
-    with measured():
-        own.plan(group)
-    begin = group.rounds
-    for _ in range(CACHED_PLANS):
-        group.rewind(begin)
-        with measured():
-            planned = own.plan(group)
-    cached = sorted(costs[1:], key=lambda cost: cost.seconds)[CACHED_PLANS // 2]
-    begin = group.rounds
-    for _ in range(2):
-        group.rewind(begin)
-        with measured():
-            manifest = own.publish(group, planned)
-    return CostOfRank(costs[0], cached, costs[-2], costs[-1], manifest)
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Pause the garbage collector, as every save and load does."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def reset_peak() -> None:
-    """Forget the largest size of this process's memory so far."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
 def measure_load(bench: Bench, job: Job, manifest: bytes) -> dict[str, object]:
     """Return a row: the cost of a load by one rank of as many, with other parallelism."""
     other = Job(tp=4, pp=min(8, job.world // 4), dp=max(1, job.world // 32))
@@ -273,21 +181,6 @@ def measure_load(bench: Bench, job: Job, manifest: bytes) -> dict[str, object]:
         "memory, MB": max(each[2] for each in found),
         "reads": found[0][3],
     }
-
-
-def load_rank(job: Job, path: Path) -> tuple[float, float, float, int]:
-    """Open a manifest and plan the load of a middle rank: seconds, MB and reads."""
-    store, arena = open_store(path.parent), Arena(1 << 20)
-    state = job.state(job.world // 2)
-    with without_gc():
-        reset_peak()
-        memory, start = status("VmRSS"), time.process_time()
-        layout = layout_of_manifest(decode_manifest(path.read_bytes()))
-        opened = time.process_time()
-        reads = plan_reads(state.tensors, SavedNames(layout), store, arena, verify=True)
-        planned = time.process_time()
-        grown = round(status("VmHWM") - memory, 1)
-    return opened - start, planned - opened, grown, len(reads.spans)
 
 
 if __name__ == "__main__":

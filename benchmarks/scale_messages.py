@@ -22,28 +22,22 @@ from shardwise.engine.group import Combine
 from shardwise.engine.planning import (
     PlannedSave,
     SaveRequest,
-    _Members,
     _Offer,
     plan_together,
 )
 from shardwise.engine.rounds import Round, _Message, values_of
 from shardwise.engine.save import _Files, _table_of, _unite_files
+from shardwise.engine.shared_structures import _Described
+from shardwise.engine.tree import ranks_below
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import lay_out_file
 from shardwise.plan.save import PlanCache, SavePlan
 from shardwise.store.places import open_store
 
-FAN_OUT = 32
 SAVE_ID = "0123456789abcdef"
 DESCRIPTIONS = 1
 """The round in which ranks send different messages: their structures."""
-
-
-def ranks_below(rank: int, world: int) -> range:
-    """Return the ranks that send their messages to a rank."""
-    first = FAN_OUT * rank + 1
-    return range(min(first, world), min(first + FAN_OUT, world))
 
 
 class UnknownMessages(BaseException):
@@ -73,7 +67,8 @@ class ReplayGroup:
     def __init__(
         self, rank: int, size: int, below: Sequence[Sequence[bytes]], replies: list[bytes]
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank = self.number = rank
+        self.size = size
         self.bytes_sent = self.bytes_received = 0
         self.rounds = 0
         self._below, self._replies = below, replies
@@ -144,7 +139,8 @@ class SavingRank:
         manifests = []
 
         def publish(files: _Files) -> None:
-            manifests.append(planned.manifest(_table_of(files, planned.save_id)))
+            table = _table_of(files, planned.save_id)
+            manifests.append((planned.manifest(table), table.names)[0])
 
         source = planned.source()
         with Round(group, "writing a save") as all_ranks:
@@ -254,8 +250,8 @@ class Recording:
         return changes[operation]
 
     def _change_members(self, message: _Message, rank: int) -> bytes:
-        decoded = msgspec.msgpack.decode(message.data, type=dict[bytes, _Members])
-        (members,) = decoded.values()
+        decoded = msgspec.msgpack.decode(message.data, type=_Described)
+        (members,) = decoded.members.values()
         members.ranks = np.array([rank], "<i4").tobytes()
         members.coordinates = np.array(self.job.coordinates(rank), "<i4").tobytes()
         return msgspec.msgpack.encode(decoded)

@@ -11,15 +11,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
@@ -28,6 +25,7 @@ from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
 from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
+from shardwise.engine.shared_structures import digest_of, encode_structure, share_structures
 from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
@@ -45,12 +43,8 @@ from shardwise.manifest.manifest import (
     new_save_id,
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.state.local_state import Fragment, LocalState
 from shardwise.store import Store, free_bytes
-
-LARGEST_STRUCTURE = 2**28
-"""The most bytes of an encoded structure."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,21 +252,6 @@ class _Agreement(msgspec.Struct, array_like=True):
     notes: list[bytes]
 
 
-@prepare_decoding
-class _Members(msgspec.Struct, array_like=True):
-    """A structure, and ranks that have it.
-
-    Attributes:
-        structure: the encoded structure, compressed. Names of tensors are much alike.
-        ranks: the ranks, as little-endian int32.
-        coordinates: the coordinates of these ranks, one rank after the other, as int32.
-    """
-
-    structure: bytes
-    ranks: bytes
-    coordinates: bytes
-
-
 def plan_together(
     prepare: Callable[[], SaveRequest],
     group: Group,
@@ -300,8 +279,7 @@ def plan_together(
             members = members_of(state)
             described = describe_tensors(state.tensors, tuple(state.per_rank), members)
             description, fragments = described
-            structure = _encode_structure(description.structure)
-            fingerprint = _digest(structure)
+            fingerprint = digest_of(encode_structure(description.structure))
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
             if group.rank == 0 and known:  # ranks probably agree on one of these plans
@@ -320,7 +298,7 @@ def plan_together(
         if agreement.plan is not None:
             plan = plan_cache.get(agreement.plan, group.rank)
         else:
-            key, structures = _share_structures(structure, fingerprint, description, group)
+            key, structures = share_structures(fingerprint, description, group)
             with Round(group, "planning a save"):
                 plan = plan_save(structures, group.size, group.rank, description)
                 if group.rank == 0:
@@ -345,7 +323,7 @@ def _make_offer(
     return _Offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
-        digests=[_digest(encode_values(request.state, order="sorted"))],
+        digests=[digest_of(encode_values(request.state, order="sorted"))],
         sample=b"" if watch is None else watch.encode_message(),
         save_id=request.save_id if group.rank == 0 else "",
         notes={request.note: group.rank} if request.note else {},
@@ -383,67 +361,6 @@ def _conclude(offer: _Offer) -> _Agreement:
     )
 
 
-def _share_structures(
-    encoded: bytes, fingerprint: bytes, description: Description, group: Group
-) -> tuple[bytes, list[RanksOfStructure]]:
-    """Send each distinct structure, and the coordinates of all ranks, to all ranks.
-
-    Returns:
-        A digest of all structures and coordinates; and the structures, by their first ranks.
-    """
-    own = _Members(
-        zlib.compress(encoded, 1) if group.size > 1 else b"",
-        np.array([group.rank], "<i4").tobytes(),
-        np.array(description.coordinates, "<i4").tobytes(),
-    )
-    with Round(group, "describing a save") as all_ranks:
-        shared = all_ranks.all_reduce({fingerprint: own}, dict[bytes, _Members], _unite_members)
-    structures = []
-    for digest, members in shared.items():
-        ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
-        coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
-        coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
-        order = np.argsort(ranks)
-        is_own = digest == fingerprint
-        structure = description.structure if is_own else _decode_structure(members.structure)
-        structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
-    structures.sort(key=lambda each: int(each.ranks[0]))
-    key = hashlib.blake2b(digest_size=16)
-    for each in structures:
-        key.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
-    return key.digest(), structures
-
-
-def _encode_structure(structure: Structure) -> bytes:
-    encoded = msgspec.msgpack.encode(structure)
-    if len(encoded) > LARGEST_STRUCTURE:
-        raise StateError(
-            f"the names, shapes and boxes of this rank's tensors take {len(encoded):,} bytes, more "
-            f"than {LARGEST_STRUCTURE:,}: save fewer tensors, or shorten their names"
-        )
-    return encoded
-
-
-def _decode_structure(compressed: bytes) -> Structure:
-    encoded = zlib.decompressobj().decompress(compressed, LARGEST_STRUCTURE)
-    return msgspec.msgpack.decode(encoded, type=Structure)
-
-
-def _unite_members(messages: Sequence[dict[bytes, _Members]]) -> dict[bytes, _Members]:
-    parts: dict[bytes, list[_Members]] = {}
-    for message in messages:
-        for fingerprint, members in message.items():
-            parts.setdefault(fingerprint, []).append(members)
-    return {
-        fingerprint: _Members(
-            found[0].structure,
-            b"".join(each.ranks for each in found),
-            b"".join(each.coordinates for each in found),
-        )
-        for fingerprint, found in parts.items()
-    }
-
-
 def _share_values(
     state: LocalState, fingerprint: bytes, plan: SavePlan, group: Group, *, differ: bool
 ) -> tuple[ObjectEntry, ...]:
@@ -463,7 +380,7 @@ def _share_values(
             {rank: decode_values(encoded, members) for rank, members in plan.groups_of.values()}
         )
     with Round(group, "comparing plain values") as all_ranks:
-        own = {_digest(fingerprint + encoded): (group.rank, fingerprint, encoded)}
+        own = {digest_of(fingerprint + encoded): (group.rank, fingerprint, encoded)}
         listed = all_ranks.all_reduce(own, dict[bytes, tuple[int, bytes, bytes]], _first_of_each)
     return merge_values(
         {
@@ -481,7 +398,3 @@ def _first_of_each(
         for digest, item in message.items():
             first[digest] = min(item, first.get(digest, item))
     return first
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()

@@ -215,9 +215,8 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
         with recorder.stage("publish") as stage:
             retries = count_retries(request.store)
             table = _table_of(files, planned.save_id)
-            names = [each.name for each in table]
             manifest, overwrite = planned.manifest(table), request.overwrite
-            commit_save(request.store, planned.save_id, manifest, names, overwrite=overwrite)
+            commit_save(request.store, planned.save_id, manifest, table.names, overwrite=overwrite)
             stage.bytes, stage.file = len(manifest), MANIFEST
             stage.retries = count_retries(request.store) - retries
 

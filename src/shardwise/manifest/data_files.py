@@ -159,6 +159,12 @@ class FileTable(Sequence[FileEntry]):
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def names(self) -> list[str]:
+        """The names of the files."""
+        ranks = self.numbers[:, 0].tolist()
+        return [data_file(rank, self.other_ids.get(rank, self.save_id)) for rank in ranks]
+
+    @property
     def nbytes(self) -> int:
         """The size of all files, in bytes."""
         return sum(self.numbers[:, 1].tolist())

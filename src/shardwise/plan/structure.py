@@ -10,7 +10,7 @@ of dimension 0 into 4 parts. Rank 2 has the coordinate `[2]`, and holds `[4:6,0:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -170,12 +170,19 @@ def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntr
     tied = {name for each in structures for name, _ in each.structure.ties}
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
+    previous: tuple[object, ...] = ()
     for each in structures:
         structure = each.structure
+        contents = structure.names, structure.dtypes, structure.shapes
+        if contents == previous and not tied:
+            continue
+        previous = contents
         columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
         for i, (name, dtype, shape) in enumerate(columns):
-            if name in tied and not len(_boxes_of_structure(each, {i}, len(shape), {})):
-                continue  # a rank without a fragment of a tensor cannot see that it is tied
+            if name in tied:
+                is_this = np.arange(len(structure.names)) == i
+                if not len(_boxes_of_structure(each, is_this, len(shape), {})):
+                    continue  # a rank without a fragment of a tensor cannot see that it is tied
             first = tensors.get(name)
             if first is None:
                 tensors[name] = TensorEntry(name, dtype, shape)
@@ -211,10 +218,13 @@ def find_held_boxes(
     """
     set_ids: dict[tuple[int, ...], int] = {}
     tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
+    names: tuple[str, ...] = ()
+    index = np.zeros(0, np.int64)
     for each in structures:
-        index = np.array([index_of.get(name, -1) for name in each.structure.names], np.int64)
-        wanted = {i for i, number in enumerate(index.tolist()) if number >= 0}
-        table = _boxes_of_structure(each, wanted, dims, set_ids)
+        if each.structure.names != names:
+            names = each.structure.names
+            index = np.array([index_of.get(name, -1) for name in names], np.int64)
+        table = _boxes_of_structure(each, index >= 0, dims, set_ids)
         if rank in each.ranks:
             table = np.vstack([table, _own_boxes(own, index >= 0, dims)])
         table[:, 0] = index[table[:, 0]]
@@ -224,7 +234,7 @@ def find_held_boxes(
 
 def _boxes_of_structure(
     each: RanksOfStructure,
-    wanted: Collection[int],
+    wanted: BoolArray,
     dims: int,
     set_ids: dict[tuple[int, ...], int],
 ) -> IntArray:
@@ -232,7 +242,7 @@ def _boxes_of_structure(
 
     Args:
         each: the structure, and the ranks that have it.
-        wanted: the indices of the tensors in the structure whose boxes to return.
+        wanted: for each tensor of the structure, whether to return its boxes.
         dims: the number D of dimensions to pad boxes to.
         set_ids: the id of each set of ranks; new sets are added.
 
@@ -244,17 +254,18 @@ def _boxes_of_structure(
     # Tensors with the same rule and shape have the same boxes: for example, all weights of shape
     # `(4096, 4096)` that are split by rows.
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i in sorted(wanted):
+    follow_rules = np.array(structure.rule_of, np.int64) >= 0
+    for i in np.flatnonzero(wanted & follow_rules).tolist():
         alike.setdefault((structure.rule_of[i], structure.shapes[i]), []).append(i)
     parts_of_rule = {
         number: _parts_of_rule(structure.rules[number], each, set_ids)
-        for number in sorted({number for number, _ in alike if number >= 0})
+        for number in sorted({number for number, _ in alike})
     }
     tables = []
     for (number, shape), tensors in alike.items():
         rows = []
         zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-        for splits, holders in parts_of_rule.get(number, ()):
+        for splits, holders in parts_of_rule[number]:
             for box, _ in shard_boxes(shape, splits):
                 rows.append((*box.offset, *zeros, *box.shape, *ones, holders, -1))
         if rows:
@@ -264,7 +275,7 @@ def _boxes_of_structure(
     if structure.listed:
         everyone = set_ids.setdefault(tuple(each.ranks.tolist()), len(set_ids))
         for i, offset, shape in structure.listed:
-            if i in wanted:
+            if wanted[i]:
                 zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
                 rows.append((i, *offset, *zeros, *shape, *ones, everyone, -1))
     listed = np.array(rows, np.int64).reshape(len(rows), 3 + 2 * dims)

@@ -1,0 +1,157 @@
+"""Send the structures of the states of ranks to all ranks, each distinct one once."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shardwise.decoding import prepare_decoding
+from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
+from shardwise.errors import StateError
+from shardwise.plan.structure import Description, GroupMembers, RanksOfStructure, Structure
+
+LARGEST_STRUCTURE = 2**28
+"""The most bytes of an encoded structure."""
+
+
+@prepare_decoding
+class _Members(msgspec.Struct, array_like=True):
+    """A structure, and ranks that have it.
+
+    Attributes:
+        structure: the encoded structure without its tensors, compressed.
+        tensors: the key of its tensors in `_Described.tensors`.
+        ranks: the ranks, as little-endian int32.
+        coordinates: the coordinates of these ranks, one rank after the other, as int32.
+    """
+
+    structure: bytes
+    tensors: bytes
+    ranks: bytes
+    coordinates: bytes
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a structure. They are long, and structures often have them in common.
+
+    For example, ranks that hold ranges of flat tensors have different structures of the same
+    tensors.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: GroupMembers
+
+
+@prepare_decoding
+class _Described(msgspec.Struct, array_like=True):
+    """What some ranks together say of their states.
+
+    Attributes:
+        tensors: encoded tensors of structures, compressed, by a digest.
+        members: the structures and their ranks, by the fingerprint of the structure.
+    """
+
+    tensors: dict[bytes, bytes]
+    members: dict[bytes, _Members]
+
+
+def share_structures(
+    fingerprint: bytes, description: Description, group: Group
+) -> tuple[bytes, list[RanksOfStructure]]:
+    """Send each distinct structure, and the coordinates of all ranks, to all ranks.
+
+    Returns:
+        A digest of all structures and coordinates; and the structures, by their first ranks.
+    """
+    own = description.structure
+    tensors: dict[bytes, _Tensors] = {}
+    message = _describe(fingerprint, description, group)
+    with Round(group, "describing a save") as all_ranks:
+        shared = all_ranks.all_reduce(message, _Described, _unite_descriptions)
+    structures = []
+    for digest, members in shared.members.items():
+        ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
+        coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
+        coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
+        order = np.argsort(ranks)
+        if digest == fingerprint:
+            structure = own
+        else:
+            key = members.tensors
+            if key not in tensors:
+                encoded = _decompress(shared.tensors[key])
+                tensors[key] = msgspec.msgpack.decode(encoded, type=_Tensors)
+            structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
+            structure = msgspec.structs.replace(structure, **tensors[key]._asdict())
+        structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
+    structures.sort(key=lambda each: int(each.ranks[0]))
+    key_of_all = hashlib.blake2b(digest_size=16)
+    for each in structures:
+        key_of_all.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
+    return key_of_all.digest(), structures
+
+
+def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
+    """Return the message of one rank. Nobody needs the structure of a single rank."""
+    structure = description.structure
+    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.groups)
+    rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), groups=())
+    is_alone = group.size == 1
+    tensors = b"" if is_alone else msgspec.msgpack.encode(listed)
+    members = _Members(
+        b"" if is_alone else zlib.compress(msgspec.msgpack.encode(rest), 1),
+        digest_of(tensors),
+        np.array([group.rank], "<i4").tobytes(),
+        np.array(description.coordinates, "<i4").tobytes(),
+    )
+    return _Described({members.tensors: zlib.compress(tensors, 1)}, {fingerprint: members})
+
+
+def encode_structure(structure: Structure) -> bytes:
+    """Return a structure as bytes.
+
+    Raises:
+        StateError: it is too large to be sent.
+    """
+    encoded = msgspec.msgpack.encode(structure)
+    if len(encoded) > LARGEST_STRUCTURE:
+        raise StateError(
+            f"the names, shapes and boxes of this rank's tensors take {len(encoded):,} bytes, more "
+            f"than {LARGEST_STRUCTURE:,}: save fewer tensors, or shorten their names"
+        )
+    return encoded
+
+
+def _decompress(compressed: bytes) -> bytes:
+    return zlib.decompressobj().decompress(compressed, LARGEST_STRUCTURE)
+
+
+def _unite_descriptions(messages: Sequence[_Described]) -> _Described:
+    parts: dict[bytes, list[_Members]] = {}
+    for message in messages:
+        for fingerprint, members in message.members.items():
+            parts.setdefault(fingerprint, []).append(members)
+    united = {
+        fingerprint: _Members(
+            found[0].structure,
+            found[0].tensors,
+            b"".join(each.ranks for each in found),
+            b"".join(each.coordinates for each in found),
+        )
+        for fingerprint, found in parts.items()
+    }
+    tensors = {digest: data for each in messages for digest, data in each.tensors.items()}
+    return _Described(tensors, united)
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return a digest that differs for different data."""
+    return hashlib.blake2b(data, digest_size=16).digest()
