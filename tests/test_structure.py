@@ -13,11 +13,11 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=339,
-    statements=34210,
-    modules_of_api=84,
-    statements_of_api=8520,
-    record_types=279,
+    modules=340,
+    statements=34260,
+    modules_of_api=85,
+    statements_of_api=8570,
+    record_types=281,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=78,
