@@ -258,6 +258,7 @@ def plan_together(
     plan_cache: PlanCache,
     recorder: Recorder,
     watch: ReplicaWatch | None = None,
+    lock: Callable[[SaveRequest], None] | None = None,
 ) -> PlannedSave:
     """Describe a save, agree on it, and plan it. All ranks call this function together.
 
@@ -268,6 +269,8 @@ def plan_together(
         recorder: gets an event for each stage.
         watch: the comparison of replicas; this call ends the comparison of the last save. None if
             replicas are not compared.
+        lock: locks the place of the save. Rank 0 calls it when the ranks agree, before it replies
+            to them. An error is the same on all ranks.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank.
@@ -282,13 +285,20 @@ def plan_together(
             fingerprint = digest_of(encode_structure(description.structure))
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
-            if group.rank == 0 and known:  # ranks probably agree on one of these plans
-                request.check_room(min(plan.bytes_stored for plan in known.values()))
+
+        def conclude(offer: _Offer) -> _Agreement:
+            agreement = _conclude(offer)
+            if lock is not None:
+                lock(request)
+            if agreement.plan is not None:
+                request.check_room(known[agreement.plan].bytes_stored)
+            return agreement
+
         agreement = all_ranks.all_reduce(
             _make_offer(request, known, group, watch),
             _Offer,
             partial(_combine_offers, watch=watch),
-            _conclude,
+            conclude,
             _Agreement,
         )
     if watch is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -97,15 +98,9 @@ def save_all(
     """
     group = TimedGroup(group, recorder)
     sent_before = group.bytes_sent
-    with ExitStack() as lock:
-
-        def prepare_and_lock() -> SaveRequest:
-            request = prepare()
-            if group.rank == 0:
-                prepare_place(request, lock)
-            return request
-
-        planned = plan_together(prepare_and_lock, group, plan_cache, recorder, watch)
+    with ExitStack() as cleanup:
+        lock = partial(prepare_place, cleanup=cleanup)
+        planned = plan_together(prepare, group, plan_cache, recorder, watch, lock)
         request, plan = planned.request, planned.plan
         recorder.save_id = planned.save_id
         if request.check_replicas:
