@@ -147,8 +147,9 @@ def test_no_step_waits_for_agents_that_are_slow_or_dead(
     options = {"copies": 1, "wait": 60.0, "when_full": "skip"}
     cluster = Cluster(root=root, shm=shm, nodes=4, fan_out=1, options=options)
     for seconds in gang.run(time_steps, cluster, hit, int(number), world=4):
-        # The first step starts agents and allocates memory. After a death, another agent starts.
-        assert max(seconds[2:]) < (3.0 if number == signal.SIGKILL else 1.0), seconds
+        # The first step starts agents and allocates memory. After a death, a step waits until
+        # another agent has started, which takes seconds on a busy machine; but not for lost ones.
+        assert max(seconds[2:]) < (20.0 if number == signal.SIGKILL else 1.0), seconds
 
 
 def wait_for_what_cannot_be_staged(cluster: Cluster, failing: int) -> list[str]:
