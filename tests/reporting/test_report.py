@@ -91,8 +91,8 @@ def test_any_two_saves_are_compared(root: Path, tmp_path: Path) -> None:
     [
         (b"", "the end of the file is missing"),
         (b"{}", "incorrect header check"),
-        (gzip.compress(b"[1]"), "the telemetry is damaged"),
-        (gzip.compress(b'{"format": "shardwise-telemetry", "version": 2}'), "version 2"),
+        (gzip.compress(b"[1]", mtime=0), "the telemetry is damaged"),
+        (gzip.compress(b'{"format": "shardwise-telemetry", "version": 2}', mtime=0), "version 2"),
     ],
 )
 def test_damaged_telemetry_is_named_and_the_rest_is_used(
