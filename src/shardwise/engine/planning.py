@@ -285,20 +285,11 @@ def plan_together(
             fingerprint = digest_of(encode_structure(description.structure))
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
-
-        def conclude(offer: _Offer) -> _Agreement:
-            agreement = _conclude(offer)
-            if lock is not None:
-                lock(request)
-            if agreement.plan is not None:
-                request.check_room(known[agreement.plan].bytes_stored)
-            return agreement
-
         agreement = all_ranks.all_reduce(
             _make_offer(request, known, group, watch),
             _Offer,
             partial(_combine_offers, watch=watch),
-            conclude,
+            partial(_conclude, request=request, known=known, lock=lock),
             _Agreement,
         )
     if watch is not None:
@@ -356,14 +347,24 @@ def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Of
     )
 
 
-def _conclude(offer: _Offer) -> _Agreement:
+def _conclude(
+    offer: _Offer,
+    request: SaveRequest,
+    known: Mapping[bytes, SavePlan],
+    lock: Callable[[SaveRequest], None] | None,
+) -> _Agreement:
     refuse_unequal(
         "ranks do not save the same checkpoint in the same way; pass the same path, step and "
         "options on all ranks:",
         offer.settings,
     )
+    if lock is not None:
+        lock(request)
+    plan = offer.plans[0] if offer.plans else None
+    if plan is not None:
+        request.check_room(known[plan].bytes_stored)
     return _Agreement(
-        plan=offer.plans[0] if offer.plans else None,
+        plan=plan,
         values_differ=len(offer.digests) > 1,
         sample=offer.sample,
         save_id=offer.save_id,
