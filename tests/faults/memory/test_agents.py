@@ -144,10 +144,10 @@ def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on
 
 
 def leftovers(root: Path) -> list[str]:
-    """What lies in a root beside whole checkpoints."""
+    """What lies in a root beside whole checkpoints and telemetry."""
     below = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     known = {"manifest.json", "run.json"}
-    files = [path for path in below if path.parts[0] != "nodes"]
+    files = [path for path in below if path.parts[0] != "nodes" and "telemetry" not in str(path)]
     return [str(path) for path in files if path.name not in known and path.suffix != ".safetensors"]
 
 

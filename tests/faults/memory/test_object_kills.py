@@ -160,7 +160,9 @@ class Run:
         found = [
             name
             for name in self.server.keys(self.direct)
-            if not name.startswith("nodes/") and not name.endswith(".lease")
+            if not name.startswith("nodes/")
+            and not name.endswith(".lease")
+            and "telemetry" not in name
         ]
         expected = ["run.json"]
         for step in steps:
