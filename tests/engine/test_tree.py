@@ -351,6 +351,24 @@ def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
     assert "it sent something that is no message" in told[0].failures[1]
 
 
+def test_ranks_that_do_not_exist_are_not_waited_for() -> None:
+    """What another rank says of missing ranks is checked before it names them in an error."""
+    news = msgspec.msgpack.encode([(-1, ""), (7, "host")])
+
+    def run(group: TreeGroup) -> None:
+        if group.rank == 1 and (above := group._above) is not None:
+            above._connection.sendall(
+                tree_links._HEAD.pack(b"swm1", Kind.MISSING, len(news)) + news
+            )
+            time.sleep(3)
+            return
+        group.reduce(b"1", add)
+
+    told = outcomes(2, run, timeout=timedelta(seconds=1))
+    assert isinstance(told[0], LostRankError)
+    assert sorted(told[0].failures) == [1]
+
+
 def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with pytest.MonkeyPatch.context() as patch:

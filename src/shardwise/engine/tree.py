@@ -24,6 +24,7 @@ import msgspec
 import torch.distributed as dist
 
 from shardwise.deadline import Deadline
+from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.group import TIMEOUT, Combine
 from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
 from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
@@ -322,8 +323,9 @@ class TreeGroup:
                 if kind == Kind.LEFT:
                     link.has_left = True
                     continue
-                link.reported = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
-            except msgspec.DecodeError:
+                missing = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
+                link.reported = [each for each in missing if 0 <= each[0] < self.size]
+            except DECODE_ERRORS:
                 link.end("it sent something that is no message")
                 link.inbox.clear()
 
