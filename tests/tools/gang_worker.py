@@ -10,6 +10,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -121,6 +122,9 @@ def run_task(task: Task) -> tuple[Outcome, bool]:
         pickle.dumps(outcome)
     except BaseException as error:
         outcome = failed_outcome(task.rank, error)
+        # gloo's threads need the interpreter lock to free the tensors of the last operation. The
+        # destructor of a group holds this lock, and would wait for them forever.
+        time.sleep(0.1)
         # Ranks that wait for this rank then fail at once instead of at their timeout.
         leave_group()
     return outcome, joined
