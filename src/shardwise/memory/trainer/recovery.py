@@ -128,9 +128,8 @@ def _search_nodes(
 
     Ask the nodes of the snapshots found so far, and the nodes that the root names as those of the
     newest snapshot. Only if their snapshots may not be the newest, ask the nodes that the root
-    lists, and those that took part in the run earlier. Of these, a node that left the run before
-    the epoch of the snapshot found so far is not asked: it has no newer step, unless the run has
-    superseded it.
+    lists, and those that took part in the run earlier. The epoch of a node in the root may be old,
+    so it does not tell whether a node has a newer snapshot. `remove_earlier` bounds the list.
 
     Args:
         listed: the files of the nodes that have ranks, and other nodes.
@@ -148,16 +147,11 @@ def _search_nodes(
 
     search.ask(is_enough, lambda: _in_order(listed.known))
     search.ask(is_enough, lambda: read_newest_nodes(snapshots.root, run.name))
-    entries, first_epoch = Entries([], {}, {}), 0
+    entries = Entries([], {}, {})
     if not is_enough():
         answered = {each.node for each in search.nodes}
         entries = read_entries(snapshots.root, run.name, answered)
-        others = [*entries.agents, *_in_order(listed.earlier)]
-        first_epoch = choose().epoch or 0
-        search.ask(is_enough, lambda: entries.since(first_epoch, others))
-        if choose().step is None:
-            first_epoch = 0
-            search.ask(is_enough, lambda: others)
+        search.ask(is_enough, lambda: [*entries.agents, *_in_order(listed.earlier)])
     start = time.perf_counter()
     assembly = choose()
     seconds = time.perf_counter() - start
@@ -165,7 +159,7 @@ def _search_nodes(
     if not is_enough():
         unanswered = entries.unreachable | {
             info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-            for info in entries.since(first_epoch, search.unanswered)
+            for info in entries.since(assembly.epoch or 0, search.unanswered)
         }
     if assembly.epoch is not None:
         remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})
