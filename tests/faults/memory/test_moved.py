@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,10 @@ def test_ranks_that_moved_are_not_missed_where_they_were(gang: Gang, root: Path,
 def test_ranks_that_come_back_find_what_others_saved_meanwhile(
     gang: Gang, root: Path, shm: Path
 ) -> None:
-    """On nodes whose snapshots name none of those that hold the newest."""
+    """On nodes whose snapshots name none of those that hold the newest.
+
+    Their agents have not yet written to the root that they took part again.
+    """
     everyone = Cluster(root=root, shm=shm, node_of=(0, 1, 2, 3), options={"copies": 1})
     here, there = replace(everyone, node_of=(1, 3)), replace(everyone, node_of=(0, 2))
     gang.run(go_on, everyone, STEPS, world=4)
@@ -121,6 +125,10 @@ def test_ranks_that_come_back_find_what_others_saved_meanwhile(
         went = gang.run(go_on, cluster, last + 2 * STEPS, world=2)
         assert {(each.step, each.source) for each in went} == {(last, "memory")}
         last += 2 * STEPS
+        for entry in root.glob("nodes/*.json"):
+            content = json.loads(entry.read_bytes())
+            entry.write_text(json.dumps(content | {"epoch": 0}), encoding="utf-8")
+        (root / "nodes" / "newest").unlink(missing_ok=True)
 
 
 def test_nodes_that_know_none_of_the_idle_ones_find_them(gang: Gang, root: Path, shm: Path) -> None:
