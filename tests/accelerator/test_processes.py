@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise as sw
 from tests.memory.test_divergence import SAVES
@@ -319,22 +319,46 @@ def test_a_collective_that_is_under_way(gang: Gang, tmp_path: Path) -> None:
     assert all(gang.run(save_collective, str(tmp_path / "a"), world=2))
 
 
-def save_with_nccl(directory: str) -> bool:
+def meet_with_nccl(directory: str, world: int) -> DeviceMesh:
+    """Join a group of NCCL alone. It runs no collective, which NCCL refuses on a shared device."""
+    rank = dist.get_rank()
     dist.destroy_process_group()
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{directory}/meet", rank=0, world_size=1)
-    mesh = init_device_mesh("cuda", (1,))
-    tensor = distribute_tensor(torch.arange(99.0, device="cuda").reshape(9, 11), mesh, [Shard(0)])
-    sw.save(f"{directory}/a", {"x": tensor})
-    loaded = distribute_tensor(torch.zeros(9, 11, device="cuda"), mesh, [Shard(1)])
-    sw.load(f"{directory}/a", {"x": loaded})
-    same = torch.equal(loaded.to_local(), tensor.to_local())
+    torch.cuda.init()
+    meet = f"file://{directory}/meet"
+    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=world)
+    return DeviceMesh("cuda", list(range(world)))
+
+
+def save_with_nccl(directory: str, shm: str) -> list[bool]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = meet_with_nccl(directory, world)
+    whole = torch.arange(144.0, device="cuda").reshape(12, 12)
+    rows = whole.chunk(world)[rank].clone()
+    state = {"x": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False), "step": world}
+    memory = sw.Memory(dir=shm, when_full="wait")
+    with sw.Checkpointer(f"{directory}/run", save_every=2, memory=memory) as checkpointer:
+        for step in range(1, 5):
+            rows.copy_(whole.chunk(world)[rank] + step)
+            checkpointer.save(step, state)
+    local = torch.zeros(12, 12 // world, device="cuda")
+    columns = {"x": DTensor.from_local(local, mesh, [Shard(1)], run_check=False), "step": 0}
+    sw.load(f"{directory}/run", columns)
+    from_disk = torch.equal(local, (whole + 4).chunk(world, 1)[rank]) and columns["step"] == world
+    local.zero_()
+    with sw.Checkpointer(f"{directory}/run", memory=memory) as checkpointer:
+        step = checkpointer.restore(columns)
+    from_memory = step == 4 and torch.equal(local, (whole + 4).chunk(world, 1)[rank])
     dist.destroy_process_group()
-    return same
+    return [from_disk, from_memory]
 
 
-def test_saves_and_loads_of_a_group_of_nccl_alone(gang: Gang, tmp_path: Path) -> None:
-    assert gang.run(save_with_nccl, str(tmp_path), world=1, timeout=100) == [True]
+@pytest.mark.parametrize("world", [1, 2])
+def test_saves_and_loads_of_a_group_of_nccl_alone(
+    gang: Gang, tmp_path: Path, shm: Path, world: int
+) -> None:
+    found = gang.run(save_with_nccl, str(tmp_path), str(shm), world=world, timeout=100)
+    assert found == [[True, True]] * world
 
 
 def test_the_script_of_the_how_to_page_on_the_device(tmp_path: Path) -> None:
