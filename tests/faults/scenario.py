@@ -10,6 +10,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.manifest.manifest import decode_manifest, names_of_checkpoint
 from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.waiting import wait_until
 
 ROWS, COLUMNS = 12, 64
 State = dict[str, object]
@@ -51,9 +52,16 @@ def save_step(root: Path, step: int, seed: int, victim: int, at: int | None) -> 
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = Fault(at if rank == victim else None)
     with sw.Checkpointer(faulty(root, mine), keep=sw.Keep(last=1), memory=None) as checkpointer:
-        checkpointer.restore(state_of(0, rank, world), only=["replica"])
+        found = checkpointer.restore(state_of(0, rank, world), only=["replica"])
+        if found is not None and rank == 0:
+            # A thread writes the report of a restore. After it, the operations have one order.
+            wait_until(lambda: any(map(is_report, mine.operations)))
         checkpointer.save(step, state_of(seed, rank, world))
     return mine.operations
+
+
+def is_report(operation: str) -> bool:
+    return operation.startswith("published restore-")
 
 
 def restored(root: Path) -> tuple[int | None, State]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shardwise.ports.store import LeaseDirectory, is_lease
+from tests.tools.waiting import wait_until
 
 KEY = "manifest.json"
 
@@ -193,12 +194,3 @@ def test_expired_leases_of_all_files_are_removed(server: Server) -> None:
         assert LeaseDirectory(server, server.times).remove_expired() == [live]
         assert server.leases() == [live]
     assert LeaseDirectory(server, server.times).remove_expired() == []
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.01)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise TimeoutError

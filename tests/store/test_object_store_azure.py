@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.store.azurite_server import CONTAINER, AzureServer, azurite  # noqa: 
 from tests.store.test_object_faults import KINDS, REQUESTS, Place, check_one_fault
 from tests.tools.agents import end_agents
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
+from tests.tools.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -107,13 +107,6 @@ def test_an_upload_that_is_not_committed_leaves_nothing(azurite: AzureServer, ur
     file.close()
     assert store.list() == []
     assert azurite.unfinished_uploads(url) == []
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_failed_upload_keeps_the_object_that_it_would_replace(url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from shardwise.telemetry.rows import Operation, align, combine_messages, decode_
 from shardwise.telemetry.storing import TelemetryWriter, describe, summarize
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 from tests.memory_store import MemoryStore, Server
+from tests.tools.waiting import wait_until
 
 WORLD = 5
 SAVE = Operation(name="save", id="ab" * 8, step=3, path="/run/step-00000003")
@@ -175,7 +175,7 @@ def test_a_save_of_agents_is_stored_when_all_ranks_know_that_it_has_ended(root: 
 
         hook.closed(completed=False)
         if group.rank == 0:
-            wait_for(lambda: complete(root))
+            wait_until(lambda: complete(root))
 
     def other_of(rank: int, step: int) -> sw.SaveReport:
         report = report_of(rank, step)
@@ -195,13 +195,6 @@ def test_a_save_of_agents_is_stored_when_all_ranks_know_that_it_has_ended(root: 
 def complete(root: Store) -> bool:
     found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
     return found is not None and len(found.ranks) == WORLD
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_restore_is_stored_in_the_root(root: Store) -> None:
