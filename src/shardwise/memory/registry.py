@@ -23,7 +23,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -246,10 +246,6 @@ class Entries:
     agents: list[AgentInfo]
     epochs: dict[str, int]
     unreachable: dict[str, str]
-
-    def since(self, epoch: int, infos: Iterable[AgentInfo]) -> list[AgentInfo]:
-        """Return those of some nodes that may have taken part in an epoch, or in a later one."""
-        return [info for info in infos if self.epochs.get(info.node, epoch) >= epoch]
 
 
 def read_newest_nodes(root: Store, run: str) -> list[AgentInfo]:
