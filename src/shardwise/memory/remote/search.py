@@ -56,16 +56,10 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
     steps = {
-        step: {name: size for name, size in files.items() if _is_searched(name)}
+        step: {name: size for name, size in files.items() if records.is_restored(name)}
         for step, files in list_steps(run.path.parents[1], run.name).items()
     }
     return NodeFiles(node, steps, list(known.values()))
-
-
-def _is_searched(name: str) -> bool:
-    """Return whether a search needs a file: it is data, a manifest or a pending manifest."""
-    is_data = name.endswith(records.DATA_SUFFIXES)
-    return is_data or name == MANIFEST or bool(records.pending_records([name]))
 
 
 class Search:
