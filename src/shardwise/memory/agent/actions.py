@@ -269,7 +269,7 @@ class Follower:
                 own = Replies.of_node(index, done.bytes, entries)
                 if done.failure:
                     own = Replies(failures={self.node: done.failure})
-                replies = combine_replies([own, others()])
+                replies = combine_replies([own, others()], pending)
         reply = replies.encode(save_id, stage)
         if done is not None:
             reply = msgspec.structs.replace(reply, own=done, own_ended_at=ended_at)

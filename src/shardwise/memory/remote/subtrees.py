@@ -216,6 +216,7 @@ class Asking:
         self._question = question
         self._clock = clock
         self._is_stopped = False
+        self._answered: set[str] = set()
 
     def stop(self) -> None:
         """Make `ask` return soon. Another thread may call this."""
@@ -249,7 +250,7 @@ class Asking:
             finally:
                 for job in jobs:
                     job.cancel()
-        return combine_replies(replies)
+        return combine_replies(replies, self._question.pending, self._answered)
 
     def _handle(
         self, asked: _Asked, job: Future[Replies | None]
@@ -268,7 +269,10 @@ class Asking:
                 return Replies(lost={asked.node: self._describe_silence(asked.node, error)}), []
             return None, [asked, *(self._children(asked, now) if step is Next.ASK_CHILDREN else ())]
         asked.answered_at = now
-        return (None, [asked]) if reply is None else (reply, [])
+        if reply is None:
+            return None, [asked]
+        self._answered.add(asked.node)
+        return reply, []
 
     def _children(self, asked: _Asked, now: float) -> list[_Asked]:
         """Return the nodes below a node that fails to ask them."""
