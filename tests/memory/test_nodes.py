@@ -34,7 +34,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
 )
 from shardwise.memory.remote.snapshot_nodes import Nodes
-from shardwise.memory.remote.subtrees import Asking, connect, question_of_stage
+from shardwise.memory.remote.subtrees import RequestSender, connect, request_for_stage
 from shardwise.memory.replies import Replies
 from shardwise.memory.trainer import node_watch
 from shardwise.tiers.options import StorageTask
@@ -68,9 +68,9 @@ def pending_of(*infos: AgentInfo, step: int = 10) -> PendingManifest:
 def ask(place: SnapshotDirectory, there: AgentInfo, wait: float) -> Replies:
     """What another node says that was asked to protect a snapshot."""
     pending = pending_of(HERE, there)
-    question = question_of_stage(pending, "protect", wait)
-    with closing(connect(place, pending.nodes, "here", question, None)) as nodes:
-        return Asking(nodes, question).ask(["there"])
+    request = request_for_stage(pending, "protect", wait)
+    with closing(connect(place, pending.nodes, "here", request, None)) as nodes:
+        return RequestSender(nodes, request).send(["there"])
 
 
 def expecting(served: Served, tmp_path: Path) -> Replies:

@@ -39,7 +39,7 @@ from shardwise.memory.records import (
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.memory.remote.subtrees import Asking, Next, decide_next, question_of_stage
+from shardwise.memory.remote.subtrees import NextStep, RequestSender, decide_next, request_for_stage
 from shardwise.memory.replies import MOST_REASONS, Replies, combine_replies
 from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
@@ -107,15 +107,15 @@ def test_nodes_without_files_take_no_part_in_a_commit() -> None:
 def test_a_node_is_lost_only_when_those_below_it_were_asked(
     silence: float, wait: float, asked_children: bool
 ) -> None:
-    question = question_of_stage(pending_of(3, 2), "commit", wait)
-    found = decide_next(silence, question, asked_children=asked_children)
-    if silence < question.silence:
-        assert found is Next.ASK_AGAIN
-    if found is Next.GIVE_UP:
+    request = request_for_stage(pending_of(3, 2), "commit", wait)
+    found = decide_next(silence, request, asked_children=asked_children)
+    if silence < request.silence:
+        assert found is NextStep.ASK_AGAIN
+    if found is NextStep.GIVE_UP:
         assert asked_children
         assert silence >= wait
-    if silence >= question.silence and not asked_children:
-        assert found is Next.ASK_CHILDREN
+    if silence >= request.silence and not asked_children:
+        assert found is NextStep.ASK_CHILDREN
 
 
 # The columns of replies.
@@ -187,7 +187,7 @@ def test_reasons_are_bounded() -> None:
     assert max(map(len, found.failures.values())) == 2000
 
 
-# Asking, with simulated nodes.
+# RequestSender, with simulated nodes.
 
 
 @dataclass
@@ -208,9 +208,9 @@ class SimulatedNodes:
 
     def ask(self, asker: str, stage: str = "commit") -> Replies:
         """What a node learns from those below it, and adds itself."""
-        question = question_of_stage(self.pending, stage, self.pending.wait)
-        children = question.tree.children(asker)
-        below = Asking(SeenFrom(self, asker), question).ask(children)  # type: ignore[arg-type]
+        request = request_for_stage(self.pending, stage, self.pending.wait)
+        children = request.tree.children(asker)
+        below = RequestSender(SeenFrom(self, asker), request).send(children)  # type: ignore[arg-type]
         return combine_replies([below, reply_of(int(asker[1:]))], self.pending)
 
 
@@ -285,11 +285,11 @@ def test_a_node_that_answers_is_not_lost_because_another_cannot_reach_it(
             return encode_record(reply.encode(SAVE, "commit"))
 
     pending = pending_of(3, 1)
-    question = dataclasses.replace(
-        question_of_stage(pending, "commit", 8.0), needs_no_reply=needs_no_reply
+    request = dataclasses.replace(
+        request_for_stage(pending, "commit", 8.0), needs_no_reply=needs_no_reply
     )
-    asking = Asking(CutOff(SimulatedNodes(pending), "n0"), question)  # type: ignore[arg-type]
-    assert asking.ask(["n1", "n2"]).lost == {}
+    sender = RequestSender(CutOff(SimulatedNodes(pending), "n0"), request)  # type: ignore[arg-type]
+    assert sender.send(["n1", "n2"]).lost == {}
 
 
 def test_no_node_asks_more_than_its_children_when_all_answer() -> None:
@@ -313,11 +313,11 @@ def test_who_stops_asking_is_not_kept_waiting() -> None:
         def abort(self) -> None:
             pass
 
-    question = question_of_stage(pending_of(3, 2), "commit", 60.0)
-    asking = Asking(Slow(SimulatedNodes(question.pending), "n0"), question)  # type: ignore[arg-type]
-    threading.Timer(0.1, asking.stop).start()
+    request = request_for_stage(pending_of(3, 2), "commit", 60.0)
+    sender = RequestSender(Slow(SimulatedNodes(request.pending), "n0"), request)  # type: ignore[arg-type]
+    threading.Timer(0.1, sender.stop).start()
     started = time.monotonic()
-    assert len(asking.ask(["n1", "n2"]).nodes) == 0
+    assert len(sender.send(["n1", "n2"]).nodes) == 0
     assert time.monotonic() - started < 5.0
 
 
