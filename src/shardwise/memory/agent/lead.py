@@ -352,7 +352,7 @@ def try_stage(
     nbytes, failure = 0, ""
     try:
         nbytes = work()
-    except Exception as error:
+    except Exception as error:  # any error: the outcome must say it, or the save is never completed
         is_outage = isinstance(error, StoreUnavailableError)
         if is_outage and _record_retry(place, stage, save_id, str(error)):
             raise
