@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34270,
+    statements=34271,
     modules_of_api=85,
     statements_of_api=8570,
     record_types=281,

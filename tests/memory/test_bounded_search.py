@@ -84,6 +84,7 @@ class World:
                     list_files=lambda _: world._files(int(info.node[1:])).steps,
                     read=lambda _, step, name, limit: world._read(info.node, step, name),
                     abort=lambda: None,
+                    close=lambda: None,
                 )
 
         listed = recovery._Listed()

@@ -281,6 +281,18 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
     assert search.infos["c"] == infos["c"]
 
 
+def test_no_connection_stays_open_to_a_node_that_has_answered(tmp_path: Path) -> None:
+    """A search may ask more nodes than a process can have open files."""
+    home = Home(tmp_path)
+    SnapshotDirectory(home.run(RUN), 3).path.mkdir(parents=True)
+    with serve(home.path, most=200) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        infos = {f"n{each}": AgentInfo(f"n{each}", url, TOKEN) for each in range(400)}
+        search = Search(home.run(RUN), "a", [], infos)
+        search.ask()
+    assert len(search.nodes) == 400
+
+
 def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed(
     tmp_path: Path,
 ) -> None:

@@ -171,8 +171,9 @@ class Search:
 
     def _list_files(self, client: AgentClient, info: AgentInfo, follows: bool) -> NodeFiles:
         """Return the files of the run on a node, as its agent lists them."""
-        steps = client.list_files(self._run.name)
-        known = self._nodes_of_newest(client, steps) if follows else []
+        with closing(client):  # so few of the nodes have a connection at the same time
+            steps = client.list_files(self._run.name)
+            known = self._nodes_of_newest(client, steps) if follows else []
         return NodeFiles(info.node, steps, known)
 
     def _nodes_of_newest(
