@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34260,
+    statements=34271,
     modules_of_api=85,
     statements_of_api=8580,
     record_types=281,

@@ -50,6 +50,7 @@ class World:
         disks: for each live node and step, the files.
         recorded: the nodes that each node has recorded.
         asked: the nodes that the last restore has asked.
+        unanswered: the nodes that the report of the last restore names as silent.
     """
 
     root: LocalStore
@@ -57,6 +58,7 @@ class World:
     recorded: dict[int, list[AgentInfo]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=lambda: Lineage(RUN))
     asked: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
     saves: int = 0
     pending_of: dict[str, PendingManifest] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ class World:
                     list_files=lambda _: world._files(int(info.node[1:])).steps,
                     read=lambda _, step, name, limit: world._read(info.node, step, name),
                     abort=lambda: None,
+                    close=lambda: None,
                 )
 
         listed = recovery._Listed()
@@ -98,7 +101,9 @@ class World:
             root=self.root,
         )
         with mock.patch.object(recovery, "Search", SimulatedSearch):
-            return recovery._search_nodes(snapshots, listed, None, None, set()).step
+            found = recovery._search_nodes(snapshots, listed, None, None, set())
+        self.unanswered = list(found.unanswered)
+        return found.step
 
     def train(self, nodes: list[int], step: int | None, commits: int, *, names: bool) -> None:
         """Resume from a step on these nodes, and commit steps.
@@ -218,6 +223,18 @@ def test_the_newest_step_is_found_among_few_nodes(
             newest = commits + (found or 0) or found
             if lost is not None and len(live) > 1:
                 del world.disks[live[lost % len(live)]]
+
+
+def test_silent_nodes_are_named_although_their_entries_are_old(tmp_path: Path) -> None:
+    """Their agents had not yet written that they took part in the newest epoch."""
+    world = World(LocalStore(tmp_path), {node: {} for node in range(3)})
+    world.train([0], None, 1, names=False)
+    world.train([0, 1, 2], 1, 1, names=False)
+    for node in (1, 2):
+        world._publish(f"n{node}.json", NodeEntry(info_of(node), RUN, 1e12, 0))
+        del world.disks[node]
+    assert world.restore([0]) == 1
+    assert sorted(world.unanswered) == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("commits", [0, 3])

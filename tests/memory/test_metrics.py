@@ -42,6 +42,9 @@ def test_the_state_of_a_node(home: Home) -> None:
     assert found["shardwise_stage_failures", "persist"] == 1
     assert found["shardwise_stage_seconds", "commit"] == pytest.approx(5, abs=2)
     assert found["shardwise_ranks", "save", "write", "true"] == 1
+    make_watcher(lock, "save", 4)("", False)
+    found = samples_of(read_metrics(home))
+    assert found["shardwise_ranks", "training", "", "false"] == 1
     assert found["shardwise_free_bytes",] > 0
 
 

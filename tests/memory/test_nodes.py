@@ -34,7 +34,7 @@ from shardwise.memory.remote.search import (
     list_own_files,
 )
 from shardwise.memory.remote.snapshot_nodes import Nodes
-from shardwise.memory.remote.subtrees import Asking, connect, question_of_stage
+from shardwise.memory.remote.subtrees import RequestSender, connect, request_for_stage
 from shardwise.memory.replies import Replies
 from shardwise.memory.trainer import node_watch
 from shardwise.tiers.options import StorageTask
@@ -68,9 +68,9 @@ def pending_of(*infos: AgentInfo, step: int = 10) -> PendingManifest:
 def ask(place: SnapshotDirectory, there: AgentInfo, wait: float) -> Replies:
     """What another node says that was asked to protect a snapshot."""
     pending = pending_of(HERE, there)
-    question = question_of_stage(pending, "protect", wait)
-    with closing(connect(place, pending.nodes, "here", question, None)) as nodes:
-        return Asking(nodes, question).ask(["there"])
+    request = request_for_stage(pending, "protect", wait)
+    with closing(connect(place, pending.nodes, "here", request, None)) as nodes:
+        return RequestSender(nodes, request).send(["there"])
 
 
 def expecting(served: Served, tmp_path: Path) -> Replies:
@@ -279,6 +279,18 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
     assert [each.node for each in search.nodes] == ["a", "b", "c"]
     assert all(list(each.steps) == [3] for each in search.nodes[1:])
     assert search.infos["c"] == infos["c"]
+
+
+def test_no_connection_stays_open_to_a_node_that_has_answered(tmp_path: Path) -> None:
+    """A search may ask more nodes than a process can have open files."""
+    home = Home(tmp_path)
+    SnapshotDirectory(home.run(RUN), 3).path.mkdir(parents=True)
+    with serve(home.path, most=200) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        infos = {f"n{each}": AgentInfo(f"n{each}", url, TOKEN) for each in range(400)}
+        search = Search(home.run(RUN), "a", [], infos)
+        search.ask()
+    assert len(search.nodes) == 400
 
 
 def test_a_node_that_is_off_is_waited_for_only_while_its_answer_is_needed(

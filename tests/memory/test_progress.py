@@ -148,6 +148,8 @@ def test_thousands_of_nodes_make_a_short_summary() -> None:
     found = summarize("run", nodes, unanswered=12)
     assert (found.ranks, found.nodes, found.lost) == (32_768, 4108, [41])
     assert [each.rank for _, each in found.slowest] == [792, 619]
+    # The first has not begun, so the others' wait counts.
+    assert [each.seconds for _, each in found.slowest] == [3.0, 40.0]
     assert found.counts[0] == ("save", 7, "write", True, 32_765)
     many = [("node", [RankProgress(rank, True, "save", 7, "write") for rank in range(4096)])]
     assert len(summarize("run", many, unanswered=0).slowest) == 10

@@ -17,10 +17,11 @@ import shardwise as sw
 from shardwise.checkpointer.restoring import _describe_first_nodes
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import MANIFEST, FileEntry, data_file
-from shardwise.memory.files import write_record
+from shardwise.memory.files import decode_record, write_record
 from shardwise.memory.home import Home, SnapshotDirectory
 from shardwise.memory.identity import make_run_token, read_or_create_node_name
 from shardwise.memory.records import (
+    PENDING_KINDS,
     AgentInfo,
     PendingManifest,
     StagedFile,
@@ -207,6 +208,46 @@ def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> Non
             with pytest.raises(StoreError, match="the agent refused this token"):
                 refused()
         client.close()
+
+
+def test_the_token_of_a_run_reveals_no_secret(tmp_path: Path) -> None:
+    """A pending manifest has the secrets of all nodes. Such a reader gets tokens of the run."""
+    secrets = {"a": "the-secret-of-a", "b": "the-secret-of-b"}
+    pending = PendingManifest(
+        save_id="c" * 16,
+        step=1,
+        manifest="",
+        files=[],
+        nodes=[AgentInfo(node, "http://192.0.2.1:1", each) for node, each in secrets.items()],
+        leader="a",
+        storage=StorageTask(root=""),
+    )
+    place = Home(tmp_path).run(RUN).step_path(1)
+    place.mkdir(parents=True)
+    names = [save_record("pending", pending.save_id, kind) for kind in PENDING_KINDS]
+    for name in (*names, "unknown.json", "a.known"):
+        write_record(place / name, pending)
+    url = f"/runs/{RUN}/{place.name}"
+    with serve(Home(tmp_path).path) as served:
+        for name in names:
+            _, whole, _ = served.ask("GET", f"{url}/{name}", token=TOKEN)
+            assert decode_record(whole, PendingManifest, name) == pending
+            for headers in ({}, {"Range": "bytes=0-99999"}):
+                status, data, _ = served.ask(
+                    "GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN), **headers
+                )
+                assert status == 200
+                found = decode_record(data, PendingManifest, name)
+                assert {info.node: info.token for info in found.nodes} == {
+                    node: make_run_token(each, RUN) for node, each in secrets.items()
+                }
+                assert msgspec.structs.replace(found, nodes=pending.nodes) == pending
+            (place / name).write_bytes(b"damaged " + whole)
+            status, data, _ = served.ask("GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN))
+            assert (status, b"secret" in data) == (500, False)
+        for name in ("unknown.json", "a.known"):
+            status, data, _ = served.ask("GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN))
+            assert (status, b"secret" in data) == (403, False)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o620, 0o640, 0o602])

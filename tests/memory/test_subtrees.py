@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ from shardwise.memory.records import (
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.memory.remote.subtrees import Asking, Next, decide_next, question_of_stage
+from shardwise.memory.remote.subtrees import NextStep, RequestSender, decide_next, request_for_stage
 from shardwise.memory.replies import MOST_REASONS, Replies, combine_replies
 from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
@@ -106,15 +107,15 @@ def test_nodes_without_files_take_no_part_in_a_commit() -> None:
 def test_a_node_is_lost_only_when_those_below_it_were_asked(
     silence: float, wait: float, asked_children: bool
 ) -> None:
-    question = question_of_stage(pending_of(3, 2), "commit", wait)
-    found = decide_next(silence, question, asked_children=asked_children)
-    if silence < question.silence:
-        assert found is Next.ASK_AGAIN
-    if found is Next.GIVE_UP:
+    request = request_for_stage(pending_of(3, 2), "commit", wait)
+    found = decide_next(silence, request, asked_children=asked_children)
+    if silence < request.silence:
+        assert found is NextStep.ASK_AGAIN
+    if found is NextStep.GIVE_UP:
         assert asked_children
         assert silence >= wait
-    if silence >= question.silence and not asked_children:
-        assert found is Next.ASK_CHILDREN
+    if silence >= request.silence and not asked_children:
+        assert found is NextStep.ASK_CHILDREN
 
 
 # The columns of replies.
@@ -136,12 +137,16 @@ def test_replies_that_overlap_are_combined_in_any_order(
     groups: list[list[int]], random: object
 ) -> None:
     pending = pending_of(20, 2)
-    parts = [combine_replies([reply_of(each) for each in group]) for group in groups]
-    lost = [Replies(lost={f"n{each}": "gone"}) for group in groups for each in group]
-    found = combine_replies([*parts, *lost])
+    parts = [combine_replies([reply_of(each) for each in group], pending) for group in groups]
+    replied = {each for group in groups for each in group}
+    lost = [
+        Replies(lost={f"n{each}": "gone"}) for each in range(20) if each in replied or each > 15
+    ]
+    found = combine_replies([*parts, *lost], pending)
     random.shuffle(parts)  # type: ignore[attr-defined]
-    again = combine_replies([*lost, combine_replies(parts[:2]), combine_replies(parts[2:])])
-    expected = sorted({each for group in groups for each in group})
+    halves = [combine_replies(each, pending) for each in (parts[:2], parts[2:])]
+    again = combine_replies([*lost, *halves], pending)
+    expected = sorted(replied)
     for each in (found, again):
         decoded = Replies.decode(each.encode(SAVE, "commit"), pending)
         assert decoded.nodes.tolist() == decoded.files.tolist() == expected
@@ -149,7 +154,7 @@ def test_replies_that_overlap_are_combined_in_any_order(
         assert decoded.file_entries(pending) == {
             data_file(rank, SAVE): entry_of(rank) for rank in expected
         }
-        assert len(decoded.lost) == min(len(expected), MOST_REASONS)
+        assert decoded.lost == {f"n{each}": "gone" for each in range(16, 20) if each not in replied}
 
 
 @pytest.mark.parametrize(
@@ -177,12 +182,12 @@ def test_replies_that_no_agent_writes_are_refused(wrong: dict[str, object]) -> N
 
 def test_reasons_are_bounded() -> None:
     many = [Replies(failures={f"n{each:03}": "x" * 10_000}) for each in range(100)]
-    found = combine_replies(many)
+    found = combine_replies(many, pending_of(1, 1))
     assert list(found.failures) == [f"n{each:03}" for each in range(MOST_REASONS)]
     assert max(map(len, found.failures.values())) == 2000
 
 
-# Asking, with simulated nodes.
+# RequestSender, with simulated nodes.
 
 
 @dataclass
@@ -203,10 +208,10 @@ class SimulatedNodes:
 
     def ask(self, asker: str, stage: str = "commit") -> Replies:
         """What a node learns from those below it, and adds itself."""
-        question = question_of_stage(self.pending, stage, self.pending.wait)
-        children = question.tree.children(asker)
-        below = Asking(SeenFrom(self, asker), question).ask(children)  # type: ignore[arg-type]
-        return combine_replies([below, reply_of(int(asker[1:]))])
+        request = request_for_stage(self.pending, stage, self.pending.wait)
+        children = request.tree.children(asker)
+        below = RequestSender(SeenFrom(self, asker), request).send(children)  # type: ignore[arg-type]
+        return combine_replies([below, reply_of(int(asker[1:]))], self.pending)
 
 
 @dataclass
@@ -268,6 +273,25 @@ def test_each_lost_node_costs_only_its_own_part(
     )
 
 
+@pytest.mark.parametrize("needs_no_reply", [True, False])
+def test_a_node_that_answers_is_not_lost_because_another_cannot_reach_it(
+    needs_no_reply: bool,
+) -> None:
+    """Node 1 was silent for a while, so node 0 has asked node 2 too, which node 1 cannot reach."""
+
+    class CutOff(SeenFrom):
+        def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+            reply = reply_of(2) if node == "n2" else Replies(lost={"n2": "no route"})
+            return encode_record(reply.encode(SAVE, "commit"))
+
+    pending = pending_of(3, 1)
+    request = dataclasses.replace(
+        request_for_stage(pending, "commit", 8.0), needs_no_reply=needs_no_reply
+    )
+    sender = RequestSender(CutOff(SimulatedNodes(pending), "n0"), request)  # type: ignore[arg-type]
+    assert sender.send(["n1", "n2"]).lost == {}
+
+
 def test_no_node_asks_more_than_its_children_when_all_answer() -> None:
     nodes = SimulatedNodes(pending_of(200, 6))
     assert len(nodes.ask("n0").nodes) == 200
@@ -289,11 +313,11 @@ def test_who_stops_asking_is_not_kept_waiting() -> None:
         def abort(self) -> None:
             pass
 
-    question = question_of_stage(pending_of(3, 2), "commit", 60.0)
-    asking = Asking(Slow(SimulatedNodes(question.pending), "n0"), question)  # type: ignore[arg-type]
-    threading.Timer(0.1, asking.stop).start()
+    request = request_for_stage(pending_of(3, 2), "commit", 60.0)
+    sender = RequestSender(Slow(SimulatedNodes(request.pending), "n0"), request)  # type: ignore[arg-type]
+    threading.Timer(0.1, sender.stop).start()
     started = time.monotonic()
-    assert len(asking.ask(["n1", "n2"]).nodes) == 0
+    assert len(sender.send(["n1", "n2"]).nodes) == 0
     assert time.monotonic() - started < 5.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,15 +26,23 @@ def watch(
 ) -> None:
     """Draw what the ranks do now, again and again, until the user interrupts it.
 
+    If the output is not a terminal, each drawing is printed below the last one.
+
     Args:
         read: returns what the ranks of each run do now.
         console: where to draw.
         sleep: waits between two drawings.
     """
     try:
-        with Live(console=console, auto_refresh=False) as live:
+        with (
+            Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext()
+        ) as live:
             while True:
-                live.update(draw(read()), refresh=True)
+                drawing = draw(read())
+                if live is None:
+                    console.print(drawing)
+                else:
+                    live.update(drawing, refresh=True)
                 sleep(PERIOD)
     except KeyboardInterrupt:
         return
@@ -72,9 +81,8 @@ def _draw_run(run: sw.RunProgress) -> Iterator[RenderableType]:
         gap=2,
     )
     for node, each in run.slowest:
-        seconds = fmt.duration(each.seconds) if each.stage else "–"
         stage = fmt.printable(each.stage or "has not begun")
-        shown.add_row(str(each.rank), fmt.printable(node), stage, seconds)
+        shown.add_row(str(each.rank), fmt.printable(node), stage, fmt.duration(each.seconds))
     yield shown
 
 

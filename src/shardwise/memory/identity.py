@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from shardwise.errors import StoreError
 from shardwise.memory.files import write_record
 from shardwise.memory.home import Home
@@ -77,6 +79,11 @@ def write_metrics_token(home: Home, secret: str) -> None:
 def make_run_token(secret: str, run: str) -> str:
     """Return a token that allows reading one run, and does not reveal the secret."""
     return hmac.new(secret.encode(), f"run {run}".encode(), "sha256").hexdigest()
+
+
+def info_for_run(info: AgentInfo, run: str) -> AgentInfo:
+    """Return the address of an agent with a token that allows reading one run, not its secret."""
+    return msgspec.structs.replace(info, token=make_run_token(info.token, run))
 
 
 def previous_port(home: Home) -> int:

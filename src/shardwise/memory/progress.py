@@ -126,7 +126,8 @@ class RunProgress:
         lost: the ranks that died.
         counts: operation, step, stage, whether the ranks wait, and how many ranks do this.
         slowest: the ranks for which the others wait, each with its node: those that have worked in
-            a stage for the longest time.
+            a stage for the longest time. If a rank has not begun, its `seconds` say how long others
+            have waited.
         nodes: how many nodes the run has.
         unanswered: how many of them have not answered.
     """
@@ -157,10 +158,14 @@ def summarize(
         if each.alive:
             key = each.operation, each.step, each.stage, each.waits
             counts[key] = counts.get(key, 0) + 1
-    is_running = {each.operation for _, each in ranks if each.waits}
+    waited = [each.seconds for _, each in ranks if each.alive and each.waits]
     busy = [pair for pair in ranks if pair[1].alive and pair[1].stage and not pair[1].waits]
-    if is_running:  # ranks that have not even begun are waited for, too
-        busy += [pair for pair in ranks if pair[1].alive and not pair[1].operation]
+    if waited:  # ranks that have not even begun are waited for, too
+        busy += [
+            (node, msgspec.structs.replace(each, seconds=max(waited)))
+            for node, each in ranks
+            if each.alive and not each.operation
+        ]
     busy.sort(key=lambda pair: (bool(pair[1].operation), -pair[1].seconds))
     return RunProgress(
         run=run,

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.manifest.manifest import Count, FileEntry
+from shardwise.manifest.manifest import MANIFEST, Count, FileEntry
 from shardwise.memory.files import FileName, SaveId, encode_record
 from shardwise.tiers.options import StorageTask
 
@@ -308,6 +308,14 @@ def pending_records(names: Iterable[str]) -> list[str]:
         for kind in PENDING_KINDS
         for save_id in saves_with(names, "pending", kind)
     ]
+
+
+def is_restored(name: str) -> bool:
+    """Return whether a restore reads a file of this name: data, a manifest or a pending manifest.
+
+    Copies and parity are data.
+    """
+    return name.endswith(DATA_SUFFIXES) or name == MANIFEST or bool(pending_records([name]))
 
 
 def save_id_in_name(name: str) -> str:

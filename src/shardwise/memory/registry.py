@@ -23,7 +23,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import Count
 from shardwise.memory.home import Home, Run
-from shardwise.memory.identity import make_run_token, serves_own_host_only
+from shardwise.memory.identity import info_for_run, serves_own_host_only
 from shardwise.memory.records import STAGED_SUFFIX, AgentInfo, saves_with
 from shardwise.store import Store, open_store, publish_private, read_private
 
@@ -159,14 +159,8 @@ class Registration:
         Args:
             make: makes the content. It takes a function that makes an agent's address public.
         """
-
-        def with_token(info: AgentInfo) -> AgentInfo:
-            return msgspec.structs.replace(info, token=make_run_token(info.token, run.name))
-
-        def without_token(info: AgentInfo) -> AgentInfo:
-            return msgspec.structs.replace(info, token="")
-
-        private, public = (msgspec.json.encode(make(each)) for each in (with_token, without_token))
+        private = msgspec.json.encode(make(lambda info: info_for_run(info, run.name)))
+        public = msgspec.json.encode(make(lambda info: msgspec.structs.replace(info, token="")))
         if not publish_private(entries, name, private, public):
             log.warning(
                 "%s/%s: this file system does not enforce file modes, so the token of this node is "
@@ -246,10 +240,6 @@ class Entries:
     agents: list[AgentInfo]
     epochs: dict[str, int]
     unreachable: dict[str, str]
-
-    def since(self, epoch: int, infos: Iterable[AgentInfo]) -> list[AgentInfo]:
-        """Return those of some nodes that may have taken part in an epoch, or in a later one."""
-        return [info for info in infos if self.epochs.get(info.node, epoch) >= epoch]
 
 
 def read_newest_nodes(root: Store, run: str) -> list[AgentInfo]:

@@ -6,7 +6,7 @@ node was silent for a while, its parent has asked the nodes below it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -120,22 +120,31 @@ class Replies:
         return {pending.nodes[index].node for index in self.nodes.tolist()}
 
 
-def combine_replies(replies: Sequence[Replies]) -> Replies:
+def combine_replies(
+    replies: Sequence[Replies], pending: PendingManifest, answered: Collection[str] = ()
+) -> Replies:
     """Combine replies, which may cover the same nodes. The order of the replies does not matter.
 
-    Of the reasons, those of `MOST_REASONS` nodes are kept, the first by name.
+    A node that one reply gives as lost is not lost if another reply covers it. Of the reasons,
+    those of `MOST_REASONS` nodes are kept, the first by name.
+
+    Args:
+        pending: the pending manifest of the save.
+        answered: the names of nodes that answered, although no reply covers them.
     """
     nodes, first_nodes = _unique([each.nodes for each in replies])
     files, first_files = _unique([each.files for each in replies])
     nbytes = [each.nbytes for each in replies]
     entries = [each.entries for each in replies]
+    lost = [item for each in replies for item in each.lost.items()]
+    present = {pending.nodes[index].node for index in nodes.tolist() if lost}.union(answered)
     return Replies(
         nodes,
         np.concatenate([_empty(), *nbytes])[first_nodes],
         files,
         np.concatenate([Replies().entries, *entries])[first_files],
         _first(item for each in replies for item in each.failures.items()),
-        _first(item for each in replies for item in each.lost.items()),
+        _first((node, reason) for node, reason in lost if node not in present),
     )
 
 

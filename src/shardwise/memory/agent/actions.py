@@ -40,11 +40,11 @@ from shardwise.memory.records import (
 )
 from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.remote.subtrees import (
-    Asking,
-    Question,
+    RequestSender,
+    SubtreeRequest,
     connect,
-    question_of_outcome,
-    question_of_stage,
+    request_for_outcome,
+    request_for_stage,
 )
 from shardwise.memory.replies import Replies, combine_replies
 from shardwise.memory.seal import MappedFiles, seal
@@ -131,8 +131,8 @@ class Follower:
         stage = next(each for each in records.TOLD_STAGES if tell(each) == action.kind)
         pending = read_pending_manifest(action)
         done = _read_existing(place.path / records.save_record(stage, save_id, "all"), StageOutcome)
-        question = question_of_outcome(place, pending, stage, done, pending.wait)
-        with self._asking(place, question) as replies:
+        request = request_for_outcome(place, pending, stage, done, pending.wait)
+        with self._sending(place, request) as replies:
             told = replies()
         if told.lost:
             log.warning(
@@ -263,42 +263,42 @@ class Follower:
             log.error("%s: %s", stage, error)
             replies = Replies(failures={self.node: str(error)})
         else:
-            with self._asking(place, question_of_stage(pending, stage, request.wait)) as others:
+            with self._sending(place, request_for_stage(pending, stage, request.wait)) as others:
                 done = try_stage(place, stage, save_id, self.node, work_on_part)
                 ended_at = time.time()
                 own = Replies.of_node(index, done.bytes, entries)
                 if done.failure:
                     own = Replies(failures={self.node: done.failure})
-                replies = combine_replies([own, others()])
+                replies = combine_replies([own, others()], pending)
         reply = replies.encode(save_id, stage)
         if done is not None:
             reply = msgspec.structs.replace(reply, own=done, own_ended_at=ended_at)
         write_record(place.path / records.save_record(stage, save_id, "done"), reply)
 
     @contextmanager
-    def _asking(
-        self, place: SnapshotDirectory, question: Question
+    def _sending(
+        self, place: SnapshotDirectory, request: SubtreeRequest
     ) -> Iterator[Callable[[], Replies]]:
         """Ask the nodes below this node while the block runs.
 
         Yields:
             A function that waits for the replies and returns them.
         """
-        children = question.tree.children(self.node)
+        children = request.tree.children(self.node)
         if not children:
             yield Replies
             return
-        infos = agents_of(question.pending, place.run)
+        infos = agents_of(request.pending, place.run)
         with (
-            closing(connect(place, infos, self.node, question, self.tls)) as nodes,
-            ThreadPoolExecutor(1, "shardwise-asking") as pool,
+            closing(connect(place, infos, self.node, request, self.tls)) as nodes,
+            ThreadPoolExecutor(1, "shardwise-requests") as pool,
         ):
-            asking = Asking(nodes, question)
-            replies = pool.submit(asking.ask, children)
+            sender = RequestSender(nodes, request)
+            replies = pool.submit(sender.send, children)
             try:
                 yield replies.result
             except BaseException:
-                asking.stop()
+                sender.stop()
                 raise
 
 

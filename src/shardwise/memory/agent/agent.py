@@ -108,7 +108,7 @@ class Agent:
         """Return the actions for a run; None if it cannot be observed."""
         try:
             return decide_run(self._observer.run(run), now)
-        except Exception as error:
+        except Exception as error:  # any error: the agent goes on with other runs
             self._retries.record_failure(run, error)
             return None
 
@@ -131,7 +131,7 @@ class Agent:
                     self._performers[action.kind](action)
         except SnapshotInUse:
             return False
-        except Exception as error:
+        except Exception as error:  # any error: the agent logs it, and tries again
             self._retries.record_failure(action, error)
             return False
         self._retries.record_success(action)
@@ -150,7 +150,7 @@ class Agent:
             try:
                 self._before_observing()
                 self._distribute(self.due_actions())
-            except Exception:
+            except Exception:  # any error: without this thread, the agent would do nothing
                 log.exception("observing this node failed; trying again")
 
     def _distribute(self, due: Sequence[AnyAction]) -> None:

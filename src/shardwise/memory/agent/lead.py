@@ -40,11 +40,11 @@ from shardwise.memory.remote.assembled import AssembledStore
 from shardwise.memory.remote.search import Search, list_own_files
 from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.remote.subtrees import (
-    Asking,
-    Question,
+    RequestSender,
+    SubtreeRequest,
     connect,
-    question_of_outcome,
-    question_of_stage,
+    request_for_outcome,
+    request_for_stage,
 )
 from shardwise.memory.replies import Replies
 from shardwise.store import Store, open_store
@@ -146,7 +146,7 @@ class Leader:
             storage=StorageTask(root=""),
         )
         others = [info.node for info in infos if info.node != self.node]
-        question = Question(
+        request = SubtreeRequest(
             pending,
             stage,
             NodeTree((self.node, *others), max(1, len(others))),
@@ -157,7 +157,7 @@ class Leader:
             needs_no_reply=True,
         )
         with closing(Nodes(place, infos, self.node, RESCUE_TIMEOUT, self.tls)) as nodes:
-            Asking(nodes, question).ask(others)
+            RequestSender(nodes, request).send(others)
         write_record(place.path / name, done)
 
 
@@ -209,20 +209,20 @@ class _LeaderSave:
     def tell(self, stage: str, done: StageOutcome) -> None:
         """Tell the top of the tree how a stage has ended, which is not this node."""
         wait = min(self.pending.wait, RESCUE_TIMEOUT)
-        question = question_of_outcome(self.place, self.pending, stage, done, wait)
-        self._ask_top(question)
+        request = request_for_outcome(self.place, self.pending, stage, done, wait)
+        self._send_to_top(request)
 
     def _ask(self, stage: str) -> Replies:
         """Request a stage from all nodes that take part in it, and return the combined replies."""
         save_id = self.pending.save_id
         is_rescue = self.place.has(records.save_record("rescue", save_id))
         wait = min(self.pending.wait, RESCUE_TIMEOUT) if is_rescue else self.pending.wait
-        return self._ask_top(question_of_stage(self.pending, stage, wait))
+        return self._send_to_top(request_for_stage(self.pending, stage, wait))
 
-    def _ask_top(self, question: Question) -> Replies:
+    def _send_to_top(self, request: SubtreeRequest) -> Replies:
         infos = agents_of(self.pending, self.place.run)
-        with closing(connect(self.place, infos, self.leader.node, question, self.leader.tls)) as to:
-            return Asking(to, question).ask([question.tree.top])
+        with closing(connect(self.place, infos, self.leader.node, request, self.leader.tls)) as to:
+            return RequestSender(to, request).send([request.tree.top])
 
     def _refuse_superseded(self, root: Store) -> None:
         """Raise if the run was resumed from an older step while this snapshot was persisted."""
@@ -352,7 +352,7 @@ def try_stage(
     nbytes, failure = 0, ""
     try:
         nbytes = work()
-    except Exception as error:
+    except Exception as error:  # any error: the outcome must say it, or the save is never completed
         is_outage = isinstance(error, StoreUnavailableError)
         if is_outage and _record_retry(place, stage, save_id, str(error)):
             raise

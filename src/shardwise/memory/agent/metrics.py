@@ -67,7 +67,7 @@ def _samples(home: Home) -> Iterator[_Sample]:
         ranks = read_progress(home.run(status.run))
         counts = Counter((each.operation, each.stage, each.waits) for each in ranks if each.alive)
         for (operation, stage, waits), count in counts.items():
-            labels = ("run", status.run), ("operation", operation), ("stage", stage)
+            labels = ("run", status.run), ("operation", operation or "training"), ("stage", stage)
             yield _Sample("ranks", count, (*labels, ("waits", "true" if waits else "false")))
     for mirror in read_mirrors(home):
         yield from _samples_of_mirror(mirror)

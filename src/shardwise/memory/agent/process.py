@@ -186,7 +186,7 @@ def _register(registration: Registration, ended: asyncio.Event) -> None:
     while not ended.is_set():
         try:
             registration.update()
-        except Exception:
+        except Exception:  # any error: without this thread, no root gets the address
             log.exception("updating the addresses in roots failed; trying again")
         time.sleep(REGISTRATION_PERIOD)
 

@@ -27,10 +27,16 @@ from aiohttp.typedefs import Handler, Middleware
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import MANIFEST, step_of_directory
 from shardwise.memory.agent.metrics import CONTENT_TYPE, METRICS_PATH
-from shardwise.memory.files import LARGEST_RECORD, PLAIN_NAME
+from shardwise.memory.files import (
+    LARGEST_RECORD,
+    PLAIN_NAME,
+    decode_record,
+    encode_record,
+)
 from shardwise.memory.home import Run, list_steps, open_below
-from shardwise.memory.identity import METRICS_SCOPE, make_run_token
+from shardwise.memory.identity import METRICS_SCOPE, info_for_run, make_run_token
 from shardwise.memory.progress import read_progress
+from shardwise.memory.records import PendingManifest, is_restored, pending_records
 from shardwise.memory.remote.client import LONGEST_WAIT
 from shardwise.memory.view import Failing
 from shardwise.store.local_files import open_regular, write_atomically
@@ -84,7 +90,7 @@ def create_app(
     """
     if not token:
         raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
-    handlers = _Handlers(home, wake, list_failing, list_metrics)
+    handlers = _Handlers(home, token, wake, list_failing, list_metrics)
     app = web.Application(middlewares=[_require_token(token)])
     app[_STRANGERS] = {}
     app.router.add_get("/health", handlers.list_failing)
@@ -181,11 +187,13 @@ class _Handlers:
     def __init__(
         self,
         home: Path,
+        token: str,
         wake: Callable[[], None],
         list_failing: Callable[[], list[Failing]],
         list_metrics: Callable[[], str],
     ) -> None:
         self._home = home
+        self._token = token
         self._list_metrics = list_metrics
         self._wake = wake
         self._list_failing = list_failing
@@ -207,6 +215,9 @@ class _Handlers:
 
     async def send_file(self, request: web.Request) -> web.StreamResponse:
         run, step, name = _path_of(request)
+        knows_secret = _presents(request, self._token)
+        if not knows_secret and not is_restored(name):
+            raise web.HTTPForbidden(text=f"the token of a run does not allow reading {name}")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _requested_wait(request)
         while (file := _open_file(self._home, run, step, name)) is None:
@@ -215,6 +226,8 @@ class _Handlers:
                 raise web.HTTPNotFound
             await asyncio.sleep(min(seconds_left, POLL_PERIOD))
         with file:
+            if not knows_secret and pending_records([name]):
+                return web.Response(body=await asyncio.to_thread(_without_secrets, file, run, name))
             return await _send_file(request, file)
 
     async def receive_record(self, request: web.Request) -> web.Response:
@@ -277,20 +290,18 @@ class _Handlers:
 def _require_token(token: str) -> Middleware:
     """Return a middleware that serves only requests with a valid token.
 
-    The secret is valid for all requests. The token of a run is valid only for reading that run:
-    everybody who can read the run's root can read the token. The token for metrics is valid only
-    for these: the server that collects them knows it.
+    The secret is valid for all requests. The token of a run is valid only for reading that run,
+    without the secrets in its records: everybody who can read the run's root can read the token.
+    The token for metrics is valid only for these: the server that collects them knows it.
     """
-    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         run = request.match_info.get("run", "") if request.method in ("GET", "HEAD") else ""
         if request.path == METRICS_PATH:
             run = METRICS_SCOPE
-        of_run = f"Bearer {make_run_token(token, run)}".encode() if run else expected
-        if not (hmac.compare_digest(received, expected) | hmac.compare_digest(received, of_run)):
+        of_run = make_run_token(token, run) if run else token
+        if not (_presents(request, token) | _presents(request, of_run)):
             refusal = web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
@@ -299,6 +310,12 @@ def _require_token(token: str) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def _presents(request: web.Request, token: str) -> bool:
+    """Return whether a request has this token."""
+    received = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    return hmac.compare_digest(received, f"Bearer {token}".encode())
 
 
 async def _hide_versions(request: web.Request, response: web.StreamResponse) -> None:
@@ -369,6 +386,17 @@ async def _send_bytes(request: web.Request, file: BinaryIO, low: int, high: int)
             transport.abort()
             return
         low += sent
+
+
+def _without_secrets(file: BinaryIO, run: str, name: str) -> bytes:
+    """Return a pending manifest, with a token of the run in place of each agent's secret."""
+    size = min(os.fstat(file.fileno()).st_size, LARGEST_RECORD)
+    try:
+        pending = decode_record(file.read(size), PendingManifest, name)
+    except StoreError as error:
+        raise web.HTTPInternalServerError(text=f"the record {name} is damaged") from error
+    nodes = [info_for_run(info, run) for info in pending.nodes]
+    return encode_record(msgspec.structs.replace(pending, nodes=nodes))
 
 
 def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:

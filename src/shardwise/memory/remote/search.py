@@ -56,16 +56,10 @@ def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
     steps = {
-        step: {name: size for name, size in files.items() if _is_searched(name)}
+        step: {name: size for name, size in files.items() if records.is_restored(name)}
         for step, files in list_steps(run.path.parents[1], run.name).items()
     }
     return NodeFiles(node, steps, list(known.values()))
-
-
-def _is_searched(name: str) -> bool:
-    """Return whether a search needs a file: it is data, a manifest or a pending manifest."""
-    is_data = name.endswith(records.DATA_SUFFIXES)
-    return is_data or name == MANIFEST or bool(records.pending_records([name]))
 
 
 class Search:
@@ -177,8 +171,9 @@ class Search:
 
     def _list_files(self, client: AgentClient, info: AgentInfo, follows: bool) -> NodeFiles:
         """Return the files of the run on a node, as its agent lists them."""
-        steps = client.list_files(self._run.name)
-        known = self._nodes_of_newest(client, steps) if follows else []
+        with closing(client):  # so few of the nodes have a connection at the same time
+            steps = client.list_files(self._run.name)
+            known = self._nodes_of_newest(client, steps) if follows else []
         return NodeFiles(info.node, steps, known)
 
     def _nodes_of_newest(

@@ -1,4 +1,4 @@
-"""Asks nodes, and through them the nodes below them in the tree, to do their part of a stage.
+"""Sends requests to nodes, and through them to the nodes below them in the tree.
 
     leader → 32 nodes → 32 nodes each → …          requests
     leader ← 32 nodes ← 32 nodes each ← …          replies, combined by each node
@@ -48,16 +48,17 @@ MOST_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request to nodes, and the reply that they will write.
+class SubtreeRequest:
+    """A request to nodes and the nodes below them in the tree, and where they write the reply.
 
     Attributes:
         pending: the pending manifest of the save.
         stage: the stage.
         tree: the nodes that take part.
         records_for: returns the names and contents of the records to write on a node, in order.
-        request: the name of the last of these records. While a node has it, the node is waited for.
-        reply: the name of the reply.
+        request_name: the name of the last of these records. While a node has it, the node is
+            waited for.
+        reply_name: the name of the reply.
         wait: seconds to wait for a node that does not answer.
         needs_no_reply: whether a node without nodes below it has nothing to do but to take the
             records, so that it writes no reply.
@@ -67,8 +68,8 @@ class Question:
     stage: str
     tree: NodeTree
     records_for: Callable[[str], Sequence[tuple[str, bytes]]]
-    request: str
-    reply: str
+    request_name: str
+    reply_name: str
     wait: float
     needs_no_reply: bool = False
 
@@ -78,40 +79,40 @@ class Question:
         return min(LONGEST_SILENCE, self.wait / 4)
 
 
-def question_of_stage(pending: PendingManifest, stage: str, wait: float) -> Question:
-    """Return the question whether nodes have done their part of a stage.
+def request_for_stage(pending: PendingManifest, stage: str, wait: float) -> SubtreeRequest:
+    """Return the request to nodes to do their part of a stage.
 
-    The nodes need the pending manifest for this, so the first question of a save, to commit it,
+    The nodes need the pending manifest for this, so the first request of a save, to commit it,
     brings a copy.
     """
     save_id = pending.save_id
-    request = records.save_record(stage, save_id)
+    request_name = records.save_record(stage, save_id)
     copy = _copy_of_pending(pending)
     content = encode_record(StageRequest(save_id=save_id, stage=stage, wait=wait))
 
     def records_for(node: str) -> list[tuple[str, bytes]]:
         needs_copy = stage == "commit" and node != pending.leader
-        return [*([copy()] if needs_copy else []), (request, content)]
+        return [*([copy()] if needs_copy else []), (request_name, content)]
 
-    return Question(
+    return SubtreeRequest(
         pending,
         stage,
         tree_of_stage(pending, stage),
         records_for,
-        request,
+        request_name,
         records.save_record(stage, save_id, "done"),
         wait,
     )
 
 
-def question_of_outcome(
+def request_for_outcome(
     place: SnapshotDirectory,
     pending: PendingManifest,
     stage: str,
     done: StageOutcome,
     wait: float,
-) -> Question:
-    """Return the question whether nodes know how a stage has ended.
+) -> SubtreeRequest:
+    """Return the request that announces to nodes how a stage has ended.
 
     With the outcome of the commit, the nodes get the manifest; and nodes without data files, which
     had no part in the commit, get the copy of the pending manifest.
@@ -129,7 +130,7 @@ def question_of_outcome(
         needs_copy = stage == "commit" and node not in {*nodes_with_files, pending.leader}
         return [*([copy()] if needs_copy else []), *brought, (outcome, content)]
 
-    return Question(
+    return SubtreeRequest(
         pending,
         stage,
         tree_of_run(pending),
@@ -145,12 +146,12 @@ def connect(
     place: SnapshotDirectory,
     infos: Sequence[AgentInfo],
     node: str,
-    question: Question,
+    request: SubtreeRequest,
     tls: Tls | None,
 ) -> Nodes:
-    """Return the connections over which a node asks a question."""
-    timeout = max(question.silence, SHORTEST_TIMEOUT)
-    return Nodes(place, infos, node, question.wait, tls, timeout=timeout)
+    """Return the connections over which a node sends a request."""
+    timeout = max(request.silence, SHORTEST_TIMEOUT)
+    return Nodes(place, infos, node, request.wait, tls, timeout=timeout)
 
 
 def _copy_of_pending(pending: PendingManifest) -> Callable[[], tuple[str, bytes]]:
@@ -164,7 +165,7 @@ def _copy_of_pending(pending: PendingManifest) -> Callable[[], tuple[str, bytes]
     return encode
 
 
-class Next(Enum):
+class NextStep(Enum):
     """What to do about a node that did not answer."""
 
     ASK_AGAIN = "ask it again"
@@ -172,23 +173,23 @@ class Next(Enum):
     GIVE_UP = "count it as lost"
 
 
-def decide_next(silence: float, question: Question, *, asked_children: bool) -> Next:
+def decide_next(silence: float, request: SubtreeRequest, *, asked_children: bool) -> NextStep:
     """Return what to do about a node that did not answer.
 
     Args:
         silence: the seconds since its last answer.
         asked_children: whether the nodes below it were asked.
     """
-    if silence >= question.wait and asked_children:
-        return Next.GIVE_UP
-    if silence >= question.silence and not asked_children:
-        return Next.ASK_CHILDREN
-    return Next.ASK_AGAIN
+    if silence >= request.wait and asked_children:
+        return NextStep.GIVE_UP
+    if silence >= request.silence and not asked_children:
+        return NextStep.ASK_CHILDREN
+    return NextStep.ASK_AGAIN
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A node that was asked, or will be.
+class _Recipient:
+    """A node that gets the request.
 
     Attributes:
         answered_at: when it last answered, or when it was first asked.
@@ -200,38 +201,39 @@ class _Asked:
     asked_children: bool = False
 
 
-class Asking:
-    """Asks nodes a question, and combines the replies. One thread calls `ask`.
+class RequestSender:
+    """Sends a request to nodes, and combines the replies. One thread calls `send`.
 
     Args:
         nodes: the connections.
-        question: the question.
+        request: the request.
         clock: a monotonic clock, in seconds.
     """
 
     def __init__(
-        self, nodes: Nodes, question: Question, clock: Callable[[], float] = time.monotonic
+        self, nodes: Nodes, request: SubtreeRequest, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._nodes = nodes
-        self._question = question
+        self._request = request
         self._clock = clock
         self._is_stopped = False
+        self._answered: set[str] = set()
 
     def stop(self) -> None:
-        """Make `ask` return soon. Another thread may call this."""
+        """Make `send` return soon. Another thread may call this."""
         self._is_stopped = True
         self._nodes.abort()
 
-    def ask(self, nodes: Sequence[str]) -> Replies:
-        """Ask nodes, and return the combined replies of them and of the nodes below them.
+    def send(self, nodes: Sequence[str]) -> Replies:
+        """Send the request to nodes; return the combined replies of them and the nodes below.
 
         Raises:
             StoreError: the snapshot was abandoned.
         """
         now = self._clock()
-        to_ask = [_Asked(node, now) for node in nodes]
+        to_ask = [_Recipient(node, now) for node in nodes]
         replies: list[Replies] = []
-        jobs: dict[Future[Replies | None], _Asked] = {}
+        jobs: dict[Future[Replies | None], _Recipient] = {}
         with ThreadPoolExecutor(MOST_THREADS, "shardwise-nodes") as pool:
             try:
                 while (to_ask or jobs) and not self._is_stopped:
@@ -249,11 +251,11 @@ class Asking:
             finally:
                 for job in jobs:
                     job.cancel()
-        return combine_replies(replies)
+        return combine_replies(replies, self._request.pending, self._answered)
 
     def _handle(
-        self, asked: _Asked, job: Future[Replies | None]
-    ) -> tuple[Replies | None, list[_Asked]]:
+        self, asked: _Recipient, job: Future[Replies | None]
+    ) -> tuple[Replies | None, list[_Recipient]]:
         """Return the reply of a node if it is final, and the nodes to ask next."""
         now = self._clock()
         try:
@@ -262,41 +264,45 @@ class Asking:
             return Replies(lost={asked.node: str(error)}), self._children(asked, now)
         except StoreError as error:
             step = decide_next(
-                now - asked.answered_at, self._question, asked_children=asked.asked_children
+                now - asked.answered_at, self._request, asked_children=asked.asked_children
             )
-            if step is Next.GIVE_UP:
+            if step is NextStep.GIVE_UP:
                 return Replies(lost={asked.node: self._describe_silence(asked.node, error)}), []
-            return None, [asked, *(self._children(asked, now) if step is Next.ASK_CHILDREN else ())]
+            children = self._children(asked, now) if step is NextStep.ASK_CHILDREN else []
+            return None, [asked, *children]
         asked.answered_at = now
-        return (None, [asked]) if reply is None else (reply, [])
+        if reply is None:
+            return None, [asked]
+        self._answered.add(asked.node)
+        return reply, []
 
-    def _children(self, asked: _Asked, now: float) -> list[_Asked]:
+    def _children(self, asked: _Recipient, now: float) -> list[_Recipient]:
         """Return the nodes below a node that fails to ask them."""
         if asked.asked_children:
             return []
         asked.asked_children = True
-        return [_Asked(node, now) for node in self._question.tree.children(asked.node)]
+        return [_Recipient(node, now) for node in self._request.tree.children(asked.node)]
 
-    def _ask_once(self, asked: _Asked, seconds: float) -> Replies | None:
+    def _ask_once(self, asked: _Recipient, seconds: float) -> Replies | None:
         """Send a node the request unless it has it, and wait so many seconds for the reply.
 
         Raises:
             FinalError: the node will never reply.
             StoreError: the node does not answer.
         """
-        nodes, question, node = self._nodes, self._question, asked.node
+        nodes, request, node = self._nodes, self._request, asked.node
         try:
             if not asked.has_request:
-                for name, record in question.records_for(node):
+                for name, record in request.records_for(node):
                     nodes.write_once(node, name, record)
                 asked.has_request = True
-            if question.needs_no_reply and not question.tree.children(node):
+            if request.needs_no_reply and not request.tree.children(node):
                 return Replies()
-            data = nodes.poll(node, question.reply, min(seconds, question.wait))
-            if data is None and nodes.poll(node, question.request) is None:
+            data = nodes.poll(node, request.reply_name, min(seconds, request.wait))
+            if data is None and nodes.poll(node, request.request_name) is None:
                 raise FinalError(
-                    f"node {node} has discarded step {question.pending.step}, so it will not "
-                    f"provide {question.reply}; use a newer snapshot"
+                    f"node {node} has discarded step {request.pending.step}, so it will not "
+                    f"provide {request.reply_name}; use a newer snapshot"
                 )
         except FinalError:
             raise
@@ -309,16 +315,17 @@ class Asking:
         return self._decode(node, data)
 
     def _decode(self, node: str, data: bytes) -> Replies:
-        question = self._question
-        record = self._nodes.decode(node, question.reply, data, SubtreeReply)
+        request = self._request
+        record = self._nodes.decode(node, request.reply_name, data, SubtreeReply)
         try:
-            return Replies.decode(record, question.pending)
+            return Replies.decode(record, request.pending)
         except StoreError as error:
             raise FinalError(f"node {node}: {error}") from error
 
     def _describe_silence(self, node: str, error: StoreError) -> str:
-        question = self._question
+        request = self._request
         return (
-            f"node {node} did not provide {question.reply} of step {question.pending.step} within "
-            f"{question.wait:.0f} s: its agent is lost, stopped or overloaded; see its log. {error}"
+            f"node {node} did not provide {request.reply_name} of step {request.pending.step} "
+            f"within {request.wait:.0f} s: its agent is lost, stopped or "
+            f"overloaded; see its log. {error}"
         )

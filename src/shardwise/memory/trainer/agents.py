@@ -162,7 +162,7 @@ class AgentSupervisor:
             if time.monotonic() - self._last_request > REQUEST_PERIOD:
                 self._send_request()
                 self._last_request = time.monotonic()
-        except Exception as error:
+        except Exception as error:  # any error: an agent that fails must not end the training
             if str(error) != self._last_error:
                 log.exception("checking the agent of %s failed", self._home)
             self._last_error = str(error)

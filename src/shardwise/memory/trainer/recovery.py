@@ -129,7 +129,8 @@ def _search_nodes(
     Ask the nodes of the snapshots found so far, and the nodes that the root names as those of the
     newest snapshot. Only if their snapshots may not be the newest, ask the nodes that the root
     lists, and those that took part in the run earlier. The epoch of a node in the root may be old,
-    so it does not tell whether a node has a newer snapshot. `remove_earlier` bounds the list.
+    so it does not tell whether a node has a newer snapshot: each of these nodes that does not
+    answer is reported. `remove_earlier` bounds the list.
 
     Args:
         listed: the files of the nodes that have ranks, and other nodes.
@@ -159,7 +160,7 @@ def _search_nodes(
     if not is_enough():
         unanswered = entries.unreachable | {
             info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
-            for info in entries.since(assembly.epoch or 0, search.unanswered)
+            for info in search.unanswered
         }
     if assembly.epoch is not None:
         remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})

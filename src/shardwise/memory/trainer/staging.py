@@ -296,7 +296,7 @@ class Staging:
         step = part.place.step
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # any error: the next call of the training thread raises it
             is_expected = isinstance(error, (ShardwiseError, OSError))
             failure = f"staging step {step}: {error if is_expected else repr(error)}"
             if isinstance(error, _NoSlotError) and "persist" not in part.stages:
