@@ -35,7 +35,7 @@ def test_a_figure_does_not_grow(figures: Figures, name: str) -> None:
     assert getattr(figures, name) <= getattr(LIMITS, name)
 
 
-@pytest.mark.parametrize("package", ["cli"])
+@pytest.mark.parametrize("package", ["cli", "integrations"])
 def test_fronts_use_public_names(package: str) -> None:
     inner = {
         each for each in names_from_other_packages(package) if each[1] not in shardwise.__all__
