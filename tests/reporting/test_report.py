@@ -14,6 +14,7 @@ import pytest
 import shardwise as sw
 from tests.tools.telemetry_runs import (
     RESTORE,
+    report_of,
     save_of,
     telemetry_of,
     without_ranks,
@@ -48,6 +49,25 @@ def test_the_newest_save_of_a_run_is_reported(root: Path) -> None:
     assert [each.step for each in report.operations] == [100, 100, 200, 300, 400, 300]
     assert [each.who for each in report.stragglers] == ["node-0001 (ranks 8…15)"]
     assert report.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (85e-6, "85 µs"),
+        (0.0009996, "1 ms"),
+        (0.0123, "12 ms"),
+        (0.0996, "0.10 s"),
+        (9.996, "10.0 s"),
+        (119.4, "119 s"),
+        (192.0, "3 min 12 s"),
+        (7.3e6, "2,027 h 46 min"),
+    ],
+)
+def test_durations_have_units(tmp_path: Path, seconds: float, text: str) -> None:
+    save = replace(save_of(2), seconds=seconds)
+    assert report_of(tmp_path, save).headline == f"Step 100 was saved in {text}"
 
 
 def test_it_is_compared_with_the_save_of_median_duration(root: Path) -> None:
