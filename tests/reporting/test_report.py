@@ -49,6 +49,7 @@ def test_the_newest_save_of_a_run_is_reported(root: Path) -> None:
     assert [each.step for each in report.operations] == [100, 100, 200, 300, 400, 300]
     assert [each.who for each in report.stragglers] == ["node-0001 (ranks 8…15)"]
     assert report.problems == ()
+    assert all(Path(each.file).is_file() for each in report.operations)
 
 
 @pytest.mark.parametrize(

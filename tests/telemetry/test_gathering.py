@@ -219,7 +219,7 @@ def test_a_restore_is_stored_in_the_root(root: Store) -> None:
     run_ranks(WORLD, train)
     (name,) = files.list_operations(root)
     assert name.startswith("restore-20010909T014639Z-")
-    found = files.read_operation(root, name)
+    found = files.read_file(root.at(files.DIRECTORY), name)
     assert found is not None
     assert (found.operation, found.step) == ("restore", 3)
     assert found.phases == {"asking": 0.5, "reading": 1.0}
