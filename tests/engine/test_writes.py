@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -38,3 +40,24 @@ def test_a_state_that_changes_while_it_is_saved_passes_its_checksums(
     back = {"weights": torch.zeros(nbytes, dtype=torch.uint8)}
     sw.load(tmp_path / "run" / "step-00000001", back)
     assert int(back["weights"][0]) < len(sizes)
+
+
+@pytest.mark.parametrize(("wrong", "found"), [("shape", "gaps|outside"), ("tensors", "x")])
+def test_a_wrong_manifest_of_a_new_plan_is_not_committed(
+    tmp_path: Path, wrong: str, found: str
+) -> None:
+    def damage(manifest: Any) -> bytes:
+        entries = json.loads(bytes(manifest.tensors))
+        if wrong == "shape":
+            entries[0]["shape"] = [8]
+        else:
+            entries *= 2
+        tensors = msgspec.Raw(json.dumps(entries).encode())
+        return making.temp_original(msgspec.structs.replace(manifest, tensors=tensors))
+
+    making = patch("shardwise.engine.planning.encode_manifest", damage)
+    with making, pytest.raises(sw.FormatError, match=f"nothing was committed.*({found}).*a bug"):
+        sw.save(tmp_path / "a", {"x": torch.arange(7.0)})
+    assert not (tmp_path / "a" / "manifest.json").exists()
+    sw.save(tmp_path / "a", {"x": torch.arange(7.0)})
+    assert len([*(tmp_path / "a").iterdir()]) == 2

@@ -161,8 +161,10 @@ class FileTable(Sequence[FileEntry]):
     @property
     def names(self) -> list[str]:
         """The names of the files."""
-        ranks = self.numbers[:, 0].tolist()
-        return [data_file(rank, self.other_ids.get(rank, self.save_id)) for rank in ranks]
+        ranks, other_ids, save_id = self.numbers[:, 0].tolist(), self.other_ids, self.save_id
+        if not other_ids:
+            return [data_file(rank, save_id) for rank in ranks]
+        return [data_file(rank, other_ids.get(rank, save_id)) for rank in ranks]
 
     @property
     def nbytes(self) -> int:
@@ -211,16 +213,19 @@ def rules_of(table: FileTable) -> list[FileRule]:
     for rank, file_id in table.other_ids.items():
         id_of[table.index_of_rank(rank)] = number_of[file_id]
     keys = np.column_stack([table.numbers[:, 1:5], id_of])
-    sizes, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(which.reshape(-1), kind="stable")
-    members = np.split(order, np.searchsorted(which.reshape(-1)[order], range(1, len(sizes))))
+    starts = np.flatnonzero(np.append(True, (keys[1:] != keys[:-1]).any(1)))
+    numbers: dict[tuple[int, ...], int] = {}
+    which = [numbers.setdefault(tuple(key), len(numbers)) for key in keys[starts].tolist()]
+    kinds = np.repeat(np.array(which, np.int64), np.diff(np.append(starts, len(keys))))
+    order = np.argsort(kinds, kind="stable")
+    members = np.split(order, np.searchsorted(kinds[order], range(1, len(numbers))))
     rules = []
-    for number in np.argsort(first).tolist():
-        rows = members[number]
-        size, data_at, objects_at, checksums_at, file_id = sizes[number].tolist()
+    for (size, data_at, objects_at, checksums_at, number), rows in zip(
+        numbers, members, strict=True
+    ):
         triples = tuple(_progressions(ranks[rows]))
         crc32 = tuple(sums[rows].tolist())
-        other_id = ids[file_id] if file_id else None
+        other_id = ids[number] if number else None
         rules.append(FileRule(triples, size, data_at, objects_at, checksums_at, crc32, other_id))
     return rules
 
