@@ -1,7 +1,7 @@
 """Why was this save slow? Compare its telemetry with that of another one.
 
 Two rules find differences in each stage. Both use the ranks' own times, without waiting (see
-`stragglers.py`), and ignore what is less than 5 % of the other save's duration, or less than 50 ms:
+`stragglers.py`), and ignore differences below 5 % of the other save's duration, or below 50 ms:
 
 - *All ranks*: the median of the ranks changed by 10 % or more.
 - *Some ranks*: a rank's time changed by more than that of the median, and by half or more. If both
