@@ -1,4 +1,4 @@
-"""`shardwise agent status --watch`: what the ranks do now, and for which ranks the others wait."""
+"""`shardwise agent status --watch`: what the ranks are doing, and which ranks others wait for."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Operation:
         missing: the number of ranks that sent no telemetry.
         hosts: the number of hosts.
         medians: by stage, the seconds of the median rank, without waiting.
-        bytes: the bytes that all ranks moved in the stage that moved most.
+        bytes: the bytes that all ranks moved, in the stage with the most bytes.
         rates: by stage, the bytes per second of the fastest rank.
         phases: by phase of a recovery, its seconds.
         file: the path or URL of the telemetry file.
@@ -168,7 +168,7 @@ def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operati
 
 
 def summarize(telemetry: Telemetry, file: str) -> Operation:
-    """Return what lists and charts need of an operation."""
+    """Return the figures of an operation for lists and charts."""
     rates, medians, moved = {}, {}, 0
     for stage in telemetry.stages:
         own = own_seconds(stage)

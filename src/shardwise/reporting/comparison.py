@@ -197,7 +197,7 @@ def _reason(stage: StageColumns | None, before: StageColumns | None, who: str) -
 
 
 def _notes(this: Telemetry, other: Telemetry) -> Iterator[str]:
-    """Yield what differs besides the stages."""
+    """Yield the differences that are not in stages."""
     if this.operation != other.operation:
         yield f"this is a {this.operation}, the other one a {other.operation}"
     if this.world_size != other.world_size:

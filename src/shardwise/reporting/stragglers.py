@@ -62,7 +62,7 @@ class Straggler:
 
 
 def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
-    """Return the stragglers of an operation, those that lost most time first; at most 100."""
+    """Return the stragglers of an operation, the largest loss of time first; at most 100."""
     found = []
     for stage in telemetry.stages:
         own = own_seconds(stage)
