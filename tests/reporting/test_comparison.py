@@ -48,6 +48,12 @@ def compare_operations(tmp_path: Path) -> Compare:
         # With another number of ranks, each is compared with the median.
         ({"ranks": 32, "slow": {"write": {7: 3.0}}}, {}, [("write", "rank 7 on node-0000")]),
         ({"ranks": 32}, {}, []),
+        # With another number of hosts, too: rank 7 need not be the same GPU.
+        (
+            {"ranks_of_host": 4, "slow": {"write": {7: 3.0}}},
+            {"slow": {"write": {7: 3.0}}},
+            [("write", "rank 7 on node-0001")],
+        ),
     ],
 )
 def test_what_differs(

@@ -131,6 +131,17 @@ def test_damaged_telemetry_is_named_and_the_rest_is_used(
     assert any("step-00000400 has no telemetry" in each for each in alone.problems)
 
 
+def test_a_run_with_very_many_records_is_read_in_part(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.reporting.collect.MOST_RECORDS", 20)
+    report = sw.report(root)
+    assert [each.step for each in report.operations] == [300, 400]
+    assert report.problems == (
+        "4 older telemetry files not read: together they have too many ranks",
+    )
+
+
 def test_a_truncated_file_is_damage(root: Path) -> None:
     damaged = telemetry_of(root / "step-00000400")
     damaged.write_bytes(damaged.read_bytes()[:-9])

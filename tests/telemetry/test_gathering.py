@@ -19,7 +19,7 @@ from shardwise.telemetry.encoding import encode
 from shardwise.telemetry.hook import MOST_WAITING, TelemetryHook
 from shardwise.telemetry.records import Telemetry
 from shardwise.telemetry.rows import Operation, align, combine_messages, decode_message, row_of
-from shardwise.telemetry.storing import TelemetryWriter, describe, summarize
+from shardwise.telemetry.storing import KEPT_TABLES, TelemetryWriter, describe, summarize
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 from tests.memory_store import MemoryStore, Server
 from tests.tools.waiting import wait_until
@@ -273,6 +273,19 @@ def test_few_snapshots_are_stored(tmp_path: Path) -> None:
     ]
     stored = [(each.step, each.ranks.tolist()) for each in tables if each is not None]
     assert stored == [(step, [0, 1]) for step in (0, 2, 5, 8)]
+
+
+def test_of_very_many_incomplete_tables_the_oldest_is_forgotten(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    writer = TelemetryWriter(store)
+    for number, rank in [*((each, 0) for each in range(KEPT_TABLES + 1)), (1, 1), (0, 1)]:
+        operation = Operation(name="restore", id=f"{number:016x}", step=number, path="/run")
+        writer._add_message(encode(row_of(operation, record_of(0), rank, 2, "a")))
+    tables = [
+        files.read_file(store.at(files.DIRECTORY), name) for name in files.list_operations(store)
+    ]
+    ranks = {each.step: each.ranks.tolist() for each in tables if each is not None}
+    assert (ranks[0], ranks[1], ranks[2]) == ([1], [0, 1], [0])
 
 
 def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path) -> None:
