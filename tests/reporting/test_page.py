@@ -17,7 +17,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from tests.tools.telemetry_runs import save_of, telemetry_of, write_run
+from tests.tools.telemetry_runs import RESTORE, save_of, telemetry_of, write_run
 
 HOSTILE = "</script><script>hacked = 1</script><img src=x onerror='hacked = 2'>"
 
@@ -172,6 +172,26 @@ def test_few_operations_of_very_many_ranks_are_shown(
     shown = page_of(tmp_path / "run").data["operations"]
     assert len(shown) == 3
     assert shown[0]["step"] == 16
+
+
+def test_the_phases_of_a_recovery_add_up(tmp_path: Path) -> None:
+    restore = save_of(
+        2, step=11, seconds=RESTORE, noise=0, operation="restore", phases={"reading": 2.0}
+    )
+    write_run(tmp_path / "run", [save_of(2, step=11)], [restore])
+    html = page_of(tmp_path / "run").html
+    assert re.findall(r"</i>(\w+) (\d\.\d)\d s</li>", html) == [
+        ("reading", "2.0"),
+        ("other", "3.8"),
+    ]
+
+
+def test_the_charts_show_the_newest_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.reporting.sections.MOST_BARS", 2)
+    saves = [save_of(2, step=step, started=f"2026-11-{step}") for step in (11, 12, 13)]
+    write_run(tmp_path / "run", saves)
+    html = page_of(tmp_path / "run").html
+    assert html.count("<span>step 12</span><span>13</span>") == 2  # seconds, and sizes
 
 
 def test_a_page_of_16384_ranks_has_at_most_5_mb(tmp_path: Path) -> None:
