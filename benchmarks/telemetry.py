@@ -1,7 +1,7 @@
 """What telemetry costs: `python -m benchmarks.telemetry`.
 
-It measures the CPU time of each part on one core: what a rank does in a save, what the processes of
-the tree do with messages of other ranks, and what the thread of rank 0 does in the background. The
+It measures the CPU time of each part on one core: what a rank does in a save, what the ranks above
+it in the tree do with messages of other ranks, and what the thread of rank 0 does afterwards. The
 messages of the other ranks are made up, with the stages of a save through memory.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 
+from shardwise.engine.tree import ranks_below
 from shardwise.events import Event, OperationRecord, Recorder
 from shardwise.telemetry.encoding import encode, encode_file
 from shardwise.telemetry.records import Telemetry
@@ -24,7 +26,6 @@ from shardwise.telemetry.rows import (
 )
 
 STAGES = ("describe", "plan", "stage", "commit", "protect", "persist")
-FAN_OUT = 32
 
 
 def cpu_seconds(work: Callable[[], object], repeat: int = 1) -> float:
@@ -79,22 +80,32 @@ def main() -> None:
     print(
         f"a rank records a save in {own * 1e6:.0f} µs, and makes its message in {made * 1e6:.0f} µs"
     )
-    print("| ranks | leader of a node | aggregator | rank 0 | its thread | bytes a rank | file |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| ranks | bytes of a leaf | rank above leaves | rank above these | rank 0 | its thread "
+        "| bytes that rank 0 receives for each rank | file |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for ranks in sizes:
         measure(ranks)
 
 
 def measure(ranks: int) -> None:
-    """Print the cost for a number of ranks, on a tree of nodes with 8 ranks each."""
+    """Print the cost for a number of ranks, on the tree of ranks."""
     messages = [encode(row(rank, ranks)) for rank in range(ranks)]
-    leader = cpu_seconds(lambda: combine_messages(messages[:8]), 5)
-    level = [combine_messages(messages[at : at + 8]) for at in range(0, ranks, 8)]
-    aggregator = 0.0
-    while len(level) > FAN_OUT:
-        children = level[:FAN_OUT]
-        aggregator = max(aggregator, cpu_seconds(lambda: combine_messages(children), 3))  # noqa: B023
-        level = [combine_messages(level[at : at + FAN_OUT]) for at in range(0, len(level), FAN_OUT)]
+    leaf = len(messages[-1])
+    above_leaves: list[float] = []
+    above_these: list[float] = []
+    for rank in reversed(range(1, ranks)):
+        below = ranks_below(rank, ranks)
+        if below:
+            parts = [messages[each] for each in (rank, *below)]
+            is_lowest = not ranks_below(below[0], ranks)
+            start = time.process_time()
+            messages[rank] = combine_messages(parts)
+            (above_leaves if is_lowest else above_these).append(time.process_time() - start)
+            for each in below:
+                messages[each] = b""
+    level = [messages[each] for each in (0, *ranks_below(0, ranks))]
     top = cpu_seconds(lambda: join_messages(level), 3)
     received = join_messages(level)
     tables: list[bytes] = []
@@ -105,8 +116,9 @@ def measure(ranks: int) -> None:
 
     background = cpu_seconds(store)
     print(
-        f"| {ranks:,} | {leader * 1e3:.1f} ms | {aggregator * 1e3:.1f} ms | {top * 1e3:.1f} ms | "
-        f"{background:.2f} s | {len(received) / ranks:.0f} | {len(tables[-1]) / 1e6:.2f} MB |"
+        f"| {ranks:,} | {leaf} | {median(above_leaves or [0.0]) * 1e3:.1f} ms "
+        f"| {median(above_these or [0.0]) * 1e3:.1f} ms | {top * 1e3:.1f} ms | {background:.2f} s "
+        f"| {len(received) / ranks:.0f} | {len(tables[-1]) / 1e6:.2f} MB |"
     )
 
 

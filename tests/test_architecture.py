@@ -113,6 +113,8 @@ PUBLIC = [
     "Report",
     "RestoreReport",
     "RngState",
+    "Run",
+    "RunHook",
     "RunProgress",
     "RunStatus",
     "SaveHandle",

@@ -1,17 +1,19 @@
-"""Draw report.png: the page of `shardwise report`, of a made-up save on 16,384 ranks.
+"""Draw two pages of `shardwise report`: of a made-up save on 16,384 ranks, and of `make demo`.
 
-It needs playwright, Pillow and an installed Chromium: `PYTHONPATH=. python docs/images/report.py`.
+They are report.png and demo_report.png. The script needs playwright, Pillow, an installed Chromium
+and the folder that the demo wrote: `PYTHONPATH=. python docs/images/report.py demo-out`.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 import shardwise as sw
 from tests.tools.telemetry_runs import save_of, write_run
@@ -20,7 +22,9 @@ RANKS = 16_384
 AXES = {"pp": 16, "dp": 128, "tp": 8}
 STAGES = {"describe": 0.12, "plan": 0.3, "write": 12.0, "sync": 1.2, "publish": 0.4}
 NO_DITHER = Image.Dither.NONE
-WINDOW = {"width": 1280, "height": 1264}
+WIDTH = 1280
+DEMO_STEP = 50
+"""A save of the demo on four ranks; the newest one has one rank."""
 
 
 def make_run(root: Path) -> None:
@@ -47,8 +51,38 @@ def make_run(root: Path) -> None:
     )
 
 
+def draw(
+    browser: Browser, page_file: Path, name: str, *, root: str, step: int, height: int
+) -> None:
+    """Write a picture of the upper part of a page, beside this file.
+
+    Args:
+        name: the name of the picture.
+        root: the path that the picture shows as that of the run.
+        step: the save to show.
+    """
+    page = browser.new_page(viewport={"width": WIDTH, "height": height})
+    page.goto(page_file.absolute().as_uri())
+    page.wait_for_selector("html[data-ready]")
+    choices = page.locator("select").first
+    texts = choices.locator("option").all_inner_texts()
+    choices.select_option(
+        label=next(text for text in texts if text.startswith(f"save of step {step:,} "))
+    )
+    path = f"{root}/step-{step:08d}"
+    page.evaluate("(t) => { document.querySelector('.title').textContent = t; }", root)
+    page.evaluate(
+        "(t) => { for (const e of document.querySelectorAll('#summary code')) e.textContent = t; }",
+        path,
+    )
+    picture = Image.open(BytesIO(page.screenshot()))
+    colours = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=NO_DITHER)
+    colours.save(Path(__file__).with_name(name), optimize=True)
+
+
 def main() -> None:
-    """Write the picture beside this file."""
+    """Write the pictures beside this file."""
+    demo = Path(sys.argv[1]) / "report.html"
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         root = Path(folder) / "llama-405b"
         make_run(root)
@@ -56,16 +90,11 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        page = browser.new_page(viewport=WINDOW)
-        page.goto(f"file://{root}/report.html")
-        page.wait_for_selector("html[data-ready]")
-        path = f"runs/{root.name}/step-00006000"
-        page.evaluate("(t) => { document.querySelector('.title').textContent = t; }", root.name)
-        page.evaluate("(t) => { document.querySelector('#summary code').textContent = t; }", path)
-        picture = Image.open(BytesIO(page.screenshot()))
+        big = {"root": "runs/llama-405b", "step": 6000, "height": 1264}
+        draw(browser, root / "report.html", "report.png", **big)
+        small = {"root": "demo-out/story", "step": DEMO_STEP, "height": 1550}
+        draw(browser, demo, "demo_report.png", **small)
         browser.close()
-    colours = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=NO_DITHER)
-    colours.save(Path(__file__).with_suffix(".png"), optimize=True)
 
 
 if __name__ == "__main__":

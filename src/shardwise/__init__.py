@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.hooks import RestoreReport as RestoreReport
+    from shardwise.ports.hooks import Run as Run
+    from shardwise.ports.hooks import RunHook as RunHook
     from shardwise.reporting.report import Report as Report
     from shardwise.reporting.report import report as report
     from shardwise.retention import Best as Best
@@ -97,6 +99,8 @@ _MODULE_OF_NAME = {
     "Report": "reporting.report",
     "RestoreReport": "ports.hooks",
     "RngState": "state.rng",
+    "Run": "ports.hooks",
+    "RunHook": "ports.hooks",
     "RunProgress": "memory.progress",
     "RunStatus": "memory.agent.status",
     "SaveHandle": "checkpointer.handle",

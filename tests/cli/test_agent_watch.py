@@ -60,7 +60,7 @@ def test_it_fits_into_80_columns_and_a_screen() -> None:
     lines = drawn(many)
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 40
-    assert any("4,000 nodes did not answer yet" in line for line in lines)
+    assert any("no answer yet from 4,000 nodes" in line for line in lines)
     assert any("lost: rank 0…9" in line or "lost: rank 0" in line for line in lines)
 
 

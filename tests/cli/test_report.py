@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.tools.telemetry_runs import save_of, telemetry_of, write_run
+from tests.tools.telemetry_runs import (
+    report_of,
+    save_of,
+    save_with_one_stage,
+    telemetry_of,
+    write_run,
+)
 
 TEXT = """\
 Step 200 was saved in 24.8 s
@@ -43,6 +49,12 @@ def test_the_text_and_the_page(run: Run, root: Path, tmp_path: Path) -> None:
     assert ran.out == TEXT.replace("ROOT", str(root)).replace("PAGE", str(page))
     assert (ran.err, ran.status) == ("", 0)
     assert "Step 200 was saved in 24.8 s" in page.read_text(encoding="utf-8")
+
+
+def test_short_durations_are_not_zero(run: Run, tmp_path: Path) -> None:
+    report_of(tmp_path, save_with_one_stage([0.0, 85e-6, 123e-6, 0.0781], total=0.1))
+    ran = run("report", tmp_path / "save", "-o", tmp_path / "report.html")
+    assert "write   rank 3 on node-0003     78 ms           85 µs" in ran.out
 
 
 def test_the_page_is_written_to_the_working_directory(

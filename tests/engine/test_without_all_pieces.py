@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.layout import Layout, StoredFiles
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.commands import run_command
 
@@ -36,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def refuse(*_: object) -> None:
         raise AssertionError("all pieces are listed")
 
-    monkeypatch.setattr(Layout, "pieces", property(refuse))
+    monkeypatch.setattr(type(sw.open(tmp_path / "it").layout), "pieces", property(refuse))
     return tmp_path / "it"
 
 
@@ -50,7 +49,7 @@ def test_it_loads_into_another_sharding(place: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise AssertionError("all files are listed")
 
-    monkeypatch.setattr(StoredFiles, "__iter__", refuse)
+    monkeypatch.setattr(type(sw.open(place).layout.files), "__iter__", refuse)
 
     def load(group: ThreadGroup) -> None:
         box = sw.Box((0, 4 * group.rank), (16, 4))

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.faults.scenario import assert_values, restored, state_of, step_directory
 
@@ -38,8 +37,8 @@ def root(place: Path) -> Path:
 
 def entries_of(step: Path) -> list[dict[str, Any]]:
     """The files of a checkpoint, as its manifest describes them."""
-    manifest = decode_manifest((step / "manifest.json").read_bytes())
-    return [msgspec.structs.asdict(file) for file in manifest.files]
+    entries = [file.entry for file in sw.open(step).layout.files]
+    return [msgspec.structs.asdict(entry) for entry in entries if entry is not None]
 
 
 def flip(path: Path, at: int, mask: int = 0x10) -> None:

@@ -19,8 +19,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode, Tracer
 
 from shardwise.integrations.opentelemetry import OpenTelemetryHook, trace
-from shardwise.ports.hooks import Run
-from shardwise.store import LocalStore
 from shardwise.testing.hook_suite import HookSuite
 
 
@@ -111,4 +109,9 @@ class TestOpenTelemetryHook(HookSuite):
 
 def test_without_a_provider_nothing_happens(tmp_path: Path) -> None:
     trace(sw.save(tmp_path / "it", state()))
-    OpenTelemetryHook(Run(LocalStore(tmp_path), 0, 1)).failed(OSError("no"))
+    hooks = [OpenTelemetryHook]
+    root = tmp_path / "run"
+    with sw.Checkpointer(root, memory=None, hooks=hooks, save_at_end=False) as checkpointer:
+        checkpointer.save(1, state())
+        with pytest.raises(sw.CheckpointExistsError):
+            checkpointer.save(1, state())

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.manifest.manifest import MANIFEST
-
 ROOT = Path(__file__).parents[2]
 SOON = 60.0  # hundreds of processes share few processors, and write their files first
 
@@ -41,4 +39,4 @@ def test_many_processes_save_and_load(
             others, f"lost [{lost}]"
         )
         assert max(at for *_, at in outcomes) - phases[f"kill {lost}"]["died"] < SOON
-    assert not (tmp_path / "bad" / MANIFEST).exists()
+    assert not (tmp_path / "bad" / "manifest.json").exists()

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import tree
 from tests.tools.gang import Gang
 
 TIMEOUT = timedelta(seconds=40)
@@ -99,7 +98,10 @@ def die_before_making(path: str) -> tuple[str, float]:
 def die_while_making(path: str) -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == 1:
-        tree.connect_upwards = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        die = patch(
+            "shardwise.engine.tree.connect_upwards", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        die.start()
     with connecting_within(2.0):
         return timed(lambda: sw.Checkpointer(path, timeout=TIMEOUT, memory=None), path, 1)
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.sharing.node_ranks import MOST_NODES, circle_of
 from tests.breadth import mostly_long
 from tests.conftest import PRELOAD
 from tests.tools.gang import Gang
@@ -244,16 +243,6 @@ def test_a_rank_that_fails_in_a_circle_is_named_on_all_ranks(gang: Gang, saved: 
     for outcome in outcomes:
         assert isinstance(outcome.exception, sw.RankError), outcome
         assert "rank 3" in str(outcome.exception) or outcome.rank == 3
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 129, 1000, 16_384])
-def test_circles_have_about_equal_sizes(nodes: int) -> None:
-    circles = {circle_of(node, nodes) for node in range(nodes)}
-    assert sorted(node for circle in circles for node in circle) == list(range(nodes))
-    assert all(node in circle_of(node, nodes) for node in range(nodes))
-    sizes = {len(circle) for circle in circles}
-    assert max(sizes) <= MOST_NODES
-    assert max(sizes) - min(sizes) <= 1
 
 
 def save_foreign(path: Path) -> str:

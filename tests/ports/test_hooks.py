@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.ports.hooks import MakeHook, Run, RunHook
+from shardwise.ports.hooks import MakeHook
 from shardwise.testing.hook_suite import HookSuite
 from tests.tools.gang import Gang
 
@@ -101,10 +101,9 @@ class TestTheExample(HookSuite):
 
 
 FAILING = """
-from shardwise.ports.hooks import RunHook
 import shardwise as sw
 
-class Failing(RunHook):
+class Failing(sw.RunHook):
     def __init__(self, run):
         self.rank = run.rank
     def staged(self, report, *, durable):
@@ -170,5 +169,5 @@ def test_all_methods_of_a_hook_do_nothing_by_themselves(tmp_path: Path) -> None:
     class Test(HookSuite):
         pass
 
-    assert isinstance(Run(None, 0, 1), Run)  # type: ignore[arg-type]
-    Test().test_a_durable_step_may_come_late(RunHook())
+    assert isinstance(sw.Run(None, 0, 1), sw.Run)  # type: ignore[arg-type]
+    Test().test_a_durable_step_may_come_late(sw.RunHook())

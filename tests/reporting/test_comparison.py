@@ -1,18 +1,25 @@
-"""Why a save was slower than another one. Pure functions over tables."""
+"""Why a save was slower than another one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardwise.reporting.collect import summarize
-from shardwise.reporting.comparison import compare_operations
-from tests.tools.telemetry_runs import GIB, SECONDS, save_of, without_ranks
+from tests.tools.telemetry_runs import GIB, SECONDS, report_of, save_of, without_ranks
 
 HOST_2 = dict.fromkeys(range(16, 24), 3.0)
+Compare = Callable[[Any, Any], Any]
+
+
+@pytest.fixture
+def compare_operations(tmp_path: Path) -> Compare:
+    """Compare the telemetry of two saves."""
+    return lambda this, other: report_of(tmp_path, this, other).slowdown
 
 
 @pytest.mark.parametrize(
@@ -41,10 +48,19 @@ HOST_2 = dict.fromkeys(range(16, 24), 3.0)
         # With another number of ranks, each is compared with the median.
         ({"ranks": 32, "slow": {"write": {7: 3.0}}}, {}, [("write", "rank 7 on node-0000")]),
         ({"ranks": 32}, {}, []),
+        # With another number of hosts, too: rank 7 need not be the same GPU.
+        (
+            {"ranks_of_host": 4, "slow": {"write": {7: 3.0}}},
+            {"slow": {"write": {7: 3.0}}},
+            [("write", "rank 7 on node-0001")],
+        ),
     ],
 )
 def test_what_differs(
-    this: dict[str, Any], other: dict[str, Any], expected: list[tuple[str, str]]
+    compare_operations: Compare,
+    this: dict[str, Any],
+    other: dict[str, Any],
+    expected: list[tuple[str, str]],
 ) -> None:
     first, second = (
         save_of(**{"ranks": 64, "noise": 0, "seed": seed} | each)
@@ -62,14 +78,14 @@ def test_what_differs(
         ({"retries": {3: 14}}, "14 retries instead of 0; each rank moved 205 MiB/s instead"),
     ],
 )
-def test_the_reason(this: dict[str, Any], reason: str) -> None:
+def test_the_reason(compare_operations: Compare, this: dict[str, Any], reason: str) -> None:
     slow = save_of(64, noise=0, seconds=SECONDS | {"write": 20.0}, **this)
     (found,) = compare_operations(slow, save_of(64, noise=0)).differences
     assert found.reason.startswith(reason)
     assert (round(found.before), round(found.after), round(found.change)) == (8, 20, 12)
 
 
-def test_the_sentence_says_slower_or_faster() -> None:
+def test_the_sentence_says_slower_or_faster(compare_operations: Compare) -> None:
     slow = save_of(8, noise=0, step=200, seconds={"write": 20.0})
     fast = save_of(8, noise=0, step=100, seconds={"write": 8.0})
     assert (
@@ -80,7 +96,7 @@ def test_the_sentence_says_slower_or_faster() -> None:
     )
 
 
-def test_what_differs_besides_stages_is_noted() -> None:
+def test_what_differs_besides_stages_is_noted(compare_operations: Compare) -> None:
     this, other = save_of(32), save_of(64, noise=0)
     this = replace(this, library="0.2.0", hosts=("new-1", *this.hosts[1:]))
     notes = compare_operations(without_ranks(this, [3]), other).notes
@@ -93,14 +109,14 @@ def test_what_differs_besides_stages_is_noted() -> None:
     )
 
 
-def test_a_rank_is_compared_with_itself_if_records_are_missing() -> None:
+def test_a_rank_is_compared_with_itself_if_records_are_missing(compare_operations: Compare) -> None:
     other = save_of(64, noise=0, slow={"write": {40: 3.0}})
     this = without_ranks(save_of(64, noise=0, slow={"write": {40: 3.0, 41: 3.0}}), [0, 39])
     (found,) = compare_operations(this, other).differences
     assert found.who == "rank 41 on node-0005"
 
 
-def test_agents_move_the_bytes_of_their_hosts() -> None:
+def test_agents_move_the_bytes_of_their_hosts(tmp_path: Path) -> None:
     """All ranks of a host have its agent's numbers, which count once."""
     tables = []
     for seconds in (8.0, 20.0):
@@ -108,6 +124,9 @@ def test_agents_move_the_bytes_of_their_hosts() -> None:
         (stage,) = table.stages
         stage = replace(stage, bytes=np.full(16, 32 * GIB))
         tables.append(replace(table, stages=(stage,)))
-    assert summarize(tables[0], "").bytes == 2 * 32 * GIB
-    (found,) = compare_operations(tables[1], tables[0]).differences
+    report = report_of(tmp_path, tables[1], tables[0])
+    assert report.operation is not None
+    assert report.operation.bytes == 2 * 32 * GIB
+    assert report.slowdown is not None
+    (found,) = report.slowdown.differences
     assert found.reason == "each host moved 1.60 GiB/s instead of 4.00 GiB/s"

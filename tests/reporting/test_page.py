@@ -17,7 +17,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from tests.tools.telemetry_runs import save_of, telemetry_of, write_run
+from tests.tools.telemetry_runs import RESTORE, save_of, telemetry_of, write_run
 
 HOSTILE = "</script><script>hacked = 1</script><img src=x onerror='hacked = 2'>"
 
@@ -148,6 +148,50 @@ def test_other_pages_than_ours_can_be_without_operations(tmp_path: Path) -> None
     assert page.data["operations"] == []
     assert "no telemetry can be read of 1 of 1 checkpoint" in " ".join(page.texts)
     assert [tensor["name"] for tensor in page.data["tensors"]] == ["model.w"]
+
+
+def test_rates_are_compared_with_the_best_of_this_and_earlier_saves(tmp_path: Path) -> None:
+    saves = [
+        save_of(2, step=step, seconds={"write": seconds}, noise=0, started=f"2026-11-{step}")
+        for step, seconds in ((11, 4.0), (12, 8.0), (13, 2.0))
+    ]
+    write_run(tmp_path / "run", saves)
+    html = page_of(tmp_path / "run" / "step-00000012").html
+    best = re.search(r"best of the run</dt><dd>(.*?)</dd>", html)
+    assert best is not None
+    assert best.group(1) == "1.00 GiB/s"
+
+
+def test_few_operations_of_very_many_ranks_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for three saves of 16 ranks with four stages."""
+    monkeypatch.setattr("shardwise.reporting.report.MOST_CELLS", 3 * 3 * 16 * 4)
+    saves = [save_of(16, step=step, started=f"2026-11-{step}") for step in range(11, 17)]
+    write_run(tmp_path / "run", saves)
+    shown = page_of(tmp_path / "run").data["operations"]
+    assert len(shown) == 3
+    assert shown[0]["step"] == 16
+
+
+def test_the_phases_of_a_recovery_add_up(tmp_path: Path) -> None:
+    restore = save_of(
+        2, step=11, seconds=RESTORE, noise=0, operation="restore", phases={"reading": 2.0}
+    )
+    write_run(tmp_path / "run", [save_of(2, step=11)], [restore])
+    html = page_of(tmp_path / "run").html
+    assert re.findall(r"</i>(\w+) (\d\.\d)\d s</li>", html) == [
+        ("reading", "2.0"),
+        ("other", "3.8"),
+    ]
+
+
+def test_the_charts_show_the_newest_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.reporting.sections.MOST_BARS", 2)
+    saves = [save_of(2, step=step, started=f"2026-11-{step}") for step in (11, 12, 13)]
+    write_run(tmp_path / "run", saves)
+    html = page_of(tmp_path / "run").html
+    assert html.count("<span>step 12</span><span>13</span>") == 2  # seconds, and sizes
 
 
 def test_a_page_of_16384_ranks_has_at_most_5_mb(tmp_path: Path) -> None:

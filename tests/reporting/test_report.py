@@ -14,6 +14,7 @@ import pytest
 import shardwise as sw
 from tests.tools.telemetry_runs import (
     RESTORE,
+    report_of,
     save_of,
     telemetry_of,
     without_ranks,
@@ -48,6 +49,26 @@ def test_the_newest_save_of_a_run_is_reported(root: Path) -> None:
     assert [each.step for each in report.operations] == [100, 100, 200, 300, 400, 300]
     assert [each.who for each in report.stragglers] == ["node-0001 (ranks 8…15)"]
     assert report.problems == ()
+    assert all(Path(each.file).is_file() for each in report.operations)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (85e-6, "85 µs"),
+        (0.0009996, "1 ms"),
+        (0.0123, "12 ms"),
+        (0.0996, "0.10 s"),
+        (9.996, "10.0 s"),
+        (119.4, "119 s"),
+        (192.0, "3 min 12 s"),
+        (7.3e6, "2,027 h 46 min"),
+    ],
+)
+def test_durations_have_units(tmp_path: Path, seconds: float, text: str) -> None:
+    save = replace(save_of(2), seconds=seconds)
+    assert report_of(tmp_path, save).headline == f"Step 100 was saved in {text}"
 
 
 def test_it_is_compared_with_the_save_of_median_duration(root: Path) -> None:
@@ -108,6 +129,17 @@ def test_damaged_telemetry_is_named_and_the_rest_is_used(
     assert (alone.operation, alone.stragglers, alone.slowdown) == (None, (), None)
     assert len(alone.operations) == 5
     assert any("step-00000400 has no telemetry" in each for each in alone.problems)
+
+
+def test_a_run_with_very_many_records_is_read_in_part(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.reporting.collect.MOST_RECORDS", 20)
+    report = sw.report(root)
+    assert [each.step for each in report.operations] == [300, 400]
+    assert report.problems == (
+        "4 older telemetry files not read: together they have too many ranks",
+    )
 
 
 def test_a_truncated_file_is_damage(root: Path) -> None:

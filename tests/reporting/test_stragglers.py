@@ -1,33 +1,32 @@
-"""Which ranks count as stragglers, and how they are named. Pure functions over tables."""
+"""Which ranks count as stragglers, and how they are named."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from shardwise.reporting.stragglers import find_stragglers
-from shardwise.telemetry.records import Telemetry
-from tests.tools.telemetry_runs import save_of, without_ranks, without_stage
+from tests.tools.telemetry_runs import (
+    report_of,
+    save_of,
+    save_with_one_stage,
+    without_ranks,
+    without_stage,
+)
+
+Find = Callable[[Any], Sequence[Any]]
 
 
-def write_of(own: Sequence[float], *, total: float, waited: Sequence[float] = ()) -> Telemetry:
-    """A save of which each rank writes for so many seconds, without waiting."""
-    n = len(own)
-    table = save_of(n, seconds={"write": 1.0}, noise=0, ranks_of_host=1)
-    waits = np.array(waited or [0.0] * n)
-    (stage,) = table.stages
-    columns = {
-        "duration": ((np.array(own) + waits) * 1e6).astype(np.int64),
-        "waited": (waits * 1e6).astype(np.int64),
-    }
-    return replace(table, seconds=total, stages=(replace(stage, **columns),))
+@pytest.fixture
+def find_stragglers(tmp_path: Path) -> Find:
+    """Find the stragglers in the telemetry of a save."""
+    return lambda table: report_of(tmp_path, table).stragglers
 
 
-def ranks_of(table: Telemetry) -> list[int]:
-    return sorted(rank for each in find_stragglers(table) for rank in each.group.ranks)
+def ranks_of(found: Iterable[Any]) -> list[int]:
+    return sorted(rank for each in found for rank in each.group.ranks)
 
 
 @pytest.mark.parametrize(
@@ -47,33 +46,34 @@ def ranks_of(table: Telemetry) -> list[int]:
         ([12.0, 30.0, 31.0, 12.0, 12.0], 40.0, [1, 2]),
     ],
 )
-def test_the_rule(own: list[float], total: float, slow: list[int]) -> None:
-    assert ranks_of(write_of(own, total=total)) == slow
+def test_the_rule(find_stragglers: Find, own: list[float], total: float, slow: list[int]) -> None:
+    assert ranks_of(find_stragglers(save_with_one_stage(own, total=total))) == slow
 
 
-def test_who_waits_for_others_is_no_straggler() -> None:
-    table = write_of([12.0] * 7 + [31.0], total=38.0, waited=[19.0] * 7 + [0.0])
+def test_who_waits_for_others_is_no_straggler(find_stragglers: Find) -> None:
+    table = save_with_one_stage([12.0] * 7 + [31.0], total=38.0, waited=[19.0] * 7 + [0.0])
     (found,) = find_stragglers(table)
     assert (found.stage, found.group.ranks) == ("write", (7,))
     assert (found.seconds, found.median, found.excess) == (31.0, 12.0, 19.0)
-    assert ranks_of(write_of([12.0] * 8, total=38.0, waited=[0.0] * 7 + [19.0])) == []
+    table = save_with_one_stage([12.0] * 8, total=38.0, waited=[0.0] * 7 + [19.0])
+    assert not find_stragglers(table)
 
 
-def test_ranks_that_have_not_run_a_stage_do_not_count() -> None:
-    table = write_of([12.0] * 4 + [1.0] * 4, total=12.0)
-    assert ranks_of(table) == [0, 1, 2, 3]
-    assert ranks_of(without_stage(table, "write", range(4, 8))) == []
-    assert ranks_of(without_stage(table, "write", range(8))) == []
+def test_ranks_that_have_not_run_a_stage_do_not_count(find_stragglers: Find) -> None:
+    table = save_with_one_stage([12.0] * 4 + [1.0] * 4, total=12.0)
+    assert ranks_of(find_stragglers(table)) == [0, 1, 2, 3]
+    assert ranks_of(find_stragglers(without_stage(table, "write", range(4, 8)))) == []
+    assert ranks_of(find_stragglers(without_stage(table, "write", range(8)))) == []
 
 
-def test_a_slow_host_is_named() -> None:
+def test_a_slow_host_is_named(find_stragglers: Find) -> None:
     table = save_of(64, slow={"write": dict.fromkeys(range(16, 24), 3.0)})
     (found,) = find_stragglers(table)
     assert found.who == "node-0002 (ranks 16…23)"
     assert found.group.hosts == ("node-0002",)
 
 
-def test_six_of_eight_ranks_are_a_host_and_five_are_not() -> None:
+def test_six_of_eight_ranks_are_a_host_and_five_are_not(find_stragglers: Find) -> None:
     names = {}
     for count in (5, 6):
         table = save_of(64, slow={"write": dict.fromkeys(range(16, 16 + count), 3.0)})
@@ -81,7 +81,7 @@ def test_six_of_eight_ranks_are_a_host_and_five_are_not() -> None:
     assert names == {5: {""}, 6: {"node-0002"}}
 
 
-def test_a_slow_pipeline_stage_is_named_instead_of_its_hosts() -> None:
+def test_a_slow_pipeline_stage_is_named_instead_of_its_hosts(find_stragglers: Find) -> None:
     """All ranks with pp=2, on four hosts."""
     axes = {"pp": 4, "dp": 8, "tp": 4}
     table = save_of(128, axes=axes, slow={"plan": dict.fromkeys(range(64, 96), 20.0)})
@@ -90,7 +90,7 @@ def test_a_slow_pipeline_stage_is_named_instead_of_its_hosts() -> None:
     assert len(found.group.hosts) == 4
 
 
-def test_a_host_and_a_rank_elsewhere_are_two_groups() -> None:
+def test_a_host_and_a_rank_elsewhere_are_two_groups(find_stragglers: Find) -> None:
     slow = dict.fromkeys(range(8, 16), 3.0) | {40: 4.0}
     table = save_of(64, axes={"dp": 8, "tp": 8}, slow={"write": slow})
     assert [each.who for each in find_stragglers(table)] == [
@@ -99,18 +99,18 @@ def test_a_host_and_a_rank_elsewhere_are_two_groups() -> None:
     ]
 
 
-def test_an_axis_of_one_coordinate_explains_nothing() -> None:
+def test_an_axis_of_one_coordinate_explains_nothing(find_stragglers: Find) -> None:
     table = save_of(4, ranks_of_host=1, axes={"pp": 1, "dp": 4}, slow={"write": {1: 3.0}})
     assert [each.group.name for each in find_stragglers(table)] == [""]
 
 
-def test_ranks_are_named_by_their_numbers_if_others_are_missing() -> None:
+def test_ranks_are_named_by_their_numbers_if_others_are_missing(find_stragglers: Find) -> None:
     table = save_of(64, slow={"write": {40: 3.0}})
     (found,) = find_stragglers(without_ranks(table, [0, 7, 39, 63]))
     assert found.who == "rank 40 on node-0005"
 
 
-def test_the_largest_loss_comes_first_and_the_list_ends() -> None:
+def test_the_largest_loss_comes_first_and_the_list_ends(find_stragglers: Find) -> None:
     every_third = {rank: 2.0 + rank / 1000 for rank in range(0, 600, 3)}
     found = find_stragglers(save_of(600, ranks_of_host=600, slow={"write": every_third}))
     assert len(found) == 100

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan.load import Ranges
+from shardwise.sharing.node_ranks import MOST_NODES, circle_of
 from shardwise.sharing.reads import (
     NOBODY,
     Reads,
@@ -168,3 +170,13 @@ def test_a_node_gets_only_its_own_reads_of_thousands() -> None:
     assert set(own.target[own.target != NOBODY].tolist()) <= set(ranks[27])
     alone = own.source == NOBODY
     assert own.sizes[alone].sum() <= files * 512 * BLOCK / replicas + 8 * 8 * BLOCK
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 129, 1000, 16_384])
+def test_circles_have_about_equal_sizes(nodes: int) -> None:
+    circles = {circle_of(node, nodes) for node in range(nodes)}
+    assert sorted(node for circle in circles for node in circle) == list(range(nodes))
+    assert all(node in circle_of(node, nodes) for node in range(nodes))
+    sizes = {len(circle) for circle in circles}
+    assert max(sizes) <= MOST_NODES
+    assert max(sizes) - min(sizes) <= 1

@@ -53,7 +53,7 @@ def test_operations_are_listed_oldest_first(root: Store) -> None:
     root.at(files.DIRECTORY).publish("notes.txt", b"of somebody else", replace=True)
     assert files.list_operations(root) == [names[1], names[2], names[0]]
     assert names[1] == f"restore-20261127T040300Z-{'ab' * 8}.json.gz"
-    found = files.read_operation(root, names[1])
+    found = files.read_file(root.at(files.DIRECTORY), names[1])
     assert found is not None
     assert found.operation == "restore"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,14 @@ from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.store import LocalStore, Store
 from shardwise.telemetry import files
 from shardwise.telemetry.encoding import encode
-from shardwise.telemetry.hook import TelemetryHook
+from shardwise.telemetry.hook import MOST_WAITING, TelemetryHook
 from shardwise.telemetry.records import Telemetry
 from shardwise.telemetry.rows import Operation, align, combine_messages, decode_message, row_of
-from shardwise.telemetry.storing import TelemetryWriter, describe, summarize
+from shardwise.telemetry.storing import KEPT_TABLES, TelemetryWriter, describe, summarize
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 from tests.memory_store import MemoryStore, Server
 from tests.tools.waiting import wait_until
+from tests.tools.wrapped_store import WrappedStore
 
 WORLD = 5
 SAVE = Operation(name="save", id="ab" * 8, step=3, path="/run/step-00000003")
@@ -192,6 +195,35 @@ def test_a_save_of_agents_is_stored_when_all_ranks_know_that_it_has_ended(root: 
     assert root.at("step-00000004").list() == []  # it has not ended
 
 
+def test_a_save_does_not_wait_for_its_agents_forever(root: Store) -> None:
+    """The 64 newest saves wait. The ranks' own stages of older ones are stored."""
+    root.at("step-00000004").publish("manifest.json", b"{}", replace=True)
+
+    def train(group: ThreadGroup) -> None:
+        hook = hook_of(group, root, dict)
+        for step in range(3, 3 + MOST_WAITING + 1):
+            record = replace(record_of(0), save_id=f"{step:016x}")
+            hook.staged(replace(report_of(0, step), record=record), durable=True)
+        hook.closed(completed=False)
+        wait_until(lambda: len(root.at("step-00000003").list()) == 2)
+
+    run_ranks(1, train)
+    found = files.read_of_save(root.at("step-00000003"), f"{3:016x}")
+    assert found is not None
+    assert [each.name for each in found.stages] == ["describe", "write"]
+    assert root.at("step-00000004").list() == ["manifest.json"]
+
+
+def test_the_end_of_a_run_sends_saves_that_wait_for_their_agents(root: Store) -> None:
+    def train(group: ThreadGroup) -> None:
+        hook = hook_of(group, root, dict)
+        hook.staged(report_of(group.rank), durable=True)
+        hook.closed(completed=True)
+
+    run_ranks(2, train)
+    assert len(root.at("step-00000003").list()) == 2
+
+
 def complete(root: Store) -> bool:
     found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
     return found is not None and len(found.ranks) == WORLD
@@ -219,7 +251,7 @@ def test_a_restore_is_stored_in_the_root(root: Store) -> None:
     run_ranks(WORLD, train)
     (name,) = files.list_operations(root)
     assert name.startswith("restore-20010909T014639Z-")
-    found = files.read_operation(root, name)
+    found = files.read_file(root.at(files.DIRECTORY), name)
     assert found is not None
     assert (found.operation, found.step) == ("restore", 3)
     assert found.phases == {"asking": 0.5, "reading": 1.0}
@@ -227,14 +259,33 @@ def test_a_restore_is_stored_in_the_root(root: Store) -> None:
 
 
 def test_few_snapshots_are_stored(tmp_path: Path) -> None:
+    """One a minute, with all its ranks, although rank 1 sends its record 20 s later."""
     seconds = [0.0]
-    writer = TelemetryWriter(LocalStore(tmp_path), lambda: seconds[0])
+    store = LocalStore(tmp_path)
+    writer = TelemetryWriter(store, lambda: seconds[0])
     for number in range(10):
-        seconds[0] = 25.0 * number
         operation = Operation(name="snapshot", id=f"{number:016x}", step=number, path="/memory")
-        writer._add_message(encode(row_of(operation, record_of(0), 0, 1, "a")))
-    stored = [name[-24:-8] for name in files.list_operations(LocalStore(tmp_path))]
-    assert [int(each, 16) for each in stored] == [0, 3, 6, 9]
+        for rank in range(2):
+            seconds[0] = 25.0 * number + 20.0 * rank
+            writer._add_message(encode(row_of(operation, record_of(0), rank, 2, "a")))
+    tables = [
+        files.read_file(store.at(files.DIRECTORY), name) for name in files.list_operations(store)
+    ]
+    stored = [(each.step, each.ranks.tolist()) for each in tables if each is not None]
+    assert stored == [(step, [0, 1]) for step in (0, 2, 5, 8)]
+
+
+def test_of_very_many_incomplete_tables_the_oldest_is_forgotten(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    writer = TelemetryWriter(store)
+    for number, rank in [*((each, 0) for each in range(KEPT_TABLES + 1)), (1, 1), (0, 1)]:
+        operation = Operation(name="restore", id=f"{number:016x}", step=number, path="/run")
+        writer._add_message(encode(row_of(operation, record_of(0), rank, 2, "a")))
+    tables = [
+        files.read_file(store.at(files.DIRECTORY), name) for name in files.list_operations(store)
+    ]
+    ranks = {each.step: each.ranks.tolist() for each in tables if each is not None}
+    assert (ranks[0], ranks[1], ranks[2]) == ([1], [0, 1], [0])
 
 
 def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path) -> None:
@@ -243,6 +294,21 @@ def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path) -> None:
     assert not (tmp_path / "step-00000003").exists() or not list(
         (tmp_path / "step-00000003").iterdir()
     )
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_does_not_come_back(root: Store) -> None:
+    class RemovedMeanwhile(WrappedStore):
+        def at(self, name: str) -> RemovedMeanwhile:
+            return RemovedMeanwhile(self.store.at(name))
+
+        def run(self, operation: str, path: str, act: Any) -> Any:
+            if operation == "publish":
+                self.store.delete("manifest.json")
+            return act()
+
+    writer = TelemetryWriter(RemovedMeanwhile(root))
+    writer._add_message(encode(row_of(SAVE, record_of(0), 0, 1, "a")))
+    assert root.at("step-00000003").list() == []
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

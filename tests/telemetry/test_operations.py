@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest
-from shardwise.store import LocalStore
+from shardwise.store import LocalStore, Store, open_store
 from shardwise.store.retry import Retry, RetryingStore
 from shardwise.telemetry import files
 from shardwise.telemetry.hook import TelemetryHook
@@ -26,6 +26,7 @@ from shardwise.telemetry.records import NOT_RUN, Telemetry
 from tests.memory.test_snapshots import shm
 from tests.tools.faulty_store import Fault, FaultyStore
 from tests.tools.gang import Gang
+from tests.tools.wrapped_store import WrappedStore
 
 __all__ = ["shm"]
 ROWS = 256
@@ -88,7 +89,7 @@ def test_each_save_and_restore_of_a_run(
             assert moved.file.tolist()[3].startswith(b"r00003-")
             assert stages["publish"].start.tolist()[1:] == [NOT_RUN] * 3
     (name,) = files.list_operations(LocalStore(tmp_path / "run"))
-    restore = files.read_operation(LocalStore(tmp_path / "run"), name)
+    restore = files.read_file(LocalStore(tmp_path / "run" / files.DIRECTORY), name)
     assert restore is not None
     assert (restore.operation, restore.step) == ("restore", 2)
     assert restore.ranks.tolist() == [0, 1, 2, 3]
@@ -140,20 +141,27 @@ def test_a_rank_that_is_killed_while_telemetry_is_gathered(tmp_path: Path, gang:
     assert torch.equal(loaded["w"], torch.ones(9))
 
 
+class RefusingStore(WrappedStore):
+    """Raises an error instead of publishing a file whose name begins with a text."""
+
+    def __init__(self, store: Store, prefix: str, error: int) -> None:
+        super().__init__(store)
+        self._prefix, self._error = prefix, error
+
+    def at(self, name: str) -> RefusingStore:
+        return RefusingStore(self.store.at(name), self._prefix, self._error)
+
+    def run(self, operation: str, path: str, act: Any) -> Any:
+        if operation == "publish" and path.startswith(self._prefix):
+            raise OSError(self._error, os.strerror(self._error), path)
+        return act()
+
+
 def test_a_full_disk_loses_only_the_telemetry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class FullForTelemetry(FaultyStore):
-        def at(self, name: str) -> FullForTelemetry:
-            return FullForTelemetry(self.store.at(name), self._fault)
-
-        def run(self, operation: str, path: str, act: Any) -> Any:
-            if operation == "publish" and path.startswith("telemetry-"):
-                raise OSError(errno.ENOSPC, "No space left on device", path)
-            return super().run(operation, path, act)
-
     caplog.set_level(logging.WARNING, "shardwise")
-    root = FullForTelemetry(tmp_path, Fault())
+    root = RefusingStore(open_store(tmp_path), "telemetry-", errno.ENOSPC)
     with sw.Checkpointer(root, memory=None) as cp:
         handle = cp.save(1, {"w": torch.ones(9)})
         assert handle is not None
@@ -216,18 +224,10 @@ def test_retention_removes_the_telemetry(tmp_path: Path) -> None:
 def test_a_root_of_others_is_only_mentioned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class ReadOnly(FaultyStore):
-        def at(self, name: str) -> ReadOnly:
-            return ReadOnly(self.store.at(name), self._fault)
-
-        def run(self, operation: str, path: str, act: Any) -> Any:
-            if operation == "publish" and path.startswith("restore-"):
-                raise OSError(errno.EROFS, "Read-only file system", path)
-            return super().run(operation, path, act)
-
     sw.save(tmp_path / "step-00000001", {"w": torch.ones(9)}, step=1)
     caplog.set_level(logging.INFO, "shardwise")
-    with sw.Checkpointer(ReadOnly(tmp_path, Fault()), memory=None) as cp:
+    root = RefusingStore(open_store(tmp_path), "restore-", errno.EROFS)
+    with sw.Checkpointer(root, memory=None) as cp:
         assert cp.restore({"w": torch.zeros(9)}) == 1
     (record,) = [each for each in caplog.records if "telemetry is not stored" in each.message]
     assert record.levelno == logging.INFO

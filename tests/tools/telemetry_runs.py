@@ -100,6 +100,21 @@ def save_of(
     return without_ranks(whole, missing) if missing else whole
 
 
+def save_with_one_stage(
+    own: Sequence[float], *, total: float, waited: Sequence[float] = ()
+) -> Telemetry:
+    """Return a save of which each rank writes for so many seconds, without waiting."""
+    n = len(own)
+    table = save_of(n, seconds={"write": 1.0}, noise=0, ranks_of_host=1)
+    waits = np.array(waited or [0.0] * n)
+    (stage,) = table.stages
+    columns = {
+        "duration": ((np.array(own) + waits) * 1e6).astype(np.int64),
+        "waited": (waits * 1e6).astype(np.int64),
+    }
+    return replace(table, seconds=total, stages=(replace(stage, **columns),))
+
+
 def without_ranks(whole: Telemetry, missing: Sequence[int]) -> Telemetry:
     """Return the telemetry without the records of some ranks."""
     kept = ~np.isin(whole.ranks, missing)
@@ -138,6 +153,17 @@ def write_run(root: Path, saves: Sequence[Telemetry], others: Sequence[Telemetry
         write_telemetry(str(place), each)
     for at, each in enumerate(others):
         write_operation(open_store(root), replace(each, id=f"{at:016x}"))
+
+
+def report_of(folder: Path, save: Telemetry, baseline: Telemetry | None = None) -> sw.Report:
+    """Return the report of a save with this telemetry, compared with another save."""
+    places = {"save": save} if baseline is None else {"save": save, "baseline": baseline}
+    for name, each in places.items():
+        sw.save(folder / name, {"w": torch.zeros(2)}, overwrite=True)
+        for old in (folder / name).glob("telemetry-*"):
+            old.unlink()
+        write_telemetry(str(folder / name), each)
+    return sw.report(folder / "save", baseline=None if baseline is None else folder / "baseline")
 
 
 def write_telemetry(place: str, save: Telemetry) -> None:

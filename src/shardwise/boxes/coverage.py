@@ -56,7 +56,7 @@ def find_uncovered_tensors(
     split_dims = np.flatnonzero(is_split).tolist()
     if len(split_dims) > MOST_SPLIT_DIMS:
         raise FormatError(
-            f"the pieces split tensors in {len(split_dims)} dimensions together, but at most "
+            f"the pieces split tensors in {len(split_dims)} dimensions in total, but at most "
             f"{MOST_SPLIT_DIMS} are supported: shard tensors in fewer dimensions, or save their "
             "parts as separate tensors"
         )

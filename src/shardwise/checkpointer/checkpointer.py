@@ -96,7 +96,7 @@ class Checkpointer:
         check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
         telemetry: store what each rank did in each save and restore, for `shardwise report`.
-        hooks: functions that make further hooks of this run, as entry points do.
+        hooks: functions that make additional hooks for this run, as entry points do.
 
     Raises:
         TypeError: an option has the wrong type.

@@ -87,7 +87,7 @@ class DirectSaver:
         return saved
 
     def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
-        """Return what shows the stages of an operation while they run; None without agents."""
+        """Return a watcher that tells the agent the current stage; None without agents."""
         return None
 
     def take_ended(self) -> dict[str, tuple[Event, ...]]:

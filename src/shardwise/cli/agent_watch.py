@@ -1,4 +1,4 @@
-"""`shardwise agent status --watch`: what the ranks do now, and for which ranks the others wait."""
+"""`shardwise agent status --watch`: what the ranks are doing, and which ranks others wait for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def watch(
     console: Console,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Draw what the ranks do now, again and again, until the user interrupts it.
+    """Draw what the ranks do now, every second, until the user interrupts it.
 
     If the output is not a terminal, each drawing is printed below the last one.
 
@@ -61,7 +61,7 @@ def _draw_run(run: sw.RunProgress) -> Iterator[RenderableType]:
         ("run ", "dim"), (run.run, "bold"), f": {fmt.count(run.ranks, 'rank')} on {nodes}"
     )
     if run.unanswered:
-        yield Text(f"  {fmt.count(run.unanswered, 'node')} did not answer yet", "yellow")
+        yield Text(f"  no answer yet from {fmt.count(run.unanswered, 'node')}", "yellow")
     if run.lost:
         yield Text(f"  lost: rank {fmt.indices(run.lost)}", "bold red")
     for operation, step, stage, waits, count in run.counts[:MOST_LINES]:

@@ -52,9 +52,12 @@ def time(created: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in a suitable unit: `0.12 s`, `42 s`, `3 min`, `5 h`, `2 d`."""
+    """Return seconds in a suitable unit: `85 µs`, `12 ms`, `0.12 s`, `42 s`, `3 min`, `5 h`."""
     if seconds is None:
         return "–"
+    for limit, unit, parts in ((0.5e-6, "s", 0.0), (0.9995e-3, "µs", 1e6), (0.0995, "ms", 1e3)):
+        if seconds < limit:
+            return f"{seconds * parts:.0f} {unit}"
     for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
         if seconds < limit:
             decimals = 2 if unit == "s" and seconds < 10 else 0

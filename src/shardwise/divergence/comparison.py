@@ -248,7 +248,7 @@ class ReplicaComparison:
         )
 
     def combine_messages(self, messages: Sequence[bytes]) -> bytes:
-        """Return the message of some ranks together; the order does not matter."""
+        """Combine the messages of some ranks, in any order."""
         return combine_sums(messages)
 
     def conclude(

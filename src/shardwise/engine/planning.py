@@ -214,7 +214,7 @@ class PlannedSave:
 
 @prepare_decoding
 class _Offer(msgspec.Struct, array_like=True):
-    """What some ranks together tell rank 0 before a save.
+    """The combined offers of some ranks to rank 0, before a save.
 
     Attributes:
         settings: those that must be equal on all ranks, formatted for error messages.

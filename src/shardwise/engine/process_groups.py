@@ -1,4 +1,4 @@
-"""Connect the ranks of a process group of `torch.distributed`, whatever its back end."""
+"""Connect the ranks of a process group of `torch.distributed`, whatever its backend."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ _NO_REASON = "RankError: "
 """A rank that failed only because another rank failed describes its error in this way. The text
 explains nothing, so it is left out."""
 MOST_FAILURES = 16
-"""Of how many failed ranks each rank learns the errors. Of the others, it learns the number."""
+"""The most failed ranks whose errors each rank receives. It also receives the number of all."""
 MOST_VALUES = 16
-"""How many different values an error lists, if ranks should have the same value."""
+"""The most different values that an error lists, where ranks should have the same value."""
 MOST_PROBLEMS = 1000
 """The most lines of an error that are sent."""
 MOST_TEXT = 4000
@@ -66,7 +66,7 @@ class _Error(msgspec.Struct, array_like=True):
 
 @prepare_decoding
 class _Message(msgspec.Struct, array_like=True):
-    """What some ranks together send to rank 0, and what rank 0 sends to all ranks.
+    """The combined messages of some ranks to rank 0, and the reply of rank 0 to all ranks.
 
     Attributes:
         operations: the names of the operations, with the first rank of each.
@@ -188,7 +188,7 @@ class Round:
         conclude: Callable[[T], R] | None = None,
         result_kind: Any = None,
     ) -> T | R:
-        """Send a message, and return what all messages are together.
+        """Send a message, and return the combined messages of all ranks.
 
         Messages are combined on their way to rank 0, on several ranks. For example,
         `all_reduce(loss, float, max)` returns the greatest loss of all ranks.
@@ -196,9 +196,9 @@ class Round:
         Args:
             message: a value that msgspec encodes.
             kind: the type of the messages.
-            combine: makes one message of some. It must be associative, and the order of the
-                messages must not matter: `max`, or the union of sets.
-            conclude: makes the result of the combined messages. It runs on rank 0 only. Without
+            combine: combines messages into one. It must be associative and commutative, such as
+                `max`, or the union of sets.
+            conclude: makes the result from the combined message. It runs on rank 0 only. Without
                 it, the combined message is the result.
             result_kind: the type of what `conclude` returns, a value that msgspec encodes.
         """

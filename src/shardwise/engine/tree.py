@@ -1,4 +1,4 @@
-"""`TreeGroup`: ranks that are connected as a tree, whatever the back end of their process group.
+"""`TreeGroup`: ranks that are connected as a tree, whatever the backend of their process group.
 
 Rank 0 is the root. A rank has up to 32 ranks below it: rank 0 has 1 to 32, rank 1 has 33 to 64. So
 131,072 ranks are four levels, and no rank has more than 33 connections. `reduce` combines messages

@@ -14,7 +14,7 @@ from opentelemetry.util.types import AttributeValue
 
 from shardwise.engine.load import LoadReport
 from shardwise.engine.save import SaveReport
-from shardwise.events import Event, OperationRecord
+from shardwise.events import Event
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 
 Attributes = Mapping[str, AttributeValue]
@@ -42,13 +42,13 @@ class OpenTelemetryHook(RunHook):
     def staged(self, report: SaveReport, *, durable: bool) -> None:
         """Make the spans of a save, or of a snapshot that stays in memory."""
         name = "shardwise.save" if durable else "shardwise.snapshot"
-        _make_spans(name, report.record, self._attributes | _attributes_of(report), self._tracer)
+        _make_spans(name, report, self._attributes | _attributes_of(report), self._tracer)
 
     def restored(self, report: RestoreReport) -> None:
         """Make the spans of a restore."""
         attributes = self._attributes | _attributes_of(report.load)
         attributes["shardwise.source"] = report.source
-        _make_spans("shardwise.restore", report.record, attributes, self._tracer)
+        _make_spans("shardwise.restore", report, attributes, self._tracer)
 
     def failed(self, error: Exception) -> None:
         """Make a span with the error of a failed save."""
@@ -71,7 +71,7 @@ def trace(report: SaveReport | LoadReport, tracer: Tracer | None = None) -> None
         tracer: makes the spans. Default: that of the global provider.
     """
     name = "shardwise.save" if isinstance(report, SaveReport) else "shardwise.load"
-    _make_spans(name, report.record, _attributes_of(report), tracer)
+    _make_spans(name, report, _attributes_of(report), tracer)
 
 
 def _attributes_of(report: SaveReport | LoadReport) -> dict[str, AttributeValue]:
@@ -81,9 +81,13 @@ def _attributes_of(report: SaveReport | LoadReport) -> dict[str, AttributeValue]
 
 
 def _make_spans(
-    name: str, record: OperationRecord, attributes: Attributes, tracer: Tracer | None
+    name: str,
+    report: SaveReport | LoadReport | RestoreReport,
+    attributes: Attributes,
+    tracer: Tracer | None,
 ) -> None:
     tracer = tracer or otel.get_tracer("shardwise")
+    record = report.record
     start = record.began if record.agreed is None else record.agreed
 
     def nanoseconds(seconds: float) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from shardwise.engine.save import SaveReport
-from shardwise.events import OperationRecord
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 
 
@@ -40,15 +39,16 @@ class TensorBoardHook(RunHook):
     def staged(self, report: SaveReport, *, durable: bool) -> None:
         """Write the scalars of a save, or of a snapshot that stays in memory."""
         name = "save" if durable else "snapshot"
-        self._write(name, report.record, report.step, report.bytes_written)
+        self._write(name, report, report.bytes_written)
 
     def restored(self, report: RestoreReport) -> None:
         """Write the scalars of a restore."""
-        self._write("restore", report.record, report.step, report.load.bytes_read)
+        self._write("restore", report, report.load.bytes_read)
 
-    def _write(self, name: str, record: OperationRecord, step: int | None, nbytes: int) -> None:
+    def _write(self, name: str, report: SaveReport | RestoreReport, nbytes: int) -> None:
         if self._writer is None:
             return
+        record = report.record
         seconds = max(record.ended - record.began, 1e-9)
         values = {"seconds": seconds, "GB_per_s": nbytes / seconds / 1e9}
         for event in record.events:
@@ -56,4 +56,4 @@ class TensorBoardHook(RunHook):
                 tag = f"{event.stage}/{key}"
                 values[tag] = values.get(tag, 0.0) + value
         for tag, value in values.items():
-            self._writer.add_scalar(f"shardwise/{name}/{tag}", value, step)
+            self._writer.add_scalar(f"shardwise/{name}/{tag}", value, report.step)

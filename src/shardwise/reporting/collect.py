@@ -16,13 +16,12 @@ from shardwise.manifest.manifest import (
     MANIFEST,
     save_id_of_telemetry,
     step_of_directory,
-    telemetry_file,
 )
 from shardwise.opening import raise_for_missing_root
 from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
-from shardwise.telemetry.files import list_operations, read_of_save, read_operation
+from shardwise.telemetry.files import DIRECTORY, list_operations, read_file
 from shardwise.telemetry.records import Telemetry
 
 MOST_CHECKPOINTS = 200
@@ -56,7 +55,7 @@ class Operation:
         missing: the number of ranks that sent no telemetry.
         hosts: the number of hosts.
         medians: by stage, the seconds of the median rank, without waiting.
-        bytes: the bytes that all ranks moved in the stage that moved most.
+        bytes: the bytes that all ranks moved, in the stage with the most bytes.
         rates: by stage, the bytes per second of the fastest rank.
         phases: by phase of a recovery, its seconds.
         file: the path or URL of the telemetry file.
@@ -128,7 +127,7 @@ def collect(store: Store) -> Collected:
         CheckpointNotFoundError: the place has neither checkpoints nor telemetry.
     """
     reader, names = _Reader(), _names(store)
-    own = [_SaveFile(store, save_id) for save_id in _saves_with_telemetry(names)]
+    own = _files_of_saves(store, names)
     is_checkpoint = MANIFEST in names or bool(own)
     root = store if not is_checkpoint else None
     if is_checkpoint and step_of_directory(name_of(store)) is not None:
@@ -137,7 +136,7 @@ def collect(store: Store) -> Collected:
     checkpoints = () if root is None else _checkpoints(root, reader)
     if root is not None:
         others = [each for each in checkpoints if not own or each.directory != name_of(store)]
-        reader.read_all(_sources_in(root, others, reader))
+        reader.read_all(_files_in(root, others, reader))
     if not reader.operations and not checkpoints and not is_checkpoint:
         raise_for_missing_root(store)
     reader.note_missing(checkpoints, name_of(store) if is_checkpoint else None)
@@ -169,7 +168,7 @@ def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operati
 
 
 def summarize(telemetry: Telemetry, file: str) -> Operation:
-    """Return what lists and charts need of an operation."""
+    """Return the figures of an operation for lists and charts."""
     rates, medians, moved = {}, {}, 0
     for stage in telemetry.stages:
         own = own_seconds(stage)
@@ -197,34 +196,17 @@ def summarize(telemetry: Telemetry, file: str) -> Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class _SaveFile:
-    """The telemetry file of a save, in the directory of its checkpoint."""
+class _File:
+    """A telemetry file: in the directory of a checkpoint, or in that of other operations."""
 
-    store: Store
-    save_id: str
-
-    def __str__(self) -> str:
-        return f"{self.store}/{telemetry_file(self.save_id)}"
-
-    def read(self) -> Telemetry | None:
-        return read_of_save(self.store, self.save_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _OperationFile:
-    """The telemetry file of a load or another operation, below the root."""
-
-    store: Store
+    directory: Store
     name: str
 
     def __str__(self) -> str:
-        return f"{self.store}/{self.name}"
+        return f"{self.directory}/{self.name}"
 
     def read(self) -> Telemetry | None:
-        return read_operation(self.store, self.name)
-
-
-_Source = _SaveFile | _OperationFile
+        return read_file(self.directory, self.name)
 
 
 class _Reader:
@@ -233,24 +215,24 @@ class _Reader:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.problems: list[str] = []
-        self._sources: dict[str, _Source] = {}
+        self._files: dict[str, _File] = {}
         self._records = self._unread = 0
 
-    def read_all(self, sources: Iterable[_Source]) -> None:
-        for source in sources:
+    def read_all(self, files: Iterable[_File]) -> None:
+        for file in files:
             if self._records > MOST_RECORDS:
                 self._unread += 1
                 continue
             try:
-                telemetry = source.read()
+                telemetry = file.read()
             except (FormatError, OSError) as error:
                 self.note(text_of(error))
                 continue
             if telemetry is None:  # retention has just removed it
                 continue
             self._records += len(telemetry.ranks)
-            self._sources[str(source)] = source
-            self.operations.append(summarize(telemetry, str(source)))
+            self._files[str(file)] = file
+            self.operations.append(summarize(telemetry, str(file)))
 
     def read_again(self, operation: Operation) -> Telemetry:
         """Return the telemetry of an operation.
@@ -258,7 +240,7 @@ class _Reader:
         Raises:
             FormatError, OSError: it cannot be read any more.
         """
-        telemetry = self._sources[operation.file].read()
+        telemetry = self._files[operation.file].read()
         if telemetry is None:
             raise StoreError(f"{operation.file} was removed while the report was made")
         return telemetry
@@ -276,7 +258,7 @@ class _Reader:
         Args:
             place: the name of the directory that the report is about; None for a whole run.
         """
-        found = {name_of(each.store) for each in self._sources.values() if _is_of_save(each)}
+        found = {name_of(each.directory) for each in self._files.values()}
         if place is not None and place not in found:
             self.note(
                 f"{place} has no telemetry that can be read: it was saved without telemetry, or "
@@ -294,10 +276,6 @@ class _Reader:
             self.note(f"{files} not read: together they have too many ranks")
 
 
-def _is_of_save(source: _Source) -> bool:
-    return isinstance(source, _SaveFile)
-
-
 def _checkpoints(root: Store, reader: _Reader) -> tuple[ListedCheckpoint, ...]:
     try:
         return tuple(list_checkpoints(root).checkpoints)
@@ -308,18 +286,17 @@ def _checkpoints(root: Store, reader: _Reader) -> tuple[ListedCheckpoint, ...]:
         return ()
 
 
-def _sources_in(
+def _files_in(
     root: Store, checkpoints: Sequence[ListedCheckpoint], reader: _Reader
-) -> Iterator[_Source]:
+) -> Iterator[_File]:
     """Yield the telemetry files of a run: of each kind, the newest ones first."""
     for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
         if each.state in ("committed", "damaged"):
             store = root.at(each.directory)
-            for save_id in _saves_with_telemetry(_listed(_names, store, reader)):
-                yield _SaveFile(store, save_id)
+            yield from _files_of_saves(store, _listed(_names, store, reader))
     names = _listed(list_operations, root, reader)
     for name in names[: -MOST_OTHERS - 1 : -1]:
-        yield _OperationFile(root, name)
+        yield _File(root.at(DIRECTORY), name)
 
 
 def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) -> list[str]:
@@ -331,9 +308,9 @@ def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) 
         return []
 
 
-def _saves_with_telemetry(names: Iterable[str]) -> list[str]:
-    """Return the ids of the saves of which a directory has the telemetry."""
-    return [save_id for name in names if (save_id := save_id_of_telemetry(name)) is not None]
+def _files_of_saves(directory: Store, names: Iterable[str]) -> list[_File]:
+    """Return the telemetry files of saves, given the names in a directory."""
+    return [_File(directory, name) for name in names if save_id_of_telemetry(name) is not None]
 
 
 def _names(store: Store) -> list[str]:

@@ -19,14 +19,14 @@ from shardwise.boxes.box import IntArray
 
 LARGEST = 2**16 - 1
 NONE = LARGEST
-"""What stands for a number that does not exist, such as the start of a stage that has not run."""
+"""Stands for a missing number, such as the start of a stage that has not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Where a column is in the packed bytes, in 16-bit numbers, and what they are multiplied by.
+    """Where a column is in the packed bytes, in 16-bit numbers, and the scale of its numbers.
 
-    A column of which all numbers are the same is not in the bytes: `at` is None.
+    If all numbers of a column are equal, it is not in the bytes, and `at` is None.
     """
 
     at: int | None
@@ -46,7 +46,7 @@ class Packer:
         """Add a column of numbers from 0.
 
         Args:
-            exists: which numbers exist. Default: all.
+            exists: which numbers are not missing. Default: all.
         """
         known = values if exists is None else np.where(exists, values, 0)
         largest = int(known.max(initial=0))
@@ -59,8 +59,8 @@ class Packer:
     def add_exact(self, values: IntArray) -> tuple[Column, Column]:
         """Add a column of numbers below 2**32 that must not be rounded, as two columns.
 
-        The first one has the lower 16 bits. The second one is usually 0, so it takes no space. No
-        number exists that is -1.
+        The first one has the lower 16 bits. The second one is usually 0, so it takes no space. -1
+        stands for a missing number.
         """
         known = np.where(values < 0, 2**32 - 1, np.minimum(values, 2**32 - 2))
         low, high = ((known >> shift & LARGEST).astype("<u2") for shift in (0, 16))

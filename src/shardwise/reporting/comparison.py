@@ -1,7 +1,7 @@
 """Why was this save slow? Compare its telemetry with that of another one.
 
 Two rules find differences in each stage. Both use the ranks' own times, without waiting (see
-`stragglers.py`), and ignore what is less than 5 % of the other save's duration, or less than 50 ms:
+`stragglers.py`), and ignore differences below 5 % of the other save's duration, or below 50 ms:
 
 - *All ranks*: the median of the ranks changed by 10 % or more.
 - *Some ranks*: a rank's time changed by more than that of the median, and by half or more. If both
@@ -197,7 +197,7 @@ def _reason(stage: StageColumns | None, before: StageColumns | None, who: str) -
 
 
 def _notes(this: Telemetry, other: Telemetry) -> Iterator[str]:
-    """Yield what differs besides the stages."""
+    """Yield the differences that are not in stages."""
     if this.operation != other.operation:
         yield f"this is a {this.operation}, the other one a {other.operation}"
     if this.world_size != other.world_size:

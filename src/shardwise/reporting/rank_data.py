@@ -1,4 +1,4 @@
-"""What the page needs of one operation: a row for each rank, in packed columns."""
+"""The data of one operation for the page: a row for each rank, in packed columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_JUMPS = 200
 
 
 def rank_data(telemetry: Telemetry, stragglers: Sequence[Straggler]) -> dict[str, Any]:
-    """Return the rows of all ranks for the page, also of ranks that sent no record.
+    """Return the rows of all ranks for the page, including ranks that sent no record.
 
     If far more ranks are missing than there are records, only those with a record get a row.
     """
@@ -79,7 +79,7 @@ def _stage(
 def _coordinates(
     telemetry: Telemetry, column: IntArray, ranks: IntArray, row: IntArray
 ) -> IntArray:
-    """Return the coordinate of each row in one axis of the mesh, also of missing ranks.
+    """Return the coordinate of each row in one axis of the mesh, including missing ranks.
 
     Meshes usually number their ranks: the coordinate is `rank // stride % size`. If all known ranks
     agree with this, so do the missing ones. Otherwise, theirs is -1.

@@ -185,7 +185,8 @@ def _more_shown(
 ) -> list[Shown]:
     """Return the further operations that fit into the page.
 
-    First the save that the main one is compared with, the slowest save and the newest recovery.
+    The save that the main one is compared with, the slowest save and the newest recovery come
+    first.
     """
     others = [each for each in collected.operations if each is not main]
     saves = [each for each in others if each.is_save]

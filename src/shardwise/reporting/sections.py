@@ -72,11 +72,11 @@ def summary(
     if operation.bytes:
         tiles["bytes"] = ("data", format_bytes(operation.bytes))
         rate = operation.bytes / operation.seconds if operation.seconds else 0.0
-        tiles["rate"] = ("over the whole time", words.format_rate(rate))
+        tiles["rate"] = ("overall rate", words.format_rate(rate))
     tiles["ranks"] = ("rank" if operation.ranks == 1 else "ranks", f"{operation.ranks:,}")
     tiles["hosts"] = ("host" if operation.hosts == 1 else "hosts", f"{operation.hosts:,}")
     retries = sum(int(stage.retries.sum()) for stage in telemetry.stages)
-    tiles["retries"] = ("repeated requests", f"{retries:,}")
+    tiles["retries"] = ("retries", f"{retries:,}")
     shown = "".join(
         f"<div><dd>{escape(value)}</dd><dt>{escape(label)}</dt></div>"
         for label, value in tiles.values()
@@ -221,7 +221,7 @@ def comparison(slowdown: Slowdown) -> str:
         )
         for each in slowdown.differences[:MOST_ROWS]
     ]
-    header = ("stage", "who", "#then", "#now", "#change", "with it")
+    header = ("stage", "who", "#then", "#now", "#change", "also changed")
     shown = table(header, rows, "Differences") if rows else "<p>No stage differs much.</p>"
     notes = "".join(f"<li>{escape(note)}</li>" for note in slowdown.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
@@ -283,7 +283,7 @@ def _bars(title: str, points: Sequence[tuple[int, float, str]]) -> str:
 
 
 def recoveries(operations: Sequence[Operation]) -> str:
-    """Return the restores of the run, each with its time by phase, the newest first."""
+    """Return the restores of the run, each with the duration of its phases, the newest first."""
     found = [each for each in operations if each.operation in RECOVERIES][-MOST_RECOVERIES:]
     phases = [_phases(each) for each in found]
     longest = max((sum(shares.values()) for shares in phases), default=0.0) or 1.0

@@ -1,6 +1,6 @@
 """Stragglers: the ranks that made an operation slow, and the stage in which they did.
 
-A rank's *own time* in a stage is the duration without what it waited for others. A rank is a
+A rank's *own time* in a stage is the duration minus its waits for others. A rank is a
 straggler of a stage if its own time is
 
 - more than 1.5 times the median of all ranks that ran the stage, and
@@ -62,7 +62,7 @@ class Straggler:
 
 
 def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
-    """Return the stragglers of an operation, those that lost most time first; at most 100."""
+    """Return the stragglers of an operation, the largest loss of time first; at most 100."""
     found = []
     for stage in telemetry.stages:
         own = own_seconds(stage)

@@ -11,9 +11,13 @@ MOST_RANGES = 4
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: `0 s`, `12 ms`, `3.12 s`, `31.2 s`, `3 min 12 s`, `2 h 5 min`."""
+    """Return a duration: `0 s`, `85 µs`, `12 ms`, `3.12 s`, `31.2 s`, `3 min 12 s`, `2 h 5 min`."""
+    if seconds < 0.5e-6:
+        return "0 s"
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.0995:
-        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
+        return f"{seconds * 1e3:.0f} ms"
     if seconds < 119.5:
         decimals = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
         return f"{seconds:.{decimals}f} s"

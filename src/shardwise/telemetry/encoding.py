@@ -176,13 +176,13 @@ def _check(document: _Document) -> Telemetry:
     """Decode the columns of a document, and check that they fit together."""
     n = _length(document.ranks)
     if not 1 <= n <= min(document.world_size, MOST_RANKS):
-        raise _DamagedError(f"it has {n} ranks of {document.world_size}")
+        raise _DamagedError(f"it lists {n} ranks, but the world size is {document.world_size}")
     ranks = _decode_column(document.ranks, n, 0, document.world_size - 1)
     if (np.diff(ranks) <= 0).any():
         raise _DamagedError("its ranks are not in ascending order")
     hosts = _decode_list(document.hosts, _HostName, _length(document.hosts, at_most=n))
     if len(document.coordinates) != len(document.axes):
-        raise _DamagedError("it has other coordinates than axes")
+        raise _DamagedError("the number of coordinates differs from that of axes")
     coordinates = [_decode_column(each, n, NOT_RUN) for each in document.coordinates]
     zeros = np.zeros(n, np.int64)
     return Telemetry(

@@ -37,7 +37,7 @@ def read_of_save(checkpoint: Store, save_id: str) -> Telemetry | None:
         FormatError: the file is damaged, or has another version.
         OSError: the store failed.
     """
-    return _read(checkpoint, telemetry_file(save_id))
+    return read_file(checkpoint, telemetry_file(save_id))
 
 
 def write_of_save(checkpoint: Store, telemetry: Telemetry) -> None:
@@ -62,14 +62,18 @@ def list_operations(root: Store) -> list[str]:
     return [match[0] for match in sorted(matches, key=lambda match: (match[2], match[0]))]
 
 
-def read_operation(root: Store, name: str) -> Telemetry | None:
-    """Return the telemetry in a file that `list_operations` named; None if it was removed.
+def read_file(directory: Store, name: str) -> Telemetry | None:
+    """Return the telemetry in a file; None if it is missing.
 
     Raises:
         FormatError: the file is damaged, or has another version.
         OSError: the store failed.
     """
-    return _read(root.at(DIRECTORY), name)
+    try:
+        data = directory.read(name, limit=LARGEST_TELEMETRY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return decode_file(data, f"{directory}/{name}")
 
 
 def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES) -> str:
@@ -88,11 +92,3 @@ def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES
     for old in list_operations(root)[:-keep]:
         directory.delete(old)
     return name
-
-
-def _read(store: Store, name: str) -> Telemetry | None:
-    try:
-        data = store.read(name, limit=LARGEST_TELEMETRY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return decode_file(data, f"{store}/{name}")

@@ -29,9 +29,9 @@ from shardwise.telemetry.rows import (
 from shardwise.telemetry.storing import TelemetryWriter
 
 MOST_WAITING = 64
-"""Saves whose agents have not ended. Of older ones, only the ranks' own stages are sent."""
+"""The most saves that wait for their agents. Of older ones, only the ranks' own stages are sent."""
 LONGEST_END = 10.0
-"""Seconds for which the end of a run waits until its telemetry is stored."""
+"""Seconds. The end of a run waits at most this long until its telemetry is stored."""
 
 log = logging.getLogger("shardwise")
 
@@ -99,19 +99,19 @@ class TelemetryHook(RunHook):
 
     def _take_rows(self, most_waiting: int) -> bytes:
         """Return the message of this rank; empty if there is nothing to send, or this fails."""
+        run = self._run
         try:
             ended = {} if self._take_ended is None else self._take_ended()
             for save_id, events in ended.items():
                 self._add_ended(save_id, events)
             while len(self._waiting) > most_waiting:
                 self._ready.append(self._waiting.pop(next(iter(self._waiting))))
-            run = self._run
             return encode_message(
                 row_of(operation, record, run.rank, run.world_size, self._host)
                 for operation, record in self._ready
             )
-        except Exception:  # the other ranks wait for this rank's message
-            log.exception("rank %d has no telemetry", self._run.rank)
+        except Exception:  # of any kind: the other ranks wait for this rank's message
+            log.exception("rank %d sends no telemetry; checkpoints are not affected", run.rank)
             return b""
         finally:
             self._ready = []

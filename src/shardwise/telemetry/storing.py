@@ -24,13 +24,13 @@ LARGEST_CLOCK_OFFSET = 5.0
 SNAPSHOT_PERIOD = 60.0
 """Seconds. The telemetry of at most one snapshot is stored in this time."""
 KEPT_TABLES = 64
-"""Tables that lack ranks. Ranks may learn at different times that the agents have completed a
-save."""
+"""The most tables without all ranks. Ranks may learn at different times that the agents have
+completed a save."""
 MOST_MESSAGES = 16
-"""Messages that wait until a store answers. Further ones are dropped."""
+"""The most messages that wait for a store. Further ones are dropped."""
 MOST_RANKS_SHOWN = 5
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Loads from places that others own are usual."""
+"""It is normal that a user who restores may not write to the root."""
 
 log = logging.getLogger("shardwise")
 
@@ -57,7 +57,7 @@ class TelemetryWriter:
             self._messages.put_nowait(message)
         except queue.Full:
             log.warning(
-                "%s: telemetry is not stored: the store did not answer while %d messages came; "
+                "%s: telemetry is not stored: the store did not answer while %d messages arrived; "
                 "checkpoints are not affected",
                 *(self._root, MOST_MESSAGES),
             )
@@ -85,7 +85,7 @@ class TelemetryWriter:
         try:
             for table in decode_message(message, "the telemetry of the ranks"):
                 self._add_table(table)
-        except Exception as error:  # losing telemetry must not change anything else
+        except Exception as error:  # of any kind: the thread goes on with the next message
             is_read_only = getattr(error, "errno", None) in READ_ONLY_ERRORS
             log.log(
                 logging.INFO if is_read_only else logging.WARNING,
@@ -139,8 +139,8 @@ class TelemetryWriter:
         ]
         more = f", and {len(new) - len(shown)} more" if len(new) > len(shown) else ""
         log.warning(
-            "clocks differ from that of rank %d: %s%s. Checkpoints are not affected, but times of "
-            "files and in logs mislead: check NTP on these hosts",
+            "clocks differ from that of rank %d: %s%s. Checkpoints are not affected, but file "
+            "times and log times are misleading: check NTP on these hosts",
             *(table.ranks[0], ", ".join(shown), more),
         )
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.remote.search import Search
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster
 from tests.tools.agents import lose
@@ -118,15 +117,14 @@ def flip_a_bit(path: Path, at: int) -> None:
 def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, int]:
     """Restore, while each node answers late but the one that rank 2 was on."""
 
-    list_files = Search._list_files
-
     def answer_late(*args: Any) -> object:
-        held = list_files(*args)
+        held = asking.temp_original(*args)
         if not any(re.fullmatch("r00002-.*staged.json", name) for name in held.steps[5]):
             time.sleep(0.5)
         return held
 
-    with mock.patch.object(Search, "_list_files", answer_late):
+    asking = mock.patch("shardwise.memory.remote.search.Search._list_files", answer_late)
+    with asking:
         return restore(cluster, by)
 
 

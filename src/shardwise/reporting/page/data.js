@@ -62,7 +62,9 @@ function lowerMedian(values) {
 
 function formatSeconds(seconds) {
   if (!(seconds >= 0)) return "–";
-  if (seconds < 0.0995) return seconds >= 0.0005 ? `${(seconds * 1000).toFixed(0)} ms` : "0 s";
+  if (seconds < 0.5e-6) return "0 s";
+  if (seconds < 0.9995e-3) return `${(seconds * 1e6).toFixed(0)} µs`;
+  if (seconds < 0.0995) return `${(seconds * 1e3).toFixed(0)} ms`;
   if (seconds < 119.5) return `${seconds.toFixed(seconds < 9.995 ? 2 : seconds < 99.95 ? 1 : 0)} s`;
   const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
   if (minutes >= 120) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
