@@ -384,12 +384,46 @@ def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     link.close()
 
 
-def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sender", [0, 1, 4, 6])
+def test_all_ranks_learn_whose_message_is_too_large(
+    sender: int, deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tree, "MOST_BYTES", 10)
-    told = outcomes(2, lambda group: group.broadcast(b"x" * 11 if group.rank == 0 else b""))
-    assert isinstance(told[0], StateError)
-    assert "11 bytes, more than 10" in str(told[0])
-    assert isinstance(told[1], LostRankError)
+
+    def send(group: TreeGroup) -> None:
+        group.reduce(b"x" * (11 if group.rank == sender else 1), max)
+        group.broadcast(b"")
+
+    for error in outcomes(7, send).values():
+        assert type(error) is RankError
+        assert [*error.failures] == [sender]
+        assert "its message has 11 bytes, more than 10. Save fewer" in str(error)
+
+
+def test_all_ranks_learn_which_combined_message_is_too_large(
+    deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+
+    def send(group: TreeGroup) -> None:
+        group.reduce(b"x" * (8 if group.rank == 3 else 2), b"".join)
+        group.broadcast(b"")
+
+    for error in outcomes(7, send).values():
+        assert type(error) is RankError
+        assert [*error.failures] == [1]
+        assert "combined with those of the 2 ranks below it" in str(error)
+        assert "of which rank 3 sent most (8 bytes), has 12 bytes, more than 10" in str(error)
+
+
+def test_all_ranks_learn_that_an_answer_is_too_large(
+    deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+    told = outcomes(7, lambda group: group.broadcast(b"x" * 11 if group.rank == 0 else b""))
+    for error in told.values():
+        assert type(error) is RankError
+        assert "its message to all ranks has 11 bytes, more than 10" in error.failures[0]
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

@@ -170,12 +170,20 @@ class TreeGroup:
     def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Combine the data of all ranks, on their way to rank 0."""
         with self._closing_on_error():
-            self._check(data)
+            self._check_open()
+            self._check_size(data, "its message")
             below = self._below.values()
             self._run(self._missing_below)
             if below:
-                data = combine([data, *(link.inbox.popleft() for link in below)])
-                self._check(data)
+                parts = [data, *(link.inbox.popleft() for link in below)]
+                senders = [self.rank, *(link.rank for link in below)]
+                size, largest = max(zip(map(len, parts), senders, strict=True))
+                data = combine(parts)
+                self._check_size(
+                    data,
+                    f"its message, combined with those of the {self._count_below()} ranks below "
+                    f"it, of which rank {self._numbers[largest]} sent most ({size:,} bytes),",
+                )
             above = self._above
             if above is None:
                 return data
@@ -187,7 +195,8 @@ class TreeGroup:
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         with self._closing_on_error():
-            self._check(data)
+            self._check_open()
+            self._check_size(data, "its message to all ranks")
             if (above := self._above) is not None:
                 self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
                 data = above.inbox.popleft()
@@ -214,18 +223,26 @@ class TreeGroup:
         above = [] if self._above is None else [self._above]
         return [*above, *self._below.values()]
 
-    def _check(self, data: bytes) -> None:
+    def _count_below(self) -> int:
+        return sum(map(len, all_below(self.rank, self.size)))
+
+    def _check_open(self) -> None:
         if self._is_closed:
             reason = (
                 "its connections were closed, by close() or after a failure: create a new "
                 "Checkpointer, or restart the job"
             )
             raise LostRankError(self._operation, {self.number: reason})
+
+    def _check_size(self, data: bytes, what: str) -> None:
+        """Fail on all ranks if a message is too large."""
         if len(data) > MOST_BYTES:
-            raise StateError(
-                f"a message between ranks has {len(data):,} bytes, more than {MOST_BYTES:,}: the "
-                "state has too many plain values, or too many tensors that follow no rule"
+            reason = (
+                f"{what} has {len(data):,} bytes, more than {MOST_BYTES:,}. Save fewer plain "
+                "values, or values that are equal on all ranks; pass tensors as DTensors, which "
+                "follow rules, and not as many boxes of sw.Shards"
             )
+            self._fail(Failure(self._operation, {self.number: reason}, is_lost=False))
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
