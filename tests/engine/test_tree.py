@@ -296,6 +296,34 @@ def test_another_number_of_ranks_is_named_on_both_sides() -> None:
     assert "it is one of 3 ranks, and this rank is one of 4" in str(told[2])
 
 
+@pytest.mark.parametrize(("rank", "absent"), [(1, 2), (3, 4)])
+def test_a_second_process_with_the_same_rank_is_named(
+    rank: int, absent: int, deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = tree_rendezvous._describe_self
+
+    def describe_thread(*args: Any) -> bytes:
+        """Each thread says that it is another process."""
+        process = threading.get_native_id()
+        return describe(*args) if len(args) == 4 else describe(*args, ("host", process))
+
+    monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_thread)
+    store, began = dist.HashStore(), time.monotonic()
+
+    def run(ranks: Sequence[int]) -> dict[int, Any]:
+        return outcomes(5, meet, store=store, ranks=ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, [each for each in range(5) if each != absent])
+        time.sleep(1)
+        second = pool.submit(run, [rank])
+    assert time.monotonic() - began < SOON
+    for error in [*first.result().values(), *second.result().values()]:
+        assert type(error) is RankError
+        assert [*error.failures] == [rank]
+        assert "it connected twice: from host host, process " in str(error)
+
+
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """Processes that connect before the ranks do, and say what is in the list; what they hear."""

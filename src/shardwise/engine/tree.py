@@ -89,7 +89,8 @@ class TreeGroup:
     Raises:
         StateError: `rank` is not one of `size` ranks.
         LostRankError: a rank did not connect in time. The error names it.
-        RankError: a rank has another version of the library, or another number of ranks.
+        RankError: a rank has another version of the library, or another number of ranks; or two
+            processes are the same rank.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class TreeGroup:
         with self._closing_on_error():
             below = ranks_below(rank, size)
             if below:
-                self._door = Door(store, rank, size, below)
+                self._door = Door(store, rank, size, below, self._numbers)
             if rank:
                 above = rank_above(rank)
                 self._above = connect_upwards(
-                    store, rank, size, above, timeout, check, self._numbers[above]
+                    store, rank, size, above, timeout, check, self._numbers
                 )
             self._run(self._missing_below, check=check)
         self._operation = OPERATION
@@ -320,14 +321,10 @@ class TreeGroup:
             for link in door.admit():
                 self._below[link.rank] = link
         except RankError as error:
-            self._fail(self._renumbered(error))
+            self._fail(Failure(error.operation, error.failures, is_lost=False))
         if not door.missing:
             self._door = None
             door.close()
-
-    def _renumbered(self, error: RankError) -> Failure:
-        failures = {self._numbers[rank]: text for rank, text in error.failures.items()}
-        return Failure(error.operation, failures, is_lost=False)
 
     def _take_news(self, link: Link) -> None:
         """Act on what another rank says about failed and missing ranks."""

@@ -8,6 +8,7 @@ there, or the token is wrong, and the ranks look into the store again.
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
@@ -49,14 +50,16 @@ STALE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 LONGER_SECONDS = 10.0
-ACCEPTED, REFUSED = 1, 2
+ACCEPTED, REFUSED, TWICE = 1, 2, 3
 Check = Callable[[Deadline], object]
 """Called while ranks connect. It raises to give up, or moves the deadline."""
 # Both begin in the same way in all versions, so that ranks with different versions can tell.
-_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
-"""The token, the protocol, the rank, the number of ranks, the library's version, the host."""
-_ANSWER = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
-"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`."""
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64sI")
+"""The token, the protocol, the rank, the number of ranks, the library's version, the host, and the
+id of the process."""
+_ANSWER = struct.Struct(_HELLO.format)
+"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`. If another
+process has connected as this rank, the host and the process are those of that one."""
 
 
 def nothing(deadline: Deadline) -> None:
@@ -82,6 +85,12 @@ class _Peer:
         self.version, self.host = (
             bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[4:6]
         )
+        self.process = int(fields[6])
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The host and the process of this rank."""
+        return self.host, self.process
 
     def problem(self, size: int) -> str:
         """Return why this rank cannot talk to the other one, or nothing."""
@@ -95,9 +104,21 @@ class _Peer:
         return ""
 
 
-def _describe_self(proof: bytes, number: int, size: int) -> bytes:
-    host = socket.gethostname().encode("ascii", "replace")[:64]
-    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host)
+def _describe_self(
+    proof: bytes, number: int, size: int, place: tuple[str, int] | None = None
+) -> bytes:
+    name, process = place or (socket.gethostname(), os.getpid())
+    host = name.encode("ascii", "replace")[:64]
+    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host, process)
+
+
+def _connected_twice(first: tuple[str, int], second: tuple[str, int]) -> str:
+    (host, process), (other_host, other_process) = first, second
+    return (
+        f"it connected twice: from host {host}, process {process}, and from host {other_host}, "
+        f"process {other_process}. Start one process for each rank: give each host another node "
+        "rank, and end the processes of earlier jobs"
+    )
 
 
 class Door:
@@ -107,11 +128,21 @@ class Door:
         store: the store of the ranks.
         rank, size: this rank, and the number of ranks.
         expected: the ranks below this rank.
+        numbers: the number of each rank in errors; by default, the rank.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, expected: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        expected: Sequence[int],
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._numbers = range(size) if numbers is None else numbers
         self.missing = set(expected)
+        self._places: dict[int, tuple[str, int]] = {}
         self._guests: dict[socket.socket, tuple[bytearray, Deadline]] = {}
         self._token = secrets.token_bytes(TOKEN_SIZE)
         self._cleanup = ExitStack()
@@ -135,7 +166,8 @@ class Door:
         """Let those in who have said who they are, one after the other, without waiting.
 
         Raises:
-            RankError: a rank has another version of the library, or belongs to more ranks or fewer.
+            RankError: a rank has another version of the library, or belongs to more ranks or fewer;
+                or two processes are the same rank.
         """
         with suppress(BlockingIOError, InterruptedError, ConnectionError):
             while len(self._guests) < MOST_GUESTS:
@@ -168,17 +200,26 @@ class Door:
         guest.close()
 
     def _answer(self, guest: socket.socket, peer: _Peer) -> list[Link]:
-        if not is_token(peer.proof, self._token) or peer.number not in self.missing:
-            guest.close()
+        first = self._places.get(peer.number, peer.place)
+        is_new = peer.number in self.missing
+        if not is_token(peer.proof, self._token) or (not is_new and first == peer.place):
+            guest.close()  # a stranger, or a rank that connects again
             return []
-        problem = peer.problem(self._size)
-        verdict = REFUSED if problem else ACCEPTED
+        if is_new:
+            problem = peer.problem(self._size)
+            verdict = REFUSED if problem else ACCEPTED
+            problem = problem and f"on host {peer.host}: {problem}"
+            answer = _describe_self(proof_of(self._token), verdict, self._size)
+        else:
+            problem = _connected_twice(first, peer.place)
+            answer = _describe_self(proof_of(self._token), TWICE, self._size, first)
         with suppress(OSError):  # noticed on the connection
-            guest.sendall(_describe_self(proof_of(self._token), verdict, self._size))
+            guest.sendall(answer)
         if problem:
             guest.close()
-            raise RankError(OPERATION, {peer.number: f"on host {peer.host}: {problem}"})
+            raise RankError(OPERATION, {self._numbers[peer.number]: problem})
         self.missing.remove(peer.number)
+        self._places[peer.number] = peer.place
         return [Link(peer.number, peer.host, guest)]
 
     def close(self, failure: Failure | None = None) -> None:
@@ -204,7 +245,7 @@ def connect_upwards(
     above: int,
     timeout: timedelta,
     check: Check,
-    number: int,
+    numbers: Sequence[int],
 ) -> Link:
     """Connect to the rank above.
 
@@ -214,15 +255,16 @@ def connect_upwards(
         above: the rank to connect to.
         timeout: the longest wait.
         check: called again and again.
-        number: the number of the rank above in errors.
+        numbers: the number of each rank in errors.
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
         RankError: the rank has another version of the library, or another number of ranks; or it
-            has failed.
+            has failed; or another process has connected as this rank.
     """
+    number = numbers[above]
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
-    reason = "it has not begun to connect"
+    reason = "it has not begun to connect, or another process has connected as this rank"
     lookup = _Lookup(store, above, check)
     met: tuple[_Place, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
@@ -239,6 +281,10 @@ def connect_upwards(
                     met = place, Deadline(STALE_SECONDS)
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
+                if peer.number == TWICE:
+                    own_place = socket.gethostname(), os.getpid()
+                    text = _connected_twice(peer.place, own_place)
+                    raise RankError(OPERATION, {numbers[rank]: text})
                 if peer.number != ACCEPTED:
                     problem = peer.problem(size) or (
                         f"it has version {peer.version} of shardwise, and refuses this rank: "
