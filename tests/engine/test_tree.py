@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -452,6 +453,31 @@ def test_all_ranks_learn_that_an_answer_is_too_large(
     for error in told.values():
         assert type(error) is RankError
         assert "its message to all ranks has 11 bytes, more than 10" in error.failures[0]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_place_that_vanishes_while_it_is_read_is_not_waited_for(
+    kind: str, tmp_path: Path
+) -> None:
+    store: Any = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }[kind]()
+    store.set_timeout(timedelta(seconds=60))
+
+    class Vanishing:
+        def check(self, keys: list[str]) -> bool:
+            return True  # though no store has the key any more
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    began = time.monotonic()
+    told = outcomes(2, meet, store=Vanishing(), ranks=[1], timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < SOON
+    assert "it has not begun to connect" in str(told[1])
+    assert not store.check(["0"])
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:

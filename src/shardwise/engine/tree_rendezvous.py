@@ -50,6 +50,8 @@ STALE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 LONGER_SECONDS = 10.0
+_NO_PLACE = "none"
+"""What stores return for a key that they do not have, if it is compared and set to this."""
 ACCEPTED, REFUSED, TWICE = 1, 2, 3
 Check = Callable[[Deadline], object]
 """Called while ranks connect. It raises to give up, or moves the deadline."""
@@ -325,9 +327,14 @@ class _Lookup:
 
     def _read(self) -> _Place:
         try:
-            if not self._store.check([_key(self._rank)]):
+            key = _key(self._rank)
+            if not self._store.check([key]):
                 return _Place()
-            return msgspec.json.decode(self._store.get(_key(self._rank)), type=_Place)
+            # If the rank has removed its place since, `get` would wait, for up to half an hour.
+            found = self._store.compare_set(key, _NO_PLACE, _NO_PLACE)
+            if found == _NO_PLACE.encode():
+                return _Place()
+            return msgspec.json.decode(found, type=_Place)
         except RuntimeError as error:
             raise _lost_store(error) from error
         except msgspec.DecodeError as error:
