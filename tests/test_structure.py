@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34282,
+    statements=34305,
     modules_of_api=85,
-    statements_of_api=8598,
+    statements_of_api=8621,
     record_types=281,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=78,
+    test_files_with_inner_imports=79,
 )
 """Lower a limit when its figure has fallen."""
 

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import StateError
+from shardwise.errors import RankError, StateError
 from shardwise.plan.structure import Description, GroupMembers, RanksOfStructure, Structure
 
+_OPERATION = "describing a save"
 LARGEST_STRUCTURE = 2**28
 """The most bytes of an encoded structure."""
 
@@ -70,17 +72,18 @@ def share_structures(
 
     Returns:
         A digest of all structures and coordinates; and the structures, by their first ranks.
+
+    Raises:
+        RankError: a rank has sent coordinates that do not fit its structure.
     """
     own = description.structure
     tensors: dict[bytes, _Tensors] = {}
     message = _describe(fingerprint, description, group)
-    with Round(group, "describing a save") as all_ranks:
+    with Round(group, _OPERATION) as all_ranks:
         shared = all_ranks.all_reduce(message, _Described, _unite_descriptions)
     structures = []
     for digest, members in shared.members.items():
-        ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
-        coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
-        coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
+        ranks, coordinates = _decode_ranks(members)
         order = np.argsort(ranks)
         if digest == fingerprint:
             structure = own
@@ -91,12 +94,49 @@ def share_structures(
                 tensors[key] = msgspec.msgpack.decode(encoded, type=_Tensors)
             structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
             structure = msgspec.structs.replace(structure, **tensors[key]._asdict())
+        _check_coordinates(structure, ranks, coordinates)
         structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
+    found = np.sort(np.concatenate([each.ranks for each in structures]))
+    if not np.array_equal(found, np.arange(group.size)):
+        raise StateError(f"the ranks have described {len(found)} states, not one for each rank")
     structures.sort(key=lambda each: int(each.ranks[0]))
     key_of_all = hashlib.blake2b(digest_size=16)
     for each in structures:
         key_of_all.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
     return key_of_all.digest(), structures
+
+
+def _decode_ranks(members: _Members) -> tuple[IntArray, IntArray]:
+    """Return the ranks that have a structure, `(n,)`, and their coordinates, `(n, axes)`."""
+    count, coordinates = len(members.ranks) // 4, len(members.coordinates) // 4
+    if not count or len(members.ranks) % 4 or len(members.coordinates) % (4 * count):
+        raise StateError(f"{count} ranks with the same structure have {coordinates} coordinates")
+    ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
+    table = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
+    return ranks, table.reshape(count, coordinates // count)
+
+
+def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntArray) -> None:
+    """Check that coordinates are indices of parts in the axes of a structure.
+
+    Raises:
+        RankError: they are not. The error names the ranks.
+    """
+    splits = {split for rule in structure.rules for split in rule}
+    axes = 1 + max((split.axis for split in splits), default=-1)
+    if coordinates.shape[1] != axes or min((split.axis for split in splits), default=0) < 0:
+        text = f"it sent {coordinates.shape[1]} coordinates for a structure with {axes} axes"
+        raise RankError(_OPERATION, dict.fromkeys(ranks.tolist(), text))
+    for split in splits:
+        index = coordinates[:, split.axis]
+        wrong = np.flatnonzero((index < 0) | (index >= split.parts)).tolist()
+        if wrong:
+            texts = {
+                int(ranks[i]): f"it sent the coordinate {index[i]} for an axis of {split.parts} "
+                "parts"
+                for i in wrong
+            }
+            raise RankError(_OPERATION, texts)
 
 
 def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
