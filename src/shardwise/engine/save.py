@@ -134,12 +134,12 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
     plan, fragments = planned.plan, planned.fragments
     with Round(group, "comparing replicas") as all_ranks:
         checksums = {
-            each.number: [_checksum(fragments[i].data) for i in each.fragment.tolist()]
+            each.set_id: [_checksum(fragments[i].data) for i in each.fragment.tolist()]
             for each in plan.replicas
         }
         digests = {
-            str(number): digest_of(np.array(listed, "<u4").tobytes()).hex()
-            for number, listed in checksums.items()
+            str(set_id): digest_of(np.array(listed, "<u4").tobytes()).hex()
+            for set_id, listed in checksums.items()
         }
         own = values_of(group.number, digests)
         count, differing = all_ranks.all_reduce(
@@ -152,8 +152,8 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
         boxes = {
             f"{names[tensors[i]]}{fragments[i].box}": f"checksum {checksum:08x}"
             for each in plan.replicas
-            if each.number in differing
-            for i, checksum in zip(each.fragment.tolist(), checksums[each.number], strict=True)
+            if each.set_id in differing
+            for i, checksum in zip(each.fragment.tolist(), checksums[each.set_id], strict=True)
         }
         rest = count - len(differing)
         all_ranks.require_equal_values(
@@ -167,7 +167,7 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
 
 def _find_differing(digests: Values) -> tuple[int, list[int]]:
     """Return how many sets of ranks have different digests, and the first of these sets."""
-    differing = sorted(int(number) for number, found in digests.items() if len(found) > 1)
+    differing = sorted(int(set_id) for set_id, found in digests.items() if len(found) > 1)
     return len(differing), differing[:MOST_DIFFERING]
 
 

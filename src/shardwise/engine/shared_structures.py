@@ -15,7 +15,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import RankError, StateError
-from shardwise.plan.structure import Description, GroupMembers, RanksOfStructure, Structure
+from shardwise.plan.structure import Description, ParamGroups, RanksOfStructure, Structure
 
 _OPERATION = "describing a save"
 LARGEST_STRUCTURE = 2**28
@@ -49,7 +49,7 @@ class _Tensors(NamedTuple):
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    groups: GroupMembers
+    param_groups: ParamGroups
 
 
 @prepare_decoding
@@ -142,8 +142,8 @@ def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntAr
 def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
     """Return the message of one rank. Nobody needs the structure of a single rank."""
     structure = description.structure
-    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.groups)
-    rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), groups=())
+    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.param_groups)
+    rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), param_groups=())
     is_alone = group.size == 1
     tensors = b"" if is_alone else msgspec.msgpack.encode(listed)
     members = _Members(
