@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,69 @@ def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
         assert isinstance(error, KeyError if rank == lost else LostRankError)
         assert rank == lost or sorted(error.failures) == [lost]
         assert rank == lost or "look for the first error in its log" in str(error)
+
+
+def die(group: TreeGroup) -> None:
+    """End the connections as the kernel does when a process is killed."""
+    for link in group._links:
+        link._connection.shutdown(socket.SHUT_RDWR)
+    raise KeyError("killed")
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_a_rank_that_dies_before_it_joins_its_part_is_known_to_all(lost: int, deep: None) -> None:
+    def run(group: TreeGroup) -> None:
+        meet(group)
+        if group.rank == lost:
+            die(group)
+        with ExitStack() as cleanup:
+            part = group.part([0, 2] if group.rank % 2 == 0 else [1, 3], cleanup)
+            part.broadcast(b"x")
+            meet(group)
+
+    began = time.monotonic()
+    told = outcomes(4, run)
+    assert time.monotonic() - began < SOON
+    for rank, error in told.items():
+        assert isinstance(error, KeyError if rank == lost else LostRankError)
+        assert rank == lost or sorted(error.failures) == [lost]
+
+
+def test_a_rank_that_dies_outside_of_a_part_is_known_in_it(deep: None) -> None:
+    ended = threading.Event()
+
+    def run(group: TreeGroup) -> None:
+        with ExitStack() as cleanup:
+            part = group.part([0, 1] if group.rank < 2 else [2, 3], cleanup)
+            part.broadcast(b"x")
+            if group.rank == 2:
+                die(group)
+            if group.rank == 1:
+                ended.wait(SOON)
+            try:
+                part.reduce(b"x", max)
+                part.broadcast(b"x")
+            finally:
+                if group.rank == 0:
+                    ended.set()
+
+    began = time.monotonic()
+    told = outcomes(4, run)
+    assert time.monotonic() - began < SOON
+    assert sorted(told[0].failures) == sorted(told[1].failures) == [2]
+
+
+def test_ranks_may_leave_while_others_need_their_part(deep: None) -> None:
+    """Ranks of another part close the whole group, which this part still watches."""
+
+    def run(group: TreeGroup) -> bytes:
+        with ExitStack() as cleanup:
+            part = group.part([0, 1] if group.rank < 2 else [2, 3], cleanup)
+            time.sleep(1.5 * (group.rank == 1))
+            part.reduce(b"x", max)
+            return part.broadcast(b"x")
+
+    assert outcomes(4, run) == dict.fromkeys(range(4), b"x")
 
 
 def test_ranks_may_leave_after_their_last_message(fan_out: int) -> None:

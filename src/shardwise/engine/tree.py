@@ -111,6 +111,7 @@ class TreeGroup:
         self._above: Link | None = None
         self._below: dict[int, Link] = {}
         self._door: Door | None = None
+        self._check_whole: Check = nothing
         self._is_closed, self._operation = False, CONNECTING
         self._process = os.getpid()
         with self._closing_on_error():
@@ -216,7 +217,9 @@ class TreeGroup:
         store = dist.distributed_c10d.PrefixStore(f"part {ranks[0]}", self._store)
         own = ranks.index(self.rank)
         numbers = [self._numbers[rank] for rank in ranks]
-        part = TreeGroup(store, own, len(ranks), timeout=self.timeout, numbers=numbers)
+        check = self._look_for_lost_ranks
+        part = TreeGroup(store, own, len(ranks), timeout=self.timeout, check=check, numbers=numbers)
+        part._check_whole = check
         return cleanup.enter_context(part)
 
     @property
@@ -289,6 +292,7 @@ class TreeGroup:
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
+            self._check_other_ranks(deadline)
             lost = {self._numbers[link.rank]: link.ended for link in self._links if link.is_lost}
             if lost and not are_ending:
                 self._fail(Failure(self._operation, lost, is_lost=True))
@@ -300,6 +304,27 @@ class TreeGroup:
                 next_report = Deadline(REPORT_SECONDS)
             pause = min(deadline.seconds_left(), next_report.seconds_left())
             self._send_and_receive(pause)
+
+    def _look_for_lost_ranks(self, deadline: Deadline) -> None:
+        """Fail if a rank of this group is lost, while this rank waits for a part of the group.
+
+        A rank that leaves is not lost: it may need neither this rank nor its own part any more.
+        """
+        if self._is_closed:
+            return
+        with self._closing_on_error():
+            self._send_and_receive(0.0)
+            links = [link for link in self._links if link.ended and not link.has_left]
+            if lost := {self._numbers[link.rank]: link.ended for link in links}:
+                self._fail(Failure(self._operation, lost, is_lost=True))
+
+    def _check_other_ranks(self, deadline: Deadline) -> None:
+        """In a part of a group, tell the part of a failure that the whole group knows."""
+        try:
+            self._check_whole(deadline)
+        except RankError as error:
+            is_lost = isinstance(error, LostRankError)
+            self._fail(Failure(error.operation, error.failures, is_lost))
 
     def _send_and_receive(self, seconds: float) -> None:
         """Send and receive what can be now, after a wait of at most some seconds."""
