@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import LostRankError, RankError, StateError, TreeGroup
-from shardwise.engine import tree, tree_links, tree_rendezvous
+from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import FAN_OUT, all_below, rank_above, ranks_below
 from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
@@ -541,6 +541,27 @@ def test_a_place_that_vanishes_while_it_is_read_is_not_waited_for(
     assert time.monotonic() - began < SOON
     assert "it has not begun to connect" in str(told[1])
     assert not store.check(["0"])
+
+
+@pytest.mark.parametrize(
+    ("of_name", "to_networks", "expected"),
+    [
+        ("127.0.0.2", "127.0.0.3", "127.0.0.2"),
+        ("127.0.1.1", "127.0.0.3", "127.0.0.3"),  # as on Debian
+        ("127.0.1.1", None, "127.0.0.1"),
+        ("192.0.2.7", "127.0.0.3", "127.0.0.3"),  # a name whose address is that of another host
+    ],
+)
+def test_a_store_without_a_host_leads_to_an_address_that_other_hosts_reach(
+    of_name: str, to_networks: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the addresses of the test, which all belong to this host, two stand for other networks."""
+    monkeypatch.setattr(connections, "_is_loopback", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(connections, "_address_towards", lambda host, port: to_networks)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: of_name)
+    with ExitStack() as cleanup:
+        (host, port), listener = connections.listen_for_ranks(cleanup, dist.HashStore())
+        assert (host, port) == listener.getsockname() == (expected, port)
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
