@@ -420,6 +420,32 @@ def test_strangers_are_turned_away(strangers: list[bytes], fan_out: int) -> None
     assert time.monotonic() - began < SOON
 
 
+def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_rendezvous, "MOST_GUESTS", 4)
+    monkeypatch.setattr(tree_rendezvous, "HELLO_TIMEOUT", 60.0)
+    open_guests = []
+    admit, listen = tree_rendezvous.Door.admit, tree_rendezvous.listen_for_ranks
+
+    def admit_and_count(door: tree_rendezvous.Door) -> Iterator[Link]:
+        yield from admit(door)
+        open_guests.append(len(door._guests))
+
+    with ExitStack() as cleanup:
+
+        def listen_and_be_visited(*args: Any) -> Any:
+            address, listener = listen(*args)
+            for _ in range(30):
+                cleanup.enter_context(socket.create_connection(address))
+            return address, listener
+
+        monkeypatch.setattr(tree_rendezvous, "listen_for_ranks", listen_and_be_visited)
+        monkeypatch.setattr(tree_rendezvous.Door, "admit", admit_and_count)
+        began = time.monotonic()
+        assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
+        assert time.monotonic() - began < SOON
+    assert max(open_guests) <= 4
+
+
 @pytest.mark.parametrize(
     "sent",
     [

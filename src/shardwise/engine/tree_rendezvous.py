@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 OPERATION = "connecting the ranks"
-MOST_GUESTS = 256
-"""Connections of which it is not known yet whose they are."""
+MOST_GUESTS = 128
+"""How many connections, of which it is not known yet whose they are, stay open while others wait.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
 """The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
@@ -161,18 +162,19 @@ class Door:
 
     def sockets(self) -> list[socket.socket]:
         """Return the sockets on which someone may say something."""
-        is_full = len(self._guests) >= MOST_GUESTS
-        return [*self._guests] if is_full else [self._listener, *self._guests]
+        return [self._listener, *self._guests]
 
     def admit(self) -> Iterator[Link]:
-        """Let those in who have said who they are, one after the other, without waiting.
+        """Let those in who have said who they are, without waiting for those who have not.
+
+        If there are too many of the latter, the first ones are turned away.
 
         Raises:
             RankError: a rank has another version of the library, or belongs to more ranks or fewer;
                 or two processes are the same rank.
         """
         with suppress(BlockingIOError, InterruptedError, ConnectionError):
-            while len(self._guests) < MOST_GUESTS:
+            for _ in range(MOST_GUESTS):
                 guest, _ = self._listener.accept()
                 guest.setblocking(False)
                 self._guests[guest] = bytearray(), Deadline(HELLO_TIMEOUT)
@@ -187,6 +189,8 @@ class Door:
                 yield from self._answer(guest, _Peer(_HELLO.unpack(said)))
             elif deadline.has_passed():
                 self._turn_away(guest)
+        for guest in [*self._guests][:-MOST_GUESTS]:
+            self._turn_away(guest)
 
     def _hear(self, guest: socket.socket, most: int) -> bytes:
         try:
