@@ -592,12 +592,17 @@ def test_a_store_without_a_host_leads_to_an_address_that_other_hosts_reach(
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     class Broken:
+        host, port = "node-0", 29500
+
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("Broken pipe\nexception raised from …")
 
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe\nexception raised from …")
 
-    for error in outcomes(2, lambda group: None, store=Broken()).values():
+    for rank, error in outcomes(2, lambda group: None, store=Broken()).items():
         assert isinstance(error, LostRankError)
-        assert error.failures == {0: "the store of the ranks does not answer: Broken pipe"}
+        assert error.failures == {
+            rank: "the store of the ranks at node-0:29500, which is a part of rank 0 in most jobs, "
+            "does not answer: Broken pipe. Look for the first error in the log of its process"
+        }

@@ -59,16 +59,22 @@ def own_address(store: Store | None = None) -> str | None:
     """
     if store is None and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host is None or port is None:
+    if store is None or (address := address_of(store)) is None:
         return None
+    host, port = address
     own = _address_towards(host, port)
     if own is not None and _is_loopback(own) and host != "localhost" and not _is_loopback(host):
         # Some systems map a host's own name to loopback, where other hosts cannot reach it.
         return _address_towards(*_ANY_NETWORK) or own
     return own
+
+
+def address_of(store: Store) -> Address | None:
+    """Return the host and port of a store; None if it has none, such as a `FileStore`."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (host, port)
 
 
 def _address_towards(host: str, port: int) -> str | None:

@@ -26,6 +26,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
+    address_of,
     is_token,
     listen_for_ranks,
     proof_of,
@@ -155,7 +156,7 @@ class Door:
             self._put(_Place(host, port, self._token))
         except RuntimeError as error:
             self._cleanup.close()
-            raise _lost_store(error) from error
+            raise _lost_store(store, self._numbers[rank], error) from error
 
     def _put(self, place: _Place) -> None:
         self._store.set(_key(self._rank), msgspec.json.encode(place).decode())
@@ -271,7 +272,7 @@ def connect_upwards(
     number = numbers[above]
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
     reason = "it has not begun to connect, or another process has connected as this rank"
-    lookup = _Lookup(store, above, check)
+    lookup = _Lookup(store, above, check, number=numbers[rank], number_of_rank=number)
     met: tuple[_Place, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
         place = lookup.find(deadline)
@@ -306,10 +307,20 @@ def connect_upwards(
 
 
 class _Lookup:
-    """Looks for the address of a rank in the store."""
+    """Looks for the address of a rank in the store.
 
-    def __init__(self, store: Store, rank: int, check: Check) -> None:
+    Args:
+        store: the store.
+        rank: the rank to look for.
+        check: called again and again.
+        number, number_of_rank: in errors, the numbers of this rank and of the one to look for.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, check: Check, *, number: int, number_of_rank: int
+    ) -> None:
         self._store, self._rank, self._check = store, rank, check
+        self._number, self._number_of_rank = number, number_of_rank
         self._first: _Place | None = None
         self._patience = Deadline(0.0)
 
@@ -340,10 +351,10 @@ class _Lookup:
                 return _Place()
             return msgspec.json.decode(found, type=_Place)
         except RuntimeError as error:
-            raise _lost_store(error) from error
+            raise _lost_store(self._store, self._number, error) from error
         except msgspec.DecodeError as error:
             reason = f"its address is damaged: {error}"
-            raise LostRankError(OPERATION, {self._rank: reason}) from error
+            raise LostRankError(OPERATION, {self._number_of_rank: reason}) from error
 
     def _is_new(self, place: _Place) -> bool:
         """Return whether a failure is of this attempt, not of an earlier one of the same ranks."""
@@ -382,9 +393,14 @@ def _hear_answer(
     return peer
 
 
-def _lost_store(error: RuntimeError) -> LostRankError:
+def _lost_store(store: Store, number: int, error: RuntimeError) -> LostRankError:
+    """Return the error of a rank that cannot reach the store."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return LostRankError(OPERATION, {0: f"the store of the ranks does not answer: {reason}"})
+    where = "the store of the ranks"
+    if (address := address_of(store)) is not None:
+        where += f" at {address[0]}:{address[1]}, which is a part of rank 0 in most jobs,"
+    text = f"{where} does not answer: {reason}. Look for the first error in the log of its process"
+    return LostRankError(OPERATION, {number: text})
 
 
 def _key(rank: int) -> str:
