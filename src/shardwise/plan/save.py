@@ -94,7 +94,7 @@ class SavePlan:
         world: the number of ranks.
         description: the structure and the fragments of this rank.
         per_rank: the names of the per-rank values of all ranks.
-        param_groups_of: by the fingerprint of each structure, its first rank and its param groups.
+        param_groups: by the fingerprint of each structure, its first rank and its param groups.
         tensors: all tensors, without pieces; then the names that share the data of another tensor.
         replicas: the boxes that this and other ranks hold.
         bytes_held: the tensor bytes of all ranks together, with replicas.
@@ -107,7 +107,7 @@ class SavePlan:
     world: int
     description: Description
     per_rank: tuple[str, ...]
-    param_groups_of: Mapping[bytes, tuple[int, ParamGroups]]
+    param_groups: Mapping[bytes, tuple[int, ParamGroups]]
     tensors: tuple[TensorEntry, ...]
     replicas: tuple[Replicas, ...]
     bytes_held: int
@@ -268,7 +268,7 @@ def plan_save(
         world=world,
         description=description,
         per_rank=tuple(dict.fromkeys(names)),
-        param_groups_of={
+        param_groups={
             s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures
         },
         tensors=(*tensors, *ties),
