@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34342,
+    statements=34356,
     modules_of_api=85,
-    statements_of_api=8658,
+    statements_of_api=8672,
     record_types=281,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,

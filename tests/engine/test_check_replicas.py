@@ -60,3 +60,11 @@ def test_boxes_of_a_bounded_number_of_sets_are_listed(
         assert error.problems[0].startswith("w7[1:2]: rank 2 has checksum ")
         assert ", rank 3 has checksum " in error.problems[0]
         assert "Boxes of 2 more sets of ranks differ, too" in str(error)
+
+
+def test_two_copies_on_one_rank_are_compared(tmp_path: Path) -> None:
+    box = sw.Box((0,), (2,))
+    copies = [(box, torch.zeros(2)), (box, torch.ones(2))]
+    state = {"w": sw.Shards((2,), torch.float32, copies)}
+    with pytest.raises(sw.MismatchError, match=r"w\[0:2\]: this rank holds two copies"):
+        sw.save(tmp_path, state, check_replicas=True)

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
 from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
@@ -17,7 +18,7 @@ from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, values_of
 from shardwise.engine.shared_structures import digest_of
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import StoreError
+from shardwise.errors import MismatchError, StoreError
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
@@ -27,6 +28,10 @@ from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
+_REPLICAS_DIFFER = (
+    "replicas of tensors differ; make them equal before saving (for example, broadcast them from "
+    "rank 0), or save without check_replicas"
+)
 MOST_DIFFERING = 16
 """Of how many sets of ranks with different replicas an error lists the boxes."""
 
@@ -133,6 +138,7 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
     """
     plan, fragments = planned.plan, planned.fragments
     with Round(group, "comparing replicas") as all_ranks:
+        _check_own_copies(planned)
         checksums = {
             each.set_id: [_checksum(fragments[i].data) for i in each.fragment.tolist()]
             for each in plan.replicas
@@ -158,11 +164,24 @@ def check_replicas(planned: PlannedSave, group: Group) -> None:
         rest = count - len(differing)
         all_ranks.require_equal_values(
             boxes,
-            "tensors that several ranks hold differ; make them equal before saving (for example, "
-            "broadcast them from rank 0), or save without check_replicas"
+            _REPLICAS_DIFFER
             + (f". Boxes of {rest} more sets of ranks differ, too" if rest else "")
             + ":",
         )
+
+
+def _check_own_copies(planned: PlannedSave) -> None:
+    """Compare the boxes that this rank holds several times, for example in `sw.Shards`."""
+    description, fragments = planned.plan.description, planned.fragments
+    first_copy: dict[tuple[int, Box], int] = {}
+    problems = []
+    for i, tensor in enumerate(description.tensor.tolist()):
+        first = first_copy.setdefault((tensor, fragments[i].box), i)
+        if first != i and _checksum(fragments[first].data) != _checksum(fragments[i].data):
+            name = f"{description.structure.names[tensor]}{fragments[i].box}"
+            problems.append(f"{name}: this rank holds two copies, which differ")
+    if problems:
+        raise MismatchError(_REPLICAS_DIFFER + ":", problems)
 
 
 def _find_differing(digests: Values) -> tuple[int, list[int]]:
