@@ -296,7 +296,7 @@ def data_bytes(plan: SavePlan) -> np.ndarray:
     """Return the bytes of tensors in the file of each rank."""
     sizes = np.zeros(plan.world, np.int64)
     np.add.at(sizes, plan.rows.rank, plan.rows.nbytes)
-    for group in plan.groups:
+    for group in plan.piece_groups:
         sizes[group.ranks] += group.nbytes * len(group.tensors)
     return sizes
 

@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34280,
+    statements=34390,
     modules_of_api=85,
-    statements_of_api=8580,
+    statements_of_api=8690,
     record_types=280,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=67,
+    test_files_with_inner_imports=68,
 )
 """Lower a limit when its figure has fallen."""
 

@@ -97,7 +97,7 @@ def compared_boxes(
     assert pieces.start[-1] <= sum(map(most_bytes_compared, sets))
     boxes = [(name, box) for name, _, _, box in pieces.describe_pieces(description)]
     return {
-        each.number: boxes[limits[i] : limits[i + 1]]
+        each.set_id: boxes[limits[i] : limits[i + 1]]
         for i, each in enumerate(sets)
         if limits[i] < limits[i + 1]
     }
@@ -107,7 +107,7 @@ def compared_boxes(
 def test_each_replicated_byte_of_each_rank_is_compared_within_a_round(
     case: tuple[list[Tensor], list[BoxesByRank], int], first: int
 ) -> None:
-    """All holders compare the same boxes at the same save, and nobody compares anything else."""
+    """All owners compare the same boxes at the same save, and nobody compares anything else."""
     listed, held, world = case
     descriptions = [
         described([(t, list(boxes[rank])) for t, boxes in zip(listed, held, strict=True)])
@@ -129,7 +129,7 @@ def test_each_replicated_byte_of_each_rank_is_compared_within_a_round(
                 by_number.setdefault(number, []).append(boxes)
                 for name, box in boxes:
                     times[rank][name][box.slices()] += 1
-        counts = {each.number: each.holders for own in sets for each in own}
+        counts = {each.set_id: each.owner_count for own in sets for each in own}
         for number, lists in by_number.items():
             assert len(lists) == counts[number]
             assert all(each == lists[0] for each in lists)
@@ -160,13 +160,13 @@ def test_all_ranks_together_compute_few_more_checksums(
     compared = ranges = 0
     for sets, description in zip(sets_of(descriptions), descriptions, strict=True):
         compared += int(choose_pieces(sets, description, position)[0].start[-1])
-        ranges += sum(len(choose_ranges(s.nbytes, s.holders, position)) + 1 for s in sets)
+        ranges += sum(len(choose_ranges(s.nbytes, s.owner_count, position)) + 1 for s in sets)
     stored = plan_of(descriptions).bytes_stored
     assert compared <= stored / SHARE + ROUNDING * ranges
 
 
 def test_elements_are_not_cut_where_dtypes_are_mixed() -> None:
-    """Wide types come first, whatever their order on a rank; holders agree in spite of it."""
+    """Wide types come first, whatever their order on a rank; owners agree in spite of it."""
     names = sorted(DTYPES)
     listed = [Tensor(name, name, (3 + i, 7)) for i, name in enumerate(names)]
     forward = [(tensor, [Box.whole(tensor.shape)]) for tensor in listed]
@@ -183,7 +183,7 @@ def test_elements_are_not_cut_where_dtypes_are_mixed() -> None:
     assert times == {tensor.name: math.prod(tensor.shape) for tensor in listed}
 
 
-def test_tensors_are_left_out_on_all_holders_alike() -> None:
+def test_tensors_are_left_out_on_all_owners_alike() -> None:
     listed = [Tensor(f"t{i}", "float32", (50, 50)) for i in range(3)]
     held = [(tensor, [Box.whole(tensor.shape)]) for tensor in listed]
     descriptions = [described(held), described(held[::-1])]
@@ -203,7 +203,7 @@ def test_a_box_that_a_rank_holds_twice_is_compared_once() -> None:
     twice = described([(tensor, [Box.whole((4, 4)), Box.whole((4, 4))])])
     once = described([(tensor, [Box.whole((4, 4))])])
     for (replicas,) in sets_of([twice, once]):
-        assert (replicas.holders, replicas.nbytes) == (2, 64)
+        assert (replicas.owner_count, replicas.nbytes) == (2, 64)
     assert sets_of([twice]) == [()]
 
 

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import LostRankError, RankError, StateError, TreeGroup
-from shardwise.engine import tree, tree_links, tree_rendezvous
+from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import FAN_OUT, all_below, rank_above, ranks_below
 from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
@@ -240,6 +241,69 @@ def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
         assert rank == lost or "look for the first error in its log" in str(error)
 
 
+def die(group: TreeGroup) -> None:
+    """End the connections as the kernel does when a process is killed."""
+    for link in group._links:
+        link._connection.shutdown(socket.SHUT_RDWR)
+    raise KeyError("killed")
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_a_rank_that_dies_before_it_joins_its_part_is_known_to_all(lost: int, deep: None) -> None:
+    def run(group: TreeGroup) -> None:
+        meet(group)
+        if group.rank == lost:
+            die(group)
+        with ExitStack() as cleanup:
+            part = group.part([0, 2] if group.rank % 2 == 0 else [1, 3], cleanup)
+            part.broadcast(b"x")
+            meet(group)
+
+    began = time.monotonic()
+    told = outcomes(4, run)
+    assert time.monotonic() - began < SOON
+    for rank, error in told.items():
+        assert isinstance(error, KeyError if rank == lost else LostRankError)
+        assert rank == lost or sorted(error.failures) == [lost]
+
+
+def test_a_rank_that_dies_outside_of_a_part_is_known_in_it(deep: None) -> None:
+    ended = threading.Event()
+
+    def run(group: TreeGroup) -> None:
+        with ExitStack() as cleanup:
+            part = group.part([0, 1] if group.rank < 2 else [2, 3], cleanup)
+            part.broadcast(b"x")
+            if group.rank == 2:
+                die(group)
+            if group.rank == 1:
+                ended.wait(SOON)
+            try:
+                part.reduce(b"x", max)
+                part.broadcast(b"x")
+            finally:
+                if group.rank == 0:
+                    ended.set()
+
+    began = time.monotonic()
+    told = outcomes(4, run)
+    assert time.monotonic() - began < SOON
+    assert sorted(told[0].failures) == sorted(told[1].failures) == [2]
+
+
+def test_ranks_may_leave_while_others_need_their_part(deep: None) -> None:
+    """Ranks of another part close the whole group, which this part still watches."""
+
+    def run(group: TreeGroup) -> bytes:
+        with ExitStack() as cleanup:
+            part = group.part([0, 1] if group.rank < 2 else [2, 3], cleanup)
+            time.sleep(1.5 * (group.rank == 1))
+            part.reduce(b"x", max)
+            return part.broadcast(b"x")
+
+    assert outcomes(4, run) == dict.fromkeys(range(4), b"x")
+
+
 def test_ranks_may_leave_after_their_last_message(fan_out: int) -> None:
     """Nobody replies to the last message, so ranks close their connections early."""
 
@@ -296,6 +360,34 @@ def test_another_number_of_ranks_is_named_on_both_sides() -> None:
     assert "it is one of 3 ranks, and this rank is one of 4" in str(told[2])
 
 
+@pytest.mark.parametrize(("rank", "absent"), [(1, 2), (3, 4)])
+def test_a_second_process_with_the_same_rank_is_named(
+    rank: int, absent: int, deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = tree_rendezvous._describe_self
+
+    def describe_thread(*args: Any) -> bytes:
+        """Each thread says that it is another process."""
+        process = threading.get_native_id()
+        return describe(*args) if len(args) == 4 else describe(*args, ("host", process))
+
+    monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_thread)
+    store, began = dist.HashStore(), time.monotonic()
+
+    def run(ranks: Sequence[int]) -> dict[int, Any]:
+        return outcomes(5, meet, store=store, ranks=ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, [each for each in range(5) if each != absent])
+        time.sleep(1)
+        second = pool.submit(run, [rank])
+    assert time.monotonic() - began < SOON
+    for error in [*first.result().values(), *second.result().values()]:
+        assert type(error) is RankError
+        assert [*error.failures] == [rank]
+        assert "it connected twice: from host host, process " in str(error)
+
+
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """Processes that connect before the ranks do, and say what is in the list; what they hear."""
@@ -326,6 +418,32 @@ def test_strangers_are_turned_away(strangers: list[bytes], fan_out: int) -> None
     began = time.monotonic()
     assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
     assert time.monotonic() - began < SOON
+
+
+def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_rendezvous, "MOST_GUESTS", 4)
+    monkeypatch.setattr(tree_rendezvous, "HELLO_TIMEOUT", 60.0)
+    open_guests = []
+    admit, listen = tree_rendezvous.Door.admit, tree_rendezvous.listen_for_ranks
+
+    def admit_and_count(door: tree_rendezvous.Door) -> Iterator[Link]:
+        yield from admit(door)
+        open_guests.append(len(door._guests))
+
+    with ExitStack() as cleanup:
+
+        def listen_and_be_visited(*args: Any) -> Any:
+            address, listener = listen(*args)
+            for _ in range(30):
+                cleanup.enter_context(socket.create_connection(address))
+            return address, listener
+
+        monkeypatch.setattr(tree_rendezvous, "listen_for_ranks", listen_and_be_visited)
+        monkeypatch.setattr(tree_rendezvous.Door, "admit", admit_and_count)
+        began = time.monotonic()
+        assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
+        assert time.monotonic() - began < SOON
+    assert max(open_guests) <= 4
 
 
 @pytest.mark.parametrize(
@@ -384,22 +502,107 @@ def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     link.close()
 
 
-def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sender", [0, 1, 4, 6])
+def test_all_ranks_learn_whose_message_is_too_large(
+    sender: int, deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tree, "MOST_BYTES", 10)
-    told = outcomes(2, lambda group: group.broadcast(b"x" * 11 if group.rank == 0 else b""))
-    assert isinstance(told[0], StateError)
-    assert "11 bytes, more than 10" in str(told[0])
-    assert isinstance(told[1], LostRankError)
+
+    def send(group: TreeGroup) -> None:
+        group.reduce(b"x" * (11 if group.rank == sender else 1), max)
+        group.broadcast(b"")
+
+    for error in outcomes(7, send).values():
+        assert type(error) is RankError
+        assert [*error.failures] == [sender]
+        assert "its message has 11 bytes, more than 10. Save fewer" in str(error)
+
+
+def test_all_ranks_learn_which_combined_message_is_too_large(
+    deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+
+    def send(group: TreeGroup) -> None:
+        group.reduce(b"x" * (8 if group.rank == 3 else 2), b"".join)
+        group.broadcast(b"")
+
+    for error in outcomes(7, send).values():
+        assert type(error) is RankError
+        assert [*error.failures] == [1]
+        assert "combined with those of the 2 ranks below it" in str(error)
+        assert "of which rank 3 sent most (8 bytes), has 12 bytes, more than 10" in str(error)
+
+
+def test_all_ranks_learn_that_an_answer_is_too_large(
+    deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+    told = outcomes(7, lambda group: group.broadcast(b"x" * 11 if group.rank == 0 else b""))
+    for error in told.values():
+        assert type(error) is RankError
+        assert "its message to all ranks has 11 bytes, more than 10" in error.failures[0]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_place_that_vanishes_while_it_is_read_is_not_waited_for(
+    kind: str, tmp_path: Path
+) -> None:
+    store: Any = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }[kind]()
+    store.set_timeout(timedelta(seconds=60))
+
+    class Vanishing:
+        def check(self, keys: list[str]) -> bool:
+            return True  # though no store has the key any more
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    began = time.monotonic()
+    told = outcomes(2, meet, store=Vanishing(), ranks=[1], timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < SOON
+    assert "it has not begun to connect" in str(told[1])
+    assert not store.check(["0"])
+
+
+@pytest.mark.parametrize(
+    ("of_name", "to_networks", "expected"),
+    [
+        ("127.0.0.2", "127.0.0.3", "127.0.0.2"),
+        ("127.0.1.1", "127.0.0.3", "127.0.0.3"),  # as on Debian
+        ("127.0.1.1", None, "127.0.0.1"),
+        ("192.0.2.7", "127.0.0.3", "127.0.0.3"),  # a name whose address is that of another host
+    ],
+)
+def test_a_store_without_a_host_leads_to_an_address_that_other_hosts_reach(
+    of_name: str, to_networks: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the addresses of the test, which all belong to this host, two stand for other networks."""
+    monkeypatch.setattr(connections, "_is_loopback", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(connections, "_address_towards", lambda host, port: to_networks)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: of_name)
+    with ExitStack() as cleanup:
+        (host, port), listener = connections.listen_for_ranks(cleanup, dist.HashStore())
+        assert (host, port) == listener.getsockname() == (expected, port)
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     class Broken:
+        host, port = "node-0", 29500
+
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("Broken pipe\nexception raised from …")
 
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe\nexception raised from …")
 
-    for error in outcomes(2, lambda group: None, store=Broken()).values():
+    for rank, error in outcomes(2, lambda group: None, store=Broken()).items():
         assert isinstance(error, LostRankError)
-        assert error.failures == {0: "the store of the ranks does not answer: Broken pipe"}
+        assert error.failures == {
+            rank: "the store of the ranks at node-0:29500, which is a part of rank 0 in most jobs, "
+            "does not answer: Broken pipe. Look for the first error in the log of its process"
+        }

@@ -266,7 +266,7 @@ def sample_of(*memories: TensorMemory) -> ReplicaSample:
     """All bytes of tensors that another rank holds, too."""
     source = source_of(memories)
     nothing: Any = None
-    replicas = ReplicaSet(7, 2, is_first_holder=True, fragment=nothing, start=nothing)
+    replicas = ReplicaSet(7, 2, is_first_owner=True, fragment=nothing, start=nothing)
     return ReplicaSample("0" * 16, 1, 0, source, [replicas], [0, len(memories)], nothing)
 
 

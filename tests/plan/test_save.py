@@ -234,9 +234,9 @@ def test_tensors_that_are_split_alike_are_planned_together(
 
 
 def assert_replicas_are_right(plans: list[SavePlan], descriptions: Sequence[Description]) -> None:
-    """The holders of a set list the same boxes under the same number, and no box is left out."""
+    """The owners of a set list the same boxes under the same id, and no box is left out."""
     boxes_of_set: dict[int, list[list[tuple[object, ...]]]] = {}
-    holders_of_box: dict[tuple[object, ...], int] = {}
+    owners_of_box: dict[tuple[object, ...], int] = {}
     for plan, each in zip(plans, descriptions, strict=True):
         boxes: list[tuple[object, ...]] = []
         columns = each.tensor.tolist(), each.offset.tolist(), each.shape.tolist()
@@ -244,15 +244,15 @@ def assert_replicas_are_right(plans: list[SavePlan], descriptions: Sequence[Desc
             n = len(each.structure.shapes[i])
             boxes.append((each.structure.names[i], *offset[:n], *shape[:n]))
         for box in boxes:
-            holders_of_box[box] = holders_of_box.get(box, 0) + 1
+            owners_of_box[box] = owners_of_box.get(box, 0) + 1
         for replicas in plan.replicas:
             own = [boxes[i] for i in replicas.fragment.tolist()]
-            boxes_of_set.setdefault(replicas.number, []).append(own)
+            boxes_of_set.setdefault(replicas.set_id, []).append(own)
     for held in boxes_of_set.values():
         assert all(each == held[0] for each in held)
-        assert all(holders_of_box[box] == len(held) for box in held[0])
+        assert all(owners_of_box[box] == len(held) for box in held[0])
     in_sets = sum(len(held[0]) for held in boxes_of_set.values())
-    assert in_sets == sum(count > 1 for count in holders_of_box.values())
+    assert in_sets == sum(count > 1 for count in owners_of_box.values())
 
 
 def replicated(rank: int) -> Held:
@@ -382,7 +382,7 @@ def test_rules_and_lists_of_boxes_have_the_same_plan() -> None:
         )
         assert pieces.fragment == others.fragment
         for a, b in zip(replica_sets_of(one), replica_sets_of(other), strict=True):
-            assert (a.number, a.holders) == (b.number, b.holders)
+            assert (a.set_id, a.owner_count) == (b.set_id, b.owner_count)
             assert (a.fragment == b.fragment).all()
             assert (a.start == b.start).all()
 
@@ -475,35 +475,35 @@ replicas = st.lists(
     min_size=1,
     max_size=8,
 )
-holder_sets = st.sets(st.integers(0, WORLD - 1), min_size=1).map(sorted)
+owner_sets = st.sets(st.integers(0, WORLD - 1), min_size=1).map(sorted)
 starting_loads = st.lists(st.integers(0, 20_000), min_size=WORLD, max_size=WORLD)
 
 
-@given(replicas, holder_sets, starting_loads, st.sampled_from([8, 64, 1024]))
-def test_every_element_goes_to_one_holder(
-    described: list[Replica], holders: list[int], start: list[int], grain: int
+@given(replicas, owner_sets, starting_loads, st.sampled_from([8, 64, 1024]))
+def test_every_element_goes_to_one_owner(
+    described: list[Replica], owners: list[int], start: list[int], grain: int
 ) -> None:
     loads = np.array(start, np.float64)
     times = [np.zeros(shape, int) for shape, _ in described]
     given_bytes = np.zeros(WORLD)
-    for index, rank, box in divide_replicas(described, holders, loads, grain=grain):
-        assert rank in holders
+    for index, rank, box in divide_replicas(described, owners, loads, grain=grain):
+        assert rank in owners
         times[index][box.slices()] += 1
         given_bytes[rank] += box.size * described[index][1]
     assert all((each == 1).all() for each in times)
     assert (loads == np.array(start) + given_bytes).all()
 
 
-@given(replicas, holder_sets, starting_loads, st.sampled_from([8, 64, 1024]))
+@given(replicas, owner_sets, starting_loads, st.sampled_from([8, 64, 1024]))
 def test_loads_are_level_but_for_a_grain(
-    described: list[Replica], holders: list[int], start: list[int], grain: int
+    described: list[Replica], owners: list[int], start: list[int], grain: int
 ) -> None:
     loads = np.array(start, np.float64)
     total = sum(math.prod(shape) * itemsize for shape, itemsize in described)
-    before = loads[holders].copy()
+    before = loads[owners].copy()
     ideal = before + water_fill(before, float(total))
-    divide_replicas(described, holders, loads, grain=grain)
-    assert (loads[holders] <= ideal + 2 * grain).all()
+    divide_replicas(described, owners, loads, grain=grain)
+    assert (loads[owners] <= ideal + 2 * grain).all()
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))

@@ -1,8 +1,8 @@
-"""Compares replicas: at each save, their holders compare checksums of a part of them.
+"""Compares replicas: at each save, their owners compare checksums of a part of them.
 
-At a save, `replica_sets.py` chooses the part, which is the same on all holders. Each holder copies
+At a save, `replica_sets.py` chooses the part, which is the same on all owners. Each owner copies
 the part at the same moment as the state, and takes checksums of the copy afterwards. With
-its next save, it sends a digest of these checksums to rank 0. Only if digests differ do the holders
+its next save, it sends a digest of these checksums to rank 0. Only if digests differ do the owners
 send the checksums themselves, so that rank 0 can say which boxes differ, and on which ranks.
 """
 
@@ -95,7 +95,7 @@ class ReplicaSample:
         self.save_id, self.step, self.comparison_number = save_id, step, comparison_number
         self.nbytes, self.devices = source.entry.size, source.devices
         self.sets = sets
-        self._boxes = {s.number: slice(*b) for s, b in zip(sets, pairwise(set_starts), strict=True)}
+        self._boxes = {s.set_id: slice(*b) for s, b in zip(sets, pairwise(set_starts), strict=True)}
         self._source: FileSource | None = source
         self._pieces = source.pieces
         self._description = description
@@ -142,7 +142,7 @@ class ReplicaSample:
 
     def key_of(self, replicas: ReplicaSet) -> tuple[int, int]:
         """Return the number of a set, and which part of the set's bytes this sample has."""
-        return replicas.number, self.comparison_number % saves_per_round(replicas.holders)
+        return replicas.set_id, self.comparison_number % saves_per_round(replicas.owner_count)
 
     def checksums(self) -> dict[int, bytes]:
         """Wait for the checksums, and return the checksums of each set, by the set's number."""
@@ -241,10 +241,10 @@ class ReplicaComparison:
         if sample is None:
             return b""
         digests = _digests_of(sample)
-        sets = [each for each in sample.sets if each.number in digests]
+        sets = [each for each in sample.sets if each.set_id in digests]
         return encode_sum(
             _key_of(sample),
-            {s.number: (digests[s.number], s.holders, s.is_first_holder) for s in sets},
+            {s.set_id: (digests[s.set_id], s.owner_count, s.is_first_owner) for s in sets},
         )
 
     def combine_messages(self, messages: Sequence[bytes]) -> bytes:
@@ -276,7 +276,7 @@ class ReplicaComparison:
         # Remember when each part was last equal, for `Divergence.equal_at`.
         if sample is not None and sample.has_checksums:
             for each in sample.sets:
-                if each.number in differing:
+                if each.set_id in differing:
                     self._equal_at.pop(sample.key_of(each), None)
                 else:
                     self._equal_at[sample.key_of(each)] = sample.step
@@ -320,9 +320,9 @@ class ReplicaComparison:
         """Return the checksums of this rank for the sets that differ."""
         checksums = sample.checksums()
         keys = {
-            each.number: sample.key_of(each)
+            each.set_id: sample.key_of(each)
             for each in sample.sets
-            if each.number in differing and each.number in checksums
+            if each.set_id in differing and each.set_id in checksums
         }
         return SampleDetails(
             sample.step,

@@ -135,7 +135,7 @@ class SampleDetails(msgspec.Struct, array_like=True):
     Attributes:
         step: the step of the sample.
         checksums: the checksums of this rank.
-        boxes: the tensor, offset and shape of each box, from the first holder of a set only.
+        boxes: the tensor, offset and shape of each box, from the first owner of a set only.
         equal_at: the step at which the same boxes were last equal, if there is one.
     """
 
@@ -148,19 +148,19 @@ class SampleDetails(msgspec.Struct, array_like=True):
 def encode_sum(key: str, digests: Mapping[int, tuple[bytes, int, bool]]) -> bytes:
     """Return a short message that tells whether the digests of a rank equal those of other ranks.
 
-    The first of m holders of a set adds `(m - 1) * h`, where h is a hash of the set and its digest.
-    The other holders subtract h. If all digests are equal, the sum over all ranks is 0. Otherwise,
+    The first of m owners of a set adds `(m - 1) * h`, where h is a hash of the set and its digest.
+    The other owners subtract h. If all digests are equal, the sum over all ranks is 0. Otherwise,
     it is 0 with a probability of 2^-128.
 
     Args:
         key: the save and the comparison of the sample.
-        digests: for each set, by its number: the digest, the number m of holders, and whether the
+        digests: for each set, by its number: the digest, the number m of owners, and whether the
             rank is the first of them.
     """
     total = 0
-    for number, (digest, holders, is_first) in digests.items():
+    for number, (digest, owner_count, is_first) in digests.items():
         hashed = hashlib.blake2b(number.to_bytes(8, "little") + digest, digest_size=_SUM_SIZE)
-        total += int.from_bytes(hashed.digest(), "little") * (holders - 1 if is_first else -1)
+        total += int.from_bytes(hashed.digest(), "little") * (owner_count - 1 if is_first else -1)
     return msgspec.msgpack.encode({key: _encode_sum(total)})
 
 

@@ -1,11 +1,11 @@
-"""Sets of replicas, and the part of a set that its holders compare at a save.
+"""Sets of replicas, and the part of a set that its owners compare at a save.
 
 Example: ranks 0 and 1 hold the same 80 MB. At each save, both take checksums of the same 2 MB.
 After 40 saves, they have compared all 80 MB.
 
-Together, the holders of a set write each of its bytes once, and a save computes a checksum of each
-byte that it writes. To compare one byte, every holder computes another checksum. At each save, the
-holders compare one byte in `SHARE * holders`. So the comparison takes checksums of one byte for
+Together, the owners of a set write each of its bytes once, and a save computes a checksum of each
+byte that it writes. To compare one byte, every owner computes another checksum. At each save, the
+owners compare one byte in `SHARE * owner_count`. So the comparison takes checksums of one byte for
 every `SHARE` bytes that the save takes checksums of.
 """
 
@@ -36,20 +36,20 @@ _ALIGNMENT = 64  # bytes; a multiple of the size of every dtype
 class ReplicaSet:
     """The boxes of this rank that the same other ranks hold, too.
 
-    The boxes have an order, which is the same on all holders. In this order, their bytes form a
+    The boxes have an order, which is the same on all owners. In this order, their bytes form a
     sequence.
 
     Attributes:
-        number: the number of the set, which is the same on all holders.
-        holders: the number of ranks that hold the boxes.
-        is_first_holder: whether this rank is the first of them.
+        set_id: identifies the set; the same on all owners.
+        owner_count: the number of ranks that hold the boxes.
+        is_first_owner: whether this rank is the first of them.
         fragment: for each box, the index of this rank's fragment that the box is, `(n,)`.
         start: the offset of each box in the sequence, and the end of the sequence, `(n + 1,)`.
     """
 
-    number: int
-    holders: int
-    is_first_holder: bool
+    set_id: int
+    owner_count: int
+    is_first_owner: bool
     fragment: IntArray
     start: IntArray
 
@@ -73,7 +73,7 @@ def replica_sets_of(plan: SavePlan) -> tuple[ReplicaSet, ...]:
         sizes = description.shape[fragment].prod(axis=1) * itemsize
         start = np.concatenate([[0], np.cumsum(sizes[order])])
         found.append(
-            ReplicaSet(each.number, each.holders, each.is_first_holder, fragment[order], start)
+            ReplicaSet(each.set_id, each.owner_count, each.is_first_owner, fragment[order], start)
         )
     return tuple(found)
 
@@ -84,7 +84,7 @@ def leave_out_tensors(
     """Return a set without the boxes of some tensors.
 
     Args:
-        is_left_out: whether to leave out each tensor of the description. Equal on all holders for
+        is_left_out: whether to leave out each tensor of the description. Equal on all owners for
             tensors of the same name.
     """
     keeps = ~np.array(is_left_out, bool)[description.tensor[replicas.fragment]]
@@ -92,33 +92,33 @@ def leave_out_tensors(
     return replace(replicas, fragment=replicas.fragment[keeps], start=start)
 
 
-def saves_per_round(holders: int) -> int:
-    """Return after how many saves the holders of a set have compared all of its bytes."""
-    return SHARE * holders
+def saves_per_round(owner_count: int) -> int:
+    """Return after how many saves the owners of a set have compared all of its bytes."""
+    return SHARE * owner_count
 
 
-def choose_ranges(nbytes: int, holders: int, comparison_number: int) -> list[tuple[int, int]]:
-    """Return the ranges of a sequence of bytes that its holders compare at a save.
+def choose_ranges(nbytes: int, owner_count: int, comparison_number: int) -> list[tuple[int, int]]:
+    """Return the ranges of a sequence of bytes that its owners compare at a save.
 
     The ranges of one save are spread evenly over the sequence, so that large differences are found
     soon. The ranges of a round, which has `saves_per_round` comparisons, cover each byte once.
 
     Args:
         nbytes: the number of bytes in the sequence.
-        holders: the number of ranks that hold the sequence.
+        owner_count: the number of ranks that hold the sequence.
         comparison_number: the number of the comparison. After a round, the ranges repeat.
     """
     if not nbytes:
         return []
-    saves = saves_per_round(holders)
+    saves = saves_per_round(owner_count)
     count, size = _count_and_size(nbytes, saves)
     lows = (low * size for low in range(comparison_number % saves, saves * count, saves))
     return [(low, min(low + size, nbytes)) for low in lows if low < nbytes]
 
 
 def most_bytes_compared(replicas: ReplicaSet) -> int:
-    """Return the largest number of bytes that a holder compares at a save."""
-    count, size = _count_and_size(replicas.nbytes, saves_per_round(replicas.holders))
+    """Return the largest number of bytes that an owner compares at a save."""
+    count, size = _count_and_size(replicas.nbytes, saves_per_round(replicas.owner_count))
     return min(count * size, replicas.nbytes)
 
 
@@ -164,7 +164,7 @@ def _pieces_of_set(
     replicas: ReplicaSet, description: Description, ndims: Sequence[int], comparison_number: int
 ) -> Iterator[tuple[int, Box]]:
     """Yield the fragment of each piece of a set, and its box in the global tensor."""
-    for low, high in choose_ranges(replicas.nbytes, replicas.holders, comparison_number):
+    for low, high in choose_ranges(replicas.nbytes, replicas.owner_count, comparison_number):
         first = int(np.searchsorted(replicas.start, low, side="right")) - 1
         last = int(np.searchsorted(replicas.start, high, side="left"))
         bounds = replicas.start[first : last + 1].tolist()

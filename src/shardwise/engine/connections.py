@@ -7,6 +7,7 @@ import hmac
 import os
 import socket
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,16 +59,22 @@ def own_address(store: Store | None = None) -> str | None:
     """
     if store is None and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if host is None or port is None:
+    if store is None or (address := address_of(store)) is None:
         return None
+    host, port = address
     own = _address_towards(host, port)
     if own is not None and _is_loopback(own) and host != "localhost" and not _is_loopback(host):
         # Some systems map a host's own name to loopback, where other hosts cannot reach it.
         return _address_towards(*_ANY_NETWORK) or own
     return own
+
+
+def address_of(store: Store) -> Address | None:
+    """Return the host and port of a store; None if it has none, such as a `FileStore`."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (host, port)
 
 
 def _address_towards(host: str, port: int) -> str | None:
@@ -115,16 +122,29 @@ def close_in_forked_children(resource: _Closable) -> None:
 def listen_for_ranks(
     cleanup: ExitStack, store: Store | None = None
 ) -> tuple[Address, socket.socket]:
-    """Listen on the address that other hosts can reach; on loopback if none is known."""
-    host = own_address(store)
-    if host is None:
+    """Listen on the address that other hosts can reach; on loopback if none is known.
+
+    The first of these addresses that belongs to this host: the one on the way to the store of the
+    ranks; that of the host's name, unless it is a loopback address, as on some systems; the one on
+    the way to other networks.
+    """
+    for host in _own_addresses(store):
         with suppress(OSError):
-            host = socket.gethostbyname(socket.gethostname())
-    try:
-        listener = listen(host or LOOPBACK, cleanup)
-    except OSError:
-        host, listener = LOOPBACK, listen(LOOPBACK, cleanup)
-    return (host or LOOPBACK, listener.getsockname()[1]), listener
+            listener = listen(host, cleanup)
+            return (host, listener.getsockname()[1]), listener
+    listener = listen(LOOPBACK, cleanup)
+    return (LOOPBACK, listener.getsockname()[1]), listener
+
+
+def _own_addresses(store: Store | None) -> Iterator[str]:
+    """Yield the addresses of this host, the best one first."""
+    if (address := own_address(store)) is not None:
+        yield address
+    with suppress(OSError):
+        if not _is_loopback(address := socket.gethostbyname(socket.gethostname())):
+            yield address
+    if (address := _address_towards(*_ANY_NETWORK)) is not None:
+        yield address
 
 
 def is_token(given: bytes, token: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Plan a save: all ranks agree on the save, and each rank computes which pieces it writes.
+"""Agree on a save and its plan: what ranks send each other until each has a `PlannedSave`.
 
 `plan_together` has the steps, which saves to storage and snapshots in memory share:
 
@@ -388,14 +388,14 @@ def _share_values(
     encoded = encode_values(state)
     if not differ:
         return merge_values(
-            {rank: decode_values(encoded, members) for rank, members in plan.groups_of.values()}
+            {rank: decode_values(encoded, members) for rank, members in plan.param_groups.values()}
         )
     with Round(group, "comparing plain values") as all_ranks:
         own = {digest_of(fingerprint + encoded): (group.rank, fingerprint, encoded)}
         listed = all_ranks.all_reduce(own, dict[bytes, tuple[int, bytes, bytes]], _first_of_each)
     return merge_values(
         {
-            rank: decode_values(values, plan.groups_of[digest][1])
+            rank: decode_values(values, plan.param_groups[digest][1])
             for rank, digest, values in sorted(listed.values())
         }
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
-from shardwise.engine.rounds import Round, concatenate
+from shardwise.engine.rounds import Round, Values, combine_values, values_of
+from shardwise.engine.shared_structures import digest_of
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, MismatchError, StoreError
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
@@ -29,8 +29,12 @@ from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
-_Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
-"""A rank, and the tensor name, offset, shape and checksum of a box that it holds."""
+_REPLICAS_DIFFER = (
+    "replicas of tensors differ; make them equal before saving (for example, broadcast them from "
+    "rank 0), or save without check_replicas"
+)
+MOST_DIFFERING = 16
+"""Of how many sets of ranks with different replicas an error lists the boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,52 +129,71 @@ def save_all(
 
 
 def check_replicas(planned: PlannedSave, group: Group) -> None:
-    """Compare the boxes that several ranks hold. Every rank takes the checksums of all its boxes.
+    """Compare the boxes that several ranks hold. Every rank takes the checksums of all of them.
+
+    First, ranks compare a digest for each set of ranks that hold the same boxes, because equal
+    digests become one on their way to rank 0. Only if some differ, they compare single boxes.
 
     Raises:
-        MismatchError: boxes differ; the same error on all ranks, which lists all such boxes.
+        MismatchError: boxes differ; the same error on all ranks, which lists such boxes.
     """
+    plan, fragments = planned.plan, planned.fragments
     with Round(group, "comparing replicas") as all_ranks:
-        description = planned.plan.description
-        names, fragments = description.structure.names, planned.fragments
-        rows: list[_Row] = [
-            (
-                group.rank,
-                names[tensor],
-                fragment.box.offset,
-                fragment.box.shape,
-                _checksum(fragment.data),
-            )
-            for tensor, fragment in zip(description.tensor.tolist(), fragments, strict=True)
-        ]
-        all_ranks.all_reduce(
-            rows,
-            list[_Row],
-            concatenate,
-            _compare_checksums,
-            type(None),
+        _check_own_copies(planned)
+        checksums = {
+            each.set_id: [_checksum(fragments[i].data) for i in each.fragment.tolist()]
+            for each in plan.replicas
+        }
+        digests = {
+            str(set_id): digest_of(np.array(listed, "<u4").tobytes()).hex()
+            for set_id, listed in checksums.items()
+        }
+        own = values_of(group.number, digests)
+        count, differing = all_ranks.all_reduce(
+            own, Values, combine_values, _find_differing, tuple[int, list[int]]
         )
+    if not count:
+        return
+    names, tensors = plan.description.structure.names, plan.description.tensor
+    with Round(group, "locating replicas that differ") as all_ranks:
+        boxes = {
+            f"{names[tensors[i]]}{fragments[i].box}": f"checksum {checksum:08x}"
+            for each in plan.replicas
+            if each.set_id in differing
+            for i, checksum in zip(each.fragment.tolist(), checksums[each.set_id], strict=True)
+        }
+        rest = count - len(differing)
+        all_ranks.require_equal_values(
+            boxes,
+            _REPLICAS_DIFFER
+            + (f". Boxes of {rest} more sets of ranks differ, too" if rest else "")
+            + ":",
+        )
+
+
+def _check_own_copies(planned: PlannedSave) -> None:
+    """Compare the boxes that this rank holds several times, for example in `sw.Shards`."""
+    description, fragments = planned.plan.description, planned.fragments
+    first_copy: dict[tuple[int, Box], int] = {}
+    problems = []
+    for i, tensor in enumerate(description.tensor.tolist()):
+        first = first_copy.setdefault((tensor, fragments[i].box), i)
+        if first != i and _checksum(fragments[first].data) != _checksum(fragments[i].data):
+            name = f"{description.structure.names[tensor]}{fragments[i].box}"
+            problems.append(f"{name}: this rank holds two copies, which differ")
+    if problems:
+        raise MismatchError(_REPLICAS_DIFFER + ":", problems)
+
+
+def _find_differing(digests: Values) -> tuple[int, list[int]]:
+    """Return how many sets of ranks have different digests, and the first of these sets."""
+    differing = sorted(int(set_id) for set_id, found in digests.items() if len(found) > 1)
+    return len(differing), differing[:MOST_DIFFERING]
 
 
 def _checksum(data: torch.Tensor) -> int:
     array = view_for_numpy(data.cpu()).numpy()
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _compare_checksums(rows: list[_Row]) -> None:
-    first_seen: dict[tuple[str, Box], tuple[int, int]] = {}
-    problems = []
-    for rank, name, offset, shape, checksum in sorted(rows, key=itemgetter(0)):
-        box = Box(offset, shape)
-        first_rank, first_checksum = first_seen.setdefault((name, box), (rank, checksum))
-        if first_checksum != checksum:
-            problems.append(f"{name}{box}: rank {first_rank} and rank {rank} differ")
-    if problems:
-        raise MismatchError(
-            "tensors that several ranks hold differ; make them equal before saving (for example, "
-            "broadcast them from rank 0), or save without check_replicas:",
-            problems,
-        )
 
 
 def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:

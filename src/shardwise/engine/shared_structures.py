@@ -10,12 +10,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
-from shardwise.errors import StateError
-from shardwise.plan.structure import Description, GroupMembers, RanksOfStructure, Structure
+from shardwise.errors import RankError, StateError
+from shardwise.plan.structure import Description, ParamGroups, RanksOfStructure, Structure
 
+_OPERATION = "describing a save"
 LARGEST_STRUCTURE = 2**28
 """The most bytes of an encoded structure."""
 
@@ -47,7 +49,7 @@ class _Tensors(NamedTuple):
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    groups: GroupMembers
+    param_groups: ParamGroups
 
 
 @prepare_decoding
@@ -70,17 +72,18 @@ def share_structures(
 
     Returns:
         A digest of all structures and coordinates; and the structures, by their first ranks.
+
+    Raises:
+        RankError: a rank has sent coordinates that do not fit its structure.
     """
     own = description.structure
     tensors: dict[bytes, _Tensors] = {}
     message = _describe(fingerprint, description, group)
-    with Round(group, "describing a save") as all_ranks:
+    with Round(group, _OPERATION) as all_ranks:
         shared = all_ranks.all_reduce(message, _Described, _unite_descriptions)
     structures = []
     for digest, members in shared.members.items():
-        ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
-        coordinates = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
-        coordinates = coordinates.reshape(len(ranks), len(coordinates) // len(ranks))
+        ranks, coordinates = _decode_ranks(members)
         order = np.argsort(ranks)
         if digest == fingerprint:
             structure = own
@@ -91,7 +94,11 @@ def share_structures(
                 tensors[key] = msgspec.msgpack.decode(encoded, type=_Tensors)
             structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
             structure = msgspec.structs.replace(structure, **tensors[key]._asdict())
+        _check_coordinates(structure, ranks, coordinates)
         structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
+    found = np.sort(np.concatenate([each.ranks for each in structures]))
+    if not np.array_equal(found, np.arange(group.size)):
+        raise StateError(f"the ranks have described {len(found)} states, not one for each rank")
     structures.sort(key=lambda each: int(each.ranks[0]))
     key_of_all = hashlib.blake2b(digest_size=16)
     for each in structures:
@@ -99,11 +106,44 @@ def share_structures(
     return key_of_all.digest(), structures
 
 
+def _decode_ranks(members: _Members) -> tuple[IntArray, IntArray]:
+    """Return the ranks that have a structure, `(n,)`, and their coordinates, `(n, axes)`."""
+    count, coordinates = len(members.ranks) // 4, len(members.coordinates) // 4
+    if not count or len(members.ranks) % 4 or len(members.coordinates) % (4 * count):
+        raise StateError(f"{count} ranks with the same structure have {coordinates} coordinates")
+    ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
+    table = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
+    return ranks, table.reshape(count, coordinates // count)
+
+
+def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntArray) -> None:
+    """Check that coordinates are indices of parts in the axes of a structure.
+
+    Raises:
+        RankError: they are not. The error names the ranks.
+    """
+    splits = {split for rule in structure.rules for split in rule}
+    axes = 1 + max((split.axis for split in splits), default=-1)
+    if coordinates.shape[1] != axes or min((split.axis for split in splits), default=0) < 0:
+        text = f"it sent {coordinates.shape[1]} coordinates for a structure with {axes} axes"
+        raise RankError(_OPERATION, dict.fromkeys(ranks.tolist(), text))
+    for split in splits:
+        index = coordinates[:, split.axis]
+        wrong = np.flatnonzero((index < 0) | (index >= split.parts)).tolist()
+        if wrong:
+            texts = {
+                int(ranks[i]): f"it sent the coordinate {index[i]} for an axis of {split.parts} "
+                "parts"
+                for i in wrong
+            }
+            raise RankError(_OPERATION, texts)
+
+
 def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
     """Return the message of one rank. Nobody needs the structure of a single rank."""
     structure = description.structure
-    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.groups)
-    rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), groups=())
+    listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.param_groups)
+    rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), param_groups=())
     is_alone = group.size == 1
     tensors = b"" if is_alone else msgspec.msgpack.encode(listed)
     members = _Members(

@@ -14,7 +14,7 @@ import msgspec
 
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.plan.structure import GroupMembers
+from shardwise.plan.structure import ParamGroups
 from shardwise.state.local_state import LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
 
@@ -33,7 +33,7 @@ _Values = tuple[dict[str, JsonValue], dict[str, list[JsonValue]]]
 """The same without the members."""
 
 
-def members_of(state: LocalState) -> GroupMembers:
+def members_of(state: LocalState) -> ParamGroups:
     """Return the members of the groups of a state, by the name of the grouped value."""
     groups = state.grouped.items()
     return tuple((name, tuple(members for members, _ in listed)) for name, listed in groups)
@@ -49,7 +49,7 @@ def encode_values(state: LocalState, *, order: Literal["sorted"] | None = None) 
     return msgspec.json.encode((state.objects, groups), order=order)
 
 
-def decode_values(encoded: bytes, members: GroupMembers) -> SharedValues:
+def decode_values(encoded: bytes, members: ParamGroups) -> SharedValues:
     """Return the values that `encode_values` has encoded, with the members of their groups.
 
     Args:

@@ -15,7 +15,7 @@ from shardwise.boxes import boxes_within
 from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Ranges, Transfers, assign_transfers
-from shardwise.plan.structure import Description, GroupMembers, Structure, find_rules
+from shardwise.plan.structure import Description, ParamGroups, Structure, find_rules
 from shardwise.state.local_state import Fragment, TensorLeaf, memory_extent, view_for_numpy
 from shardwise.store.store import Buffer
 
@@ -179,7 +179,7 @@ def memory_of(data: torch.Tensor, saved_dtype: torch.dtype | None = None) -> Ten
 
 
 def describe_tensors(
-    leaves: Sequence[TensorLeaf], per_rank: Sequence[str] = (), groups: GroupMembers = ()
+    leaves: Sequence[TensorLeaf], per_rank: Sequence[str] = (), param_groups: ParamGroups = ()
 ) -> tuple[Description, tuple[Fragment, ...]]:
     """Split the tensors of this rank into a description without bytes, and their memory.
 
@@ -189,7 +189,7 @@ def describe_tensors(
     Args:
         leaves: the tensors of this rank, with distinct names.
         per_rank: the names of the values that differ between ranks.
-        groups: the members of groups of parameters that have plain values in common.
+        param_groups: the members of groups of parameters that have plain values in common.
 
     Returns:
         The description, and its fragments in the same order.
@@ -226,7 +226,7 @@ def describe_tensors(
         tuple(without_rule),
         tuple(ties),
         tuple(per_rank),
-        groups,
+        param_groups,
     )
     dims = max(map(len, shapes), default=0)
     description = Description(

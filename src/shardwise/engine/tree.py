@@ -89,7 +89,8 @@ class TreeGroup:
     Raises:
         StateError: `rank` is not one of `size` ranks.
         LostRankError: a rank did not connect in time. The error names it.
-        RankError: a rank has another version of the library, or another number of ranks.
+        RankError: a rank has another version of the library, or another number of ranks; or two
+            processes are the same rank.
     """
 
     def __init__(
@@ -110,16 +111,17 @@ class TreeGroup:
         self._above: Link | None = None
         self._below: dict[int, Link] = {}
         self._door: Door | None = None
+        self._check_whole: Check = nothing
         self._is_closed, self._operation = False, CONNECTING
         self._process = os.getpid()
         with self._closing_on_error():
             below = ranks_below(rank, size)
             if below:
-                self._door = Door(store, rank, size, below)
+                self._door = Door(store, rank, size, below, self._numbers)
             if rank:
                 above = rank_above(rank)
                 self._above = connect_upwards(
-                    store, rank, size, above, timeout, check, self._numbers[above]
+                    store, rank, size, above, timeout, check, self._numbers
                 )
             self._run(self._missing_below, check=check)
         self._operation = OPERATION
@@ -170,12 +172,20 @@ class TreeGroup:
     def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Combine the data of all ranks, on their way to rank 0."""
         with self._closing_on_error():
-            self._check(data)
+            self._check_open()
+            self._check_size(data, "its message")
             below = self._below.values()
             self._run(self._missing_below)
             if below:
-                data = combine([data, *(link.inbox.popleft() for link in below)])
-                self._check(data)
+                parts = [data, *(link.inbox.popleft() for link in below)]
+                senders = [self.rank, *(link.rank for link in below)]
+                size, largest = max(zip(map(len, parts), senders, strict=True))
+                data = combine(parts)
+                self._check_size(
+                    data,
+                    f"its message, combined with those of the {self._count_below()} ranks below "
+                    f"it, of which rank {self._numbers[largest]} sent most ({size:,} bytes),",
+                )
             above = self._above
             if above is None:
                 return data
@@ -187,7 +197,8 @@ class TreeGroup:
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         with self._closing_on_error():
-            self._check(data)
+            self._check_open()
+            self._check_size(data, "its message to all ranks")
             if (above := self._above) is not None:
                 self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
                 data = above.inbox.popleft()
@@ -206,7 +217,9 @@ class TreeGroup:
         store = dist.distributed_c10d.PrefixStore(f"part {ranks[0]}", self._store)
         own = ranks.index(self.rank)
         numbers = [self._numbers[rank] for rank in ranks]
-        part = TreeGroup(store, own, len(ranks), timeout=self.timeout, numbers=numbers)
+        check = self._look_for_lost_ranks
+        part = TreeGroup(store, own, len(ranks), timeout=self.timeout, check=check, numbers=numbers)
+        part._check_whole = check
         return cleanup.enter_context(part)
 
     @property
@@ -214,18 +227,26 @@ class TreeGroup:
         above = [] if self._above is None else [self._above]
         return [*above, *self._below.values()]
 
-    def _check(self, data: bytes) -> None:
+    def _count_below(self) -> int:
+        return sum(map(len, all_below(self.rank, self.size)))
+
+    def _check_open(self) -> None:
         if self._is_closed:
             reason = (
                 "its connections were closed, by close() or after a failure: create a new "
                 "Checkpointer, or restart the job"
             )
             raise LostRankError(self._operation, {self.number: reason})
+
+    def _check_size(self, data: bytes, what: str) -> None:
+        """Fail on all ranks if a message is too large."""
         if len(data) > MOST_BYTES:
-            raise StateError(
-                f"a message between ranks has {len(data):,} bytes, more than {MOST_BYTES:,}: the "
-                "state has too many plain values, or too many tensors that follow no rule"
+            reason = (
+                f"{what} has {len(data):,} bytes, more than {MOST_BYTES:,}. Save fewer plain "
+                "values, or values that are equal on all ranks; pass tensors as DTensors, which "
+                "follow rules, and not as many boxes of sw.Shards"
             )
+            self._fail(Failure(self._operation, {self.number: reason}, is_lost=False))
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -271,6 +292,7 @@ class TreeGroup:
         began = time.monotonic()
         self._send_and_receive(0.0)
         while missing := find_missing():
+            self._check_other_ranks(deadline)
             lost = {self._numbers[link.rank]: link.ended for link in self._links if link.is_lost}
             if lost and not are_ending:
                 self._fail(Failure(self._operation, lost, is_lost=True))
@@ -282,6 +304,27 @@ class TreeGroup:
                 next_report = Deadline(REPORT_SECONDS)
             pause = min(deadline.seconds_left(), next_report.seconds_left())
             self._send_and_receive(pause)
+
+    def _look_for_lost_ranks(self, deadline: Deadline) -> None:
+        """Fail if a rank of this group is lost, while this rank waits for a part of the group.
+
+        A rank that leaves is not lost: it may need neither this rank nor its own part any more.
+        """
+        if self._is_closed:
+            return
+        with self._closing_on_error():
+            self._send_and_receive(0.0)
+            links = [link for link in self._links if link.ended and not link.has_left]
+            if lost := {self._numbers[link.rank]: link.ended for link in links}:
+                self._fail(Failure(self._operation, lost, is_lost=True))
+
+    def _check_other_ranks(self, deadline: Deadline) -> None:
+        """In a part of a group, tell the part of a failure that the whole group knows."""
+        try:
+            self._check_whole(deadline)
+        except RankError as error:
+            is_lost = isinstance(error, LostRankError)
+            self._fail(Failure(error.operation, error.failures, is_lost))
 
     def _send_and_receive(self, seconds: float) -> None:
         """Send and receive what can be now, after a wait of at most some seconds."""
@@ -303,14 +346,10 @@ class TreeGroup:
             for link in door.admit():
                 self._below[link.rank] = link
         except RankError as error:
-            self._fail(self._renumbered(error))
+            self._fail(Failure(error.operation, error.failures, is_lost=False))
         if not door.missing:
             self._door = None
             door.close()
-
-    def _renumbered(self, error: RankError) -> Failure:
-        failures = {self._numbers[rank]: text for rank, text in error.failures.items()}
-        return Failure(error.operation, failures, is_lost=False)
 
     def _take_news(self, link: Link) -> None:
         """Act on what another rank says about failed and missing ranks."""

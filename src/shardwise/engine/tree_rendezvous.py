@@ -8,6 +8,7 @@ there, or the token is wrong, and the ranks look into the store again.
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
@@ -25,6 +26,7 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
+    address_of,
     is_token,
     listen_for_ranks,
     proof_of,
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 OPERATION = "connecting the ranks"
-MOST_GUESTS = 256
-"""Connections of which it is not known yet whose they are."""
+MOST_GUESTS = 128
+"""How many connections, of which it is not known yet whose they are, stay open while others wait.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
 """The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
@@ -49,14 +52,18 @@ STALE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 LONGER_SECONDS = 10.0
-ACCEPTED, REFUSED = 1, 2
+_NO_PLACE = "none"
+"""What stores return for a key that they do not have, if it is compared and set to this."""
+ACCEPTED, REFUSED, TWICE = 1, 2, 3
 Check = Callable[[Deadline], object]
 """Called while ranks connect. It raises to give up, or moves the deadline."""
 # Both begin in the same way in all versions, so that ranks with different versions can tell.
-_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
-"""The token, the protocol, the rank, the number of ranks, the library's version, the host."""
-_ANSWER = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64s")
-"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`."""
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64sI")
+"""The token, the protocol, the rank, the number of ranks, the library's version, the host, and the
+id of the process."""
+_ANSWER = struct.Struct(_HELLO.format)
+"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`. If another
+process has connected as this rank, the host and the process are those of that one."""
 
 
 def nothing(deadline: Deadline) -> None:
@@ -82,6 +89,12 @@ class _Peer:
         self.version, self.host = (
             bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[4:6]
         )
+        self.process = int(fields[6])
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The host and the process of this rank."""
+        return self.host, self.process
 
     def problem(self, size: int) -> str:
         """Return why this rank cannot talk to the other one, or nothing."""
@@ -95,9 +108,21 @@ class _Peer:
         return ""
 
 
-def _describe_self(proof: bytes, number: int, size: int) -> bytes:
-    host = socket.gethostname().encode("ascii", "replace")[:64]
-    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host)
+def _describe_self(
+    proof: bytes, number: int, size: int, place: tuple[str, int] | None = None
+) -> bytes:
+    name, process = place or (socket.gethostname(), os.getpid())
+    host = name.encode("ascii", "replace")[:64]
+    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host, process)
+
+
+def _connected_twice(first: tuple[str, int], second: tuple[str, int]) -> str:
+    (host, process), (other_host, other_process) = first, second
+    return (
+        f"it connected twice: from host {host}, process {process}, and from host {other_host}, "
+        f"process {other_process}. Start one process for each rank: give each host another node "
+        "rank, and end the processes of earlier jobs"
+    )
 
 
 class Door:
@@ -107,11 +132,21 @@ class Door:
         store: the store of the ranks.
         rank, size: this rank, and the number of ranks.
         expected: the ranks below this rank.
+        numbers: the number of each rank in errors; by default, the rank.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, expected: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        expected: Sequence[int],
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._numbers = range(size) if numbers is None else numbers
         self.missing = set(expected)
+        self._places: dict[int, tuple[str, int]] = {}
         self._guests: dict[socket.socket, tuple[bytearray, Deadline]] = {}
         self._token = secrets.token_bytes(TOKEN_SIZE)
         self._cleanup = ExitStack()
@@ -121,24 +156,26 @@ class Door:
             self._put(_Place(host, port, self._token))
         except RuntimeError as error:
             self._cleanup.close()
-            raise _lost_store(error) from error
+            raise _lost_store(store, self._numbers[rank], error) from error
 
     def _put(self, place: _Place) -> None:
         self._store.set(_key(self._rank), msgspec.json.encode(place).decode())
 
     def sockets(self) -> list[socket.socket]:
         """Return the sockets on which someone may say something."""
-        is_full = len(self._guests) >= MOST_GUESTS
-        return [*self._guests] if is_full else [self._listener, *self._guests]
+        return [self._listener, *self._guests]
 
     def admit(self) -> Iterator[Link]:
-        """Let those in who have said who they are, one after the other, without waiting.
+        """Let those in who have said who they are, without waiting for those who have not.
+
+        If there are too many of the latter, the first ones are turned away.
 
         Raises:
-            RankError: a rank has another version of the library, or belongs to more ranks or fewer.
+            RankError: a rank has another version of the library, or belongs to more ranks or fewer;
+                or two processes are the same rank.
         """
         with suppress(BlockingIOError, InterruptedError, ConnectionError):
-            while len(self._guests) < MOST_GUESTS:
+            for _ in range(MOST_GUESTS):
                 guest, _ = self._listener.accept()
                 guest.setblocking(False)
                 self._guests[guest] = bytearray(), Deadline(HELLO_TIMEOUT)
@@ -153,6 +190,8 @@ class Door:
                 yield from self._answer(guest, _Peer(_HELLO.unpack(said)))
             elif deadline.has_passed():
                 self._turn_away(guest)
+        for guest in [*self._guests][:-MOST_GUESTS]:
+            self._turn_away(guest)
 
     def _hear(self, guest: socket.socket, most: int) -> bytes:
         try:
@@ -168,17 +207,26 @@ class Door:
         guest.close()
 
     def _answer(self, guest: socket.socket, peer: _Peer) -> list[Link]:
-        if not is_token(peer.proof, self._token) or peer.number not in self.missing:
-            guest.close()
+        first = self._places.get(peer.number, peer.place)
+        is_new = peer.number in self.missing
+        if not is_token(peer.proof, self._token) or (not is_new and first == peer.place):
+            guest.close()  # a stranger, or a rank that connects again
             return []
-        problem = peer.problem(self._size)
-        verdict = REFUSED if problem else ACCEPTED
+        if is_new:
+            problem = peer.problem(self._size)
+            verdict = REFUSED if problem else ACCEPTED
+            problem = problem and f"on host {peer.host}: {problem}"
+            answer = _describe_self(proof_of(self._token), verdict, self._size)
+        else:
+            problem = _connected_twice(first, peer.place)
+            answer = _describe_self(proof_of(self._token), TWICE, self._size, first)
         with suppress(OSError):  # noticed on the connection
-            guest.sendall(_describe_self(proof_of(self._token), verdict, self._size))
+            guest.sendall(answer)
         if problem:
             guest.close()
-            raise RankError(OPERATION, {peer.number: f"on host {peer.host}: {problem}"})
+            raise RankError(OPERATION, {self._numbers[peer.number]: problem})
         self.missing.remove(peer.number)
+        self._places[peer.number] = peer.place
         return [Link(peer.number, peer.host, guest)]
 
     def close(self, failure: Failure | None = None) -> None:
@@ -204,7 +252,7 @@ def connect_upwards(
     above: int,
     timeout: timedelta,
     check: Check,
-    number: int,
+    numbers: Sequence[int],
 ) -> Link:
     """Connect to the rank above.
 
@@ -214,16 +262,17 @@ def connect_upwards(
         above: the rank to connect to.
         timeout: the longest wait.
         check: called again and again.
-        number: the number of the rank above in errors.
+        numbers: the number of each rank in errors.
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
         RankError: the rank has another version of the library, or another number of ranks; or it
-            has failed.
+            has failed; or another process has connected as this rank.
     """
+    number = numbers[above]
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
-    reason = "it has not begun to connect"
-    lookup = _Lookup(store, above, check)
+    reason = "it has not begun to connect, or another process has connected as this rank"
+    lookup = _Lookup(store, above, check, number=numbers[rank], number_of_rank=number)
     met: tuple[_Place, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
         place = lookup.find(deadline)
@@ -239,6 +288,10 @@ def connect_upwards(
                     met = place, Deadline(STALE_SECONDS)
                 connection.sendall(_describe_self(place.token, rank, size))
                 peer = _hear_answer(connection, lookup, place, deadline)
+                if peer.number == TWICE:
+                    own_place = socket.gethostname(), os.getpid()
+                    text = _connected_twice(peer.place, own_place)
+                    raise RankError(OPERATION, {numbers[rank]: text})
                 if peer.number != ACCEPTED:
                     problem = peer.problem(size) or (
                         f"it has version {peer.version} of shardwise, and refuses this rank: "
@@ -254,10 +307,20 @@ def connect_upwards(
 
 
 class _Lookup:
-    """Looks for the address of a rank in the store."""
+    """Looks for the address of a rank in the store.
 
-    def __init__(self, store: Store, rank: int, check: Check) -> None:
+    Args:
+        store: the store.
+        rank: the rank to look for.
+        check: called again and again.
+        number, number_of_rank: in errors, the numbers of this rank and of the one to look for.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, check: Check, *, number: int, number_of_rank: int
+    ) -> None:
         self._store, self._rank, self._check = store, rank, check
+        self._number, self._number_of_rank = number, number_of_rank
         self._first: _Place | None = None
         self._patience = Deadline(0.0)
 
@@ -279,14 +342,19 @@ class _Lookup:
 
     def _read(self) -> _Place:
         try:
-            if not self._store.check([_key(self._rank)]):
+            key = _key(self._rank)
+            if not self._store.check([key]):
                 return _Place()
-            return msgspec.json.decode(self._store.get(_key(self._rank)), type=_Place)
+            # If the rank has removed its place since, `get` would wait, for up to half an hour.
+            found = self._store.compare_set(key, _NO_PLACE, _NO_PLACE)
+            if found == _NO_PLACE.encode():
+                return _Place()
+            return msgspec.json.decode(found, type=_Place)
         except RuntimeError as error:
-            raise _lost_store(error) from error
+            raise _lost_store(self._store, self._number, error) from error
         except msgspec.DecodeError as error:
             reason = f"its address is damaged: {error}"
-            raise LostRankError(OPERATION, {self._rank: reason}) from error
+            raise LostRankError(OPERATION, {self._number_of_rank: reason}) from error
 
     def _is_new(self, place: _Place) -> bool:
         """Return whether a failure is of this attempt, not of an earlier one of the same ranks."""
@@ -325,9 +393,14 @@ def _hear_answer(
     return peer
 
 
-def _lost_store(error: RuntimeError) -> LostRankError:
+def _lost_store(store: Store, number: int, error: RuntimeError) -> LostRankError:
+    """Return the error of a rank that cannot reach the store."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return LostRankError(OPERATION, {0: f"the store of the ranks does not answer: {reason}"})
+    where = "the store of the ranks"
+    if (address := address_of(store)) is not None:
+        where += f" at {address[0]}:{address[1]}, which is a part of rank 0 in most jobs,"
+    text = f"{where} does not answer: {reason}. Look for the first error in the log of its process"
+    return LostRankError(OPERATION, {number: text})
 
 
 def _key(rank: int) -> str:

@@ -5,7 +5,7 @@ one such tensor holds for all others that are split alike. So the cost of a plan
 number of ranks, and not with the number of ranks times the number of tensors.
 
 Example: 400 tensors of shape `(8, 4)`, split by rows over the ranks 0 to 3, are one `Division`. It
-has the parts `[0:2,0:4]`, `[2:4,0:4]`, `[4:6,0:4]` and `[6:8,0:4]`, and the holders 0, 1, 2 and 3.
+has the parts `[0:2,0:4]`, `[2:4,0:4]`, `[4:6,0:4]` and `[6:8,0:4]`, and the owners 0, 1, 2 and 3.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class Division:
         tensors: indices in the list of all tensors, ascending, `(t,)`.
         itemsize: the size of an element, in bytes.
         offset, shape: the parts, as boxes of each tensor, `(p, D)`, padded with 0 and 1.
-        holders: the ranks that hold each part, ascending, `(p, m)`.
+        owners: the ranks that hold each part, ascending, `(p, m)`.
     """
 
     tensors: IntArray
     itemsize: int
     offset: IntArray
     shape: IntArray
-    holders: IntArray
+    owners: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Parts that have the same number of holders.
+    """Parts that have the same number of owners.
 
     Attributes:
         key: is equal for equal `index`.
         index: the index of each part in each split, `(p, s)`.
-        holders: the ranks that hold each part, ascending, `(p, m)`.
+        owners: the ranks that hold each part, ascending, `(p, m)`.
     """
 
     key: bytes
     index: IntArray
-    holders: IntArray
+    owners: IntArray
 
 
 def find_divisions(
@@ -95,15 +95,15 @@ def find_divisions(
         if not splits or len(indices) * math.prod(parts for _, parts in splits) < smallest:
             continue
         if occurrences not in parts_of:
-            parts_of[occurrences] = list(_parts_and_holders(structures, occurrences, known))
+            parts_of[occurrences] = list(_parts_and_owners(structures, occurrences, known))
         parts = parts_of[occurrences]
         key = shape, splits, *(each.key for each in parts)
         if key not in boxes:
             boxes[key] = _boxes_of_parts(shape, splits, [each.index for each in parts], dims)
         listed = np.array(indices, np.int64)
         for each, (rows, offset, extent) in zip(parts, boxes[key] or (), strict=False):
-            itemsize, holders = DTYPES[dtype].itemsize, each.holders[rows]
-            divisions.append(Division(listed, itemsize, offset, extent, holders))
+            itemsize, owners = DTYPES[dtype].itemsize, each.owners[rows]
+            divisions.append(Division(listed, itemsize, offset, extent, owners))
     return [division for division in divisions if len(division.offset)]
 
 
@@ -113,10 +113,10 @@ def _find_alike(
     """Return the indices of tensors with equal structures, rules, shape and dtype."""
     tied = {name for each in structures for name, _ in each.structure.ties}
     occurrences_of: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
-    for number, each in enumerate(structures):
+    for i, each in enumerate(structures):
         for name, rule in zip(each.structure.names, each.structure.rule_of, strict=True):
             if name in occurrences_of:
-                occurrences_of[name].append((number, rule))
+                occurrences_of[name].append((i, rule))
     alike: dict[tuple[_Occurrences, tuple[int, ...], str], list[int]] = {}
     for index, (name, entry) in enumerate(tensors.items()):
         occurrences = tuple(occurrences_of[name])
@@ -134,7 +134,7 @@ def _splits_of(
     """
     splits = {
         tuple((split.dim, split.parts, split.split_factor) for split in each.structure.rules[rule])
-        for each, rule in ((structures[number], rule) for number, rule in occurrences)
+        for each, rule in ((structures[i], rule) for i, rule in occurrences)
     }
     first = splits.pop()
     if splits or any(factor != 1 for _, _, factor in first):
@@ -142,12 +142,12 @@ def _splits_of(
     return tuple((dim, parts) for dim, parts, _ in first)
 
 
-def _parts_and_holders(
+def _parts_and_owners(
     structures: Sequence[RanksOfStructure],
     occurrences: _Occurrences,
     known: dict[tuple[int, bytes], list[_Parts]],
 ) -> Iterator[_Parts]:
-    """Yield the parts of a tensor that have the same number of holders.
+    """Yield the parts of a tensor that have the same number of owners.
 
     Parts are sorted so that the index with the most values changes fastest. Runs of pieces then
     become long.
@@ -158,10 +158,10 @@ def _parts_and_holders(
         known: the parts for some coordinates, with positions in place of ranks. Pipeline stages
             have equal coordinates.
     """
-    ranks = np.concatenate([structures[number].ranks for number, _ in occurrences])
+    ranks = np.concatenate([structures[i].ranks for i, _ in occurrences])
     columns = []
-    for number, rule in occurrences:
-        each = structures[number]
+    for i, rule in occurrences:
+        each = structures[i]
         columns.append(each.coordinates[:, [split.axis for split in each.structure.rules[rule]]])
     indices = np.concatenate(columns)
     if len(occurrences) > 1:
@@ -171,7 +171,7 @@ def _parts_and_holders(
     if key not in known:
         known[key] = [*_find_parts(indices)]
     for parts in known[key]:
-        yield replace(parts, holders=ranks[parts.holders])
+        yield replace(parts, owners=ranks[parts.owners])
 
 
 def _find_parts(indices: IntArray) -> Iterator[_Parts]:

@@ -36,7 +36,7 @@ class PieceRows(Table):
     rank: IntArray
     tensor: IntArray
     fragment: IntArray
-    holders: IntArray
+    owner_count: IntArray
     nbytes: IntArray
     start: IntArray
     offset: IntArray
@@ -66,7 +66,7 @@ class PieceGroup:
     within: IntArray
     shape: IntArray
     nbytes: int
-    holders: int
+    owner_count: int
     layout: IntArray
     starts: IntArray
 
@@ -112,9 +112,9 @@ def _sections(
     rows: PieceRows, groups: Sequence[PieceGroup], itemsizes: IntArray, world: int
 ) -> Iterator[tuple[PieceRows, list[PieceGroup]]]:
     """Yield the rows and groups of each section of all files."""
-    counts = np.array([group.holders for group in groups], np.int64)
-    distinct = np.unique(np.concatenate([rows.holders, counts]))[: MOST_SECTIONS - 1]
-    number_of_row = np.searchsorted(distinct, rows.holders)
+    counts = np.array([group.owner_count for group in groups], np.int64)
+    distinct = np.unique(np.concatenate([rows.owner_count, counts]))[: MOST_SECTIONS - 1]
+    number_of_row = np.searchsorted(distinct, rows.owner_count)
     numbered = [*zip(np.searchsorted(distinct, counts).tolist(), groups, strict=True)]
     sizes = np.zeros(world, np.int64)
     first = 0

@@ -1,6 +1,6 @@
-"""Plan a save: from the structures of all ranks, compute the pieces that each rank writes.
+"""Compute the pieces that each rank writes, from the structures of all ranks.
 
-Every rank computes the same plan, so that no plan is sent.
+Every rank computes the same plan, so that no plan is sent. `engine/planning.py` sends the rest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
 from shardwise.manifest.pieces import Runs, encode_tensors, find_runs, join_runs
-from shardwise.plan.assignment import Replicas, assign_writers, bytes_held, find_replicas
+from shardwise.plan.assignment import assign_writers, bytes_held
 from shardwise.plan.division import SMALLEST_DIVISION, find_divisions
 from shardwise.plan.file_layout import PieceGroup, PieceRows, lay_out_pieces
+from shardwise.plan.replicas import Replicas, find_replicas
 from shardwise.plan.structure import (
     Coordinates,
     Description,
-    GroupMembers,
     HeldBoxes,
+    ParamGroups,
     RanksOfStructure,
     find_held_boxes,
     list_tensors,
@@ -93,27 +94,27 @@ class SavePlan:
         world: the number of ranks.
         description: the structure and the fragments of this rank.
         per_rank: the names of the per-rank values of all ranks.
-        groups_of: by the fingerprint of each structure, its first rank and its groups of values.
+        param_groups: by the fingerprint of each structure, its first rank and its param groups.
         tensors: all tensors, without pieces; then the names that share the data of another tensor.
         replicas: the boxes that this and other ranks hold.
         bytes_held: the tensor bytes of all ranks together, with replicas.
         bytes_stored: the tensor bytes that are written, without replicas.
         writers: the ranks that write a file, in the order of the list of files.
-        rows, groups: the pieces.
+        rows, piece_groups: the pieces.
     """
 
     rank: int
     world: int
     description: Description
     per_rank: tuple[str, ...]
-    groups_of: Mapping[bytes, tuple[int, GroupMembers]]
+    param_groups: Mapping[bytes, tuple[int, ParamGroups]]
     tensors: tuple[TensorEntry, ...]
     replicas: tuple[Replicas, ...]
     bytes_held: int
     bytes_stored: int
     writers: IntArray
     rows: PieceRows
-    groups: tuple[PieceGroup, ...]
+    piece_groups: tuple[PieceGroup, ...]
 
     @cached_property
     def pieces(self) -> PieceTable:
@@ -130,7 +131,7 @@ class SavePlan:
         rows = slice(low, high)
         start, fragment = [self.rows.start[rows]], [self.rows.fragment[rows]]
         offset, shape = [self.rows.offset[rows]], [self.rows.shape[rows]]
-        for group in self.groups:
+        for group in self.piece_groups:
             for i in np.flatnonzero(group.ranks == rank).tolist():
                 t = len(group.tensors)
                 start.append(group.starts[group.layout[i]])
@@ -160,7 +161,7 @@ class SavePlan:
         file_of[self.writers] = np.arange(len(self.writers))
         rows = self.rows.select(np.lexsort([*reversed(self.rows.offset.T), self.rows.tensor]))
         tables = [find_runs(rows.tensor, file_of[rows.rank], rows.start, rows.offset, rows.shape)]
-        tables += [_runs_of_group(group, file_of) for group in self.groups]
+        tables += [_runs_of_group(group, file_of) for group in self.piece_groups]
         runs = join_runs(tables)
         order = np.lexsort([*reversed(runs.offset.T), runs.tensor])
         return encode_tensors(self.tensors, runs.select(order))
@@ -267,14 +268,16 @@ def plan_save(
         world=world,
         description=description,
         per_rank=tuple(dict.fromkeys(names)),
-        groups_of={s.fingerprint: (int(s.ranks[0]), s.structure.groups) for s in structures},
+        param_groups={
+            s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures
+        },
         tensors=(*tensors, *ties),
         replicas=tuple(find_replicas(boxes, divisions, rank, fragment_at, world)),
         bytes_held=bytes_held(boxes, divisions, itemsizes),
         bytes_stored=int(sizes.sum()),
         writers=np.flatnonzero(writes_file),
         rows=rows,
-        groups=tuple(groups),
+        piece_groups=tuple(groups),
     )
 
 
@@ -307,7 +310,7 @@ def _check_coverage(
     for i in wrong[:10]:
         ndim = len(tensors[i].shape)
         parts = [
-            (boxes.sets[boxes.holders[row]][0], boxes.offset[row], boxes.shape[row])
+            (boxes.owner_sets[boxes.owner_set[row]][0], boxes.offset[row], boxes.shape[row])
             for row in np.flatnonzero(boxes.tensor == i)[:8].tolist()
         ]
         shown = ", ".join(

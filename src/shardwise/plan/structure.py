@@ -40,7 +40,7 @@ class AxisSplit(msgspec.Struct, array_like=True, frozen=True):
     axis: int
 
 
-GroupMembers = tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+ParamGroups = tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
 """Names of plain values. Each value is a list with an item for each group: the value that some
 parameters, the members of the group, have in common."""
 Rule = tuple[AxisSplit, ...]
@@ -58,7 +58,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
         listed: the boxes of tensors without a rule: index of the tensor, offset and shape.
         ties: for each tied tensor, its name, and the name in `names` of the tensor with its data.
         per_rank: the names of the per-rank values.
-        groups: the members of groups of parameters, which have plain values in common.
+        param_groups: the members of groups of parameters, which have plain values in common.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
     listed: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     per_rank: tuple[str, ...] = ()
-    groups: GroupMembers = ()
+    param_groups: ParamGroups = ()
 
 
 def find_rules(
@@ -147,8 +147,8 @@ class HeldBoxes:
     Attributes:
         tensor: indices in the list of all tensors, `(n,)`.
         offset, shape: the boxes, `(n, D)`.
-        holders: indices in `sets`, `(n,)`.
-        sets: the distinct sets of ranks, each sorted.
+        owner_set: the index in `owner_sets` of the ranks that hold each box, `(n,)`.
+        owner_sets: the distinct sets of ranks, each sorted.
         fragment: the index of the fragment with this box on the rank that plans; -1 if the rank
             does not hold the box, `(n,)`.
     """
@@ -156,8 +156,8 @@ class HeldBoxes:
     tensor: IntArray
     offset: IntArray
     shape: IntArray
-    holders: IntArray
-    sets: tuple[tuple[int, ...], ...]
+    owner_set: IntArray
+    owner_sets: tuple[tuple[int, ...], ...]
     fragment: IntArray
 
 
@@ -216,7 +216,7 @@ def find_held_boxes(
         rank: this rank.
         own: the fragments of this rank.
     """
-    set_ids: dict[tuple[int, ...], int] = {}
+    set_index: dict[tuple[int, ...], int] = {}
     tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
     names: tuple[str, ...] = ()
     index = np.zeros(0, np.int64)
@@ -224,19 +224,19 @@ def find_held_boxes(
         if each.structure.names != names:
             names = each.structure.names
             index = np.array([index_of.get(name, -1) for name in names], np.int64)
-        table = _boxes_of_structure(each, index >= 0, dims, set_ids)
+        table = _boxes_of_structure(each, index >= 0, dims, set_index)
         if rank in each.ranks:
             table = np.vstack([table, _own_boxes(own, index >= 0, dims)])
         table[:, 0] = index[table[:, 0]]
         tables.append(table)
-    return _merge_equal(np.concatenate(tables), set_ids)
+    return _merge_equal(np.concatenate(tables), set_index)
 
 
 def _boxes_of_structure(
     each: RanksOfStructure,
     wanted: BoolArray,
     dims: int,
-    set_ids: dict[tuple[int, ...], int],
+    set_index: dict[tuple[int, ...], int],
 ) -> IntArray:
     """Return the boxes that ranks with one structure hold.
 
@@ -244,11 +244,11 @@ def _boxes_of_structure(
         each: the structure, and the ranks that have it.
         wanted: for each tensor of the structure, whether to return its boxes.
         dims: the number D of dimensions to pad boxes to.
-        set_ids: the id of each set of ranks; new sets are added.
+        set_index: the index of each set of ranks; new sets are added.
 
     Returns:
-        A row `(tensor, *offset, *shape, holders, fragment)` for each box: the index of the tensor
-        in the structure, the box, the id of the set of ranks that hold it, and -1.
+        A row `(tensor, *offset, *shape, owner_set, fragment)` for each box: the index of the tensor
+        in the structure, the box, the index of the set of ranks that hold it, and -1.
     """
     structure = each.structure
     # Tensors with the same rule and shape have the same boxes: for example, all weights of shape
@@ -258,22 +258,22 @@ def _boxes_of_structure(
     for i in np.flatnonzero(wanted & follow_rules).tolist():
         alike.setdefault((structure.rule_of[i], structure.shapes[i]), []).append(i)
     parts_of_rule = {
-        number: _parts_of_rule(structure.rules[number], each, set_ids)
-        for number in sorted({number for number, _ in alike})
+        rule: _parts_of_rule(structure.rules[rule], each, set_index)
+        for rule in sorted({rule for rule, _ in alike})
     }
     tables = []
-    for (number, shape), tensors in alike.items():
+    for (rule, shape), tensors in alike.items():
         rows = []
         zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-        for splits, holders in parts_of_rule[number]:
+        for splits, owner_set in parts_of_rule[rule]:
             for box, _ in shard_boxes(shape, splits):
-                rows.append((*box.offset, *zeros, *box.shape, *ones, holders, -1))
+                rows.append((*box.offset, *zeros, *box.shape, *ones, owner_set, -1))
         if rows:
             repeated = np.tile(np.array(rows, np.int64), (len(tensors), 1))
             tables.append(np.column_stack([np.repeat(tensors, len(rows)), repeated]))
     rows = []
     if structure.listed:
-        everyone = set_ids.setdefault(tuple(each.ranks.tolist()), len(set_ids))
+        everyone = set_index.setdefault(tuple(each.ranks.tolist()), len(set_index))
         for i, offset, shape in structure.listed:
             if wanted[i]:
                 zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
@@ -283,16 +283,16 @@ def _boxes_of_structure(
 
 
 def _parts_of_rule(
-    rule: Rule, each: RanksOfStructure, set_ids: dict[tuple[int, ...], int]
+    rule: Rule, each: RanksOfStructure, set_index: dict[tuple[int, ...], int]
 ) -> list[tuple[tuple[Split, ...], int]]:
-    """Return the splits of each part of a tensor, and the id of the set of ranks that hold it.
+    """Return the splits of each part of a tensor, and the index of the set of ranks that hold it.
 
     For example, a rule has one split of axis 0, and four ranks have the coordinates [0, 0], [0, 1],
     [1, 0] and [1, 1]. The parts are [0] and [1], which the ranks (0, 1) and (2, 3) hold.
 
     Args:
         each: the ranks that follow the rule, and their coordinates.
-        set_ids: the id of each set of ranks; new sets are added.
+        set_index: the index of each set of ranks; new sets are added.
     """
     ranks, indices = each.ranks, each.coordinates[:, [split.axis for split in rule]]
     parts, inverse = np.unique(indices, axis=0, return_inverse=True)
@@ -300,10 +300,10 @@ def _parts_of_rule(
     order = np.argsort(inverse, kind="stable")
     members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
     found = []
-    for part, holders in zip(parts.tolist(), members, strict=True):
+    for part, owners in zip(parts.tolist(), members, strict=True):
         pairs = zip(rule, part, strict=True)
         splits = tuple(Split(s.dim, s.parts, index, s.split_factor) for s, index in pairs)
-        found.append((splits, set_ids.setdefault(tuple(holders.tolist()), len(set_ids))))
+        found.append((splits, set_index.setdefault(tuple(owners.tolist()), len(set_index))))
     return found
 
 
@@ -314,11 +314,11 @@ def _own_boxes(own: Description, wanted: BoolArray, dims: int) -> IntArray:
     return np.column_stack([own.tensor[rows], offset, shape, np.full(len(rows), -1), rows])
 
 
-def _merge_equal(table: IntArray, set_ids: dict[tuple[int, ...], int]) -> HeldBoxes:
+def _merge_equal(table: IntArray, set_index: dict[tuple[int, ...], int]) -> HeldBoxes:
     """Unite the rows of equal boxes, which several structures and this rank can have."""
     boxes = table[:, :-2]
     order = np.lexsort(boxes.T[::-1])  # the row of this rank stays behind that of its structure
-    boxes, holders, fragment = boxes[order], table[order, -2], table[order, -1]
+    boxes, owner_set, fragment = boxes[order], table[order, -2], table[order, -1]
     begins = np.ones(len(boxes), bool)
     begins[1:] = (np.diff(boxes, axis=0) != 0).any(axis=1)
     first = np.flatnonzero(begins)
@@ -326,13 +326,13 @@ def _merge_equal(table: IntArray, set_ids: dict[tuple[int, ...], int]) -> HeldBo
     box = np.cumsum(begins) - 1
     own = np.full(len(first), -1)
     own[box[fragment >= 0]] = fragment[fragment >= 0]
-    united = holders[first]
-    sets = list(set_ids)
-    structures_with_box = np.bincount(box[holders >= 0], minlength=len(first))
+    united = owner_set[first]
+    sets = list(set_index)
+    structures_with_box = np.bincount(box[owner_set >= 0], minlength=len(first))
     for row in np.flatnonzero(structures_with_box > 1).tolist():
-        numbers = {*holders[first[row] : end[row]].tolist()} - {-1}
-        ranks = tuple(sorted({rank for number in numbers for rank in sets[number]}))
-        united[row] = set_ids.setdefault(ranks, len(set_ids))
+        indices = {*owner_set[first[row] : end[row]].tolist()} - {-1}
+        ranks = tuple(sorted({rank for i in indices for rank in sets[i]}))
+        united[row] = set_index.setdefault(ranks, len(set_index))
         if united[row] == len(sets):
             sets.append(ranks)
     boxes, dims = boxes[first], (boxes.shape[1] - 1) // 2
