@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34390,
+    statements=34420,
     modules_of_api=85,
-    statements_of_api=8690,
+    statements_of_api=8710,
     record_types=280,
-    names_across_packages=371,  # the ports are used from everywhere
+    names_across_packages=373,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=68,
 )

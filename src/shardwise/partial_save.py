@@ -229,7 +229,9 @@ class PartialSave:
         for part in sorted(parts, key=lambda part: part.rank):
             data = msgspec.json.encode((part.values, {}))
             values_of_rank[part.rank] = msgspec.json.decode(data, type=SharedValues)
-        objects = {each.name: each.value for each in merge_values(values_of_rank, DIFFERENT_VALUES)}
+        objects = {
+            each.name: each.value for each in merge_values(values_of_rank, {}, DIFFERENT_VALUES)
+        }
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         tensors = _unite_tensors(parts)

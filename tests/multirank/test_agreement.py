@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -148,3 +149,36 @@ def test_a_mismatch_on_one_rank_stops_all_before_anything_is_written(
 ) -> None:
     sw.save(tmp_path, {"t": torch.ones(4)})
     all_refused(gang.run_outcomes(load_different, str(tmp_path), world=2), "more")
+
+
+def save_two_kinds(root: str, shm: str | None, what: str) -> list[object]:
+    """On rank 1, `best` is another kind of value than on rank 0, from the third step on."""
+    memory = None if shm is None else sw.Memory(dir=shm)
+    kinds = {"plain": 0.5, "tensor": torch.tensor(0.5), "per rank": sw.PerRank(0.5)}
+    own = kinds[what.split(", ")[dist.get_rank()]]
+    raised: list[object] = []
+    with sw.Checkpointer(root, memory=memory, keep=sw.Keep(last=1)) as checkpointer:
+        for step in range(1, 6):
+            state: dict[str, object] = {"w": torch.full((3,), float(step))}
+            if step in (3, 4) or (dist.get_rank() and step < 3 and what == "plain, tensor"):
+                state["best"] = own
+            try:
+                checkpointer.save(step, state)
+            except sw.MismatchError as error:
+                raised.append(str(error))
+    return raised
+
+
+@pytest.mark.parametrize("where", ["storage", "memory"])
+@pytest.mark.parametrize("what", ["plain, tensor", "tensor, per rank", "per rank, plain"])
+def test_a_name_of_two_kinds_is_refused_at_every_save(
+    gang: Gang, tmp_path: Path, what: str, where: str
+) -> None:
+    root, shm = str(tmp_path / "run"), str(tmp_path / "memory") if where == "memory" else None
+    for raised in gang.run(save_two_kinds, root, shm, what, world=2):
+        assert len(raised) == 2, raised
+        assert all("best: " in each and "different kinds" in each for each in raised)
+    loaded = {"w": torch.zeros(3)}
+    with sw.Checkpointer(root, memory=None) as checkpointer:
+        assert checkpointer.restore(loaded, only=["w"]) == 5
+    assert loaded["w"].tolist() == [5.0] * 3

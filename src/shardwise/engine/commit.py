@@ -34,6 +34,7 @@ from shardwise.manifest.manifest import (
     save_id_of_file,
     save_id_of_telemetry,
 )
+from shardwise.manifest.validate import layout_of_manifest
 from shardwise.store import Store, abort_uploads, publish_checked
 
 MAX_PUBLICATION_SECONDS = 10.0
@@ -158,6 +159,21 @@ def commit_save(
         raise exists_error(store) from error
     if overwrite:
         remove_leftovers(store, own_lock=lock_file(save_id))
+
+
+def check_readable(manifest: bytes, store: Store) -> None:
+    """Check a manifest as a load would, while nothing is committed.
+
+    Raises:
+        FormatError: the manifest is wrong.
+    """
+    try:
+        layout_of_manifest(decode_manifest(manifest))
+    except FormatError as error:
+        raise FormatError(
+            f"{store}: nothing was committed, because the planned manifest is wrong: {error}. This "
+            "is a bug of shardwise: report it, with the shapes and placements of these tensors"
+        ) from error
 
 
 def saved_manifest(store: Store) -> Manifest | None:

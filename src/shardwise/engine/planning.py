@@ -387,8 +387,9 @@ def _share_values(
     """
     encoded = encode_values(state)
     if not differ:
+        groups = plan.param_groups.values()
         return merge_values(
-            {rank: decode_values(encoded, members) for rank, members in plan.param_groups.values()}
+            {rank: decode_values(encoded, members) for rank, members in groups}, plan.kinds
         )
     with Round(group, "comparing plain values") as all_ranks:
         own = {digest_of(fingerprint + encoded): (group.rank, fingerprint, encoded)}
@@ -397,7 +398,8 @@ def _share_values(
         {
             rank: decode_values(values, plan.param_groups[digest][1])
             for rank, digest, values in sorted(listed.values())
-        }
+        },
+        plan.kinds,
     )
 
 

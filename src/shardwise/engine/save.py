@@ -11,19 +11,18 @@ import numpy as np
 import torch
 
 from shardwise.boxes import Box
-from shardwise.engine.commit import commit_save, lock_save, remove_leftovers
+from shardwise.engine.commit import check_readable, commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, values_of
 from shardwise.engine.shared_structures import digest_of
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import FormatError, MismatchError, StoreError
+from shardwise.errors import MismatchError, StoreError
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
-from shardwise.manifest.manifest import MANIFEST, decode_manifest
-from shardwise.manifest.validate import layout_of_manifest
+from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
 from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads, count_retries
@@ -236,7 +235,7 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
             table = _table_of(files, planned.save_id)
             manifest, overwrite = planned.manifest(table), request.overwrite
             if not planned.cached:
-                _check_readable(manifest, request.store)
+                check_readable(manifest, request.store)
             commit_save(request.store, planned.save_id, manifest, table.names, overwrite=overwrite)
             stage.bytes, stage.file = len(manifest), MANIFEST
             stage.retries = count_retries(request.store) - retries
@@ -262,21 +261,6 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
                 request.store.delete(source.entry.name)
         raise
     return own.size if own else 0
-
-
-def _check_readable(manifest: bytes, store: Store) -> None:
-    """Check the manifest of a new plan as a load would, while nothing is committed.
-
-    Raises:
-        FormatError: the manifest is wrong.
-    """
-    try:
-        layout_of_manifest(decode_manifest(manifest))
-    except FormatError as error:
-        raise FormatError(
-            f"{store}: nothing was committed, because the planned manifest is wrong: {error}. This "
-            "is a bug of shardwise: report it, with the shapes and placements of these tensors"
-        ) from error
 
 
 _Files = dict[bytes, bytes]

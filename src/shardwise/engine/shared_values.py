@@ -14,6 +14,7 @@ import msgspec
 
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
+from shardwise.plan.save import DIFFERENT_KINDS
 from shardwise.plan.structure import ParamGroups
 from shardwise.state.local_state import LocalState
 from shardwise.state.plain_values import JsonValue, find_differences
@@ -60,17 +61,21 @@ def decode_values(encoded: bytes, members: ParamGroups) -> SharedValues:
 
 
 def merge_values(
-    values: Mapping[int, SharedValues], summary: str = DIFFERENT_VALUES
+    values: Mapping[int, SharedValues],
+    other_kinds: Mapping[str, str],
+    summary: str = DIFFERENT_VALUES,
 ) -> tuple[ObjectEntry, ...]:
     """Merge the plain values of ranks.
 
     Args:
         values: the values of some ranks by rank, ascending. Other ranks have the same values as one
             of these.
-        summary: the first line of the error.
+        other_kinds: the names of what ranks have besides plain values, and what each of them is.
+        summary: the first line of the error for different values.
 
     Raises:
-        MismatchError: ranks have different values with the same name. The error lists all names.
+        MismatchError: ranks have different values, or different kinds of values, with the same
+            name. The error lists all names.
     """
     # A value and the first rank that has the value: in `objects` by name, and in `grouped` by name
     # and member of a group.
@@ -94,6 +99,7 @@ def merge_values(
                     problems += _describe_differences(first, value, group, first_rank, rank)
     if problems:
         raise MismatchError(summary, problems)
+    _refuse_other_kinds(values, other_kinds)
     entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
     for name, first_of in grouped.items():
         merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
@@ -102,6 +108,24 @@ def merge_values(
             merged.setdefault(key, {"members": [], "value": value})["members"].append(member)
         entries.append(ObjectEntry(name, [*merged.values()]))
     return tuple(entries)
+
+
+def _refuse_other_kinds(values: Mapping[int, SharedValues], other_kinds: Mapping[str, str]) -> None:
+    """Raise if a name is a plain value on one rank, and something else on another."""
+    problems = {}
+    grouped = {name: rank for rank, (_, groups) in values.items() for name in groups}
+    for rank, (objects, groups) in values.items():
+        for name in (*objects, *groups):
+            if name in other_kinds:
+                problems[name] = (
+                    f"{name}: a plain value on rank {rank}, {other_kinds[name]} on others"
+                )
+        for name in objects.keys() & grouped.keys():
+            problems[name] = (
+                f"{name}: a plain value on rank {rank}, param groups on rank {grouped[name]}"
+            )
+    if problems:
+        raise MismatchError(DIFFERENT_KINDS, [problems[name] for name in sorted(problems)])
 
 
 def _describe_differences(

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.boxes import Box, find_uncovered_tensors
 from shardwise.boxes.box import IntArray, check_table_size, padded_rows
-from shardwise.errors import FormatError, LayoutError
+from shardwise.errors import FormatError, LayoutError, MismatchError
 from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
@@ -33,6 +33,11 @@ from shardwise.plan.structure import (
     RanksOfStructure,
     find_held_boxes,
     list_tensors,
+)
+
+DIFFERENT_KINDS = (
+    "ranks have different kinds of values under one name; use the same kind on all ranks, for "
+    "example a tensor on each:"
 )
 
 
@@ -150,6 +155,13 @@ class SavePlan:
         return fragments_by_offset(self.description, self.tensors, self.rows.offset.shape[1])
 
     @cached_property
+    def kinds(self) -> dict[str, str]:
+        """What each name is: a tensor, or a per-rank value."""
+        return {each.name: "a tensor" for each in self.tensors} | dict.fromkeys(
+            self.per_rank, "a value in sw.PerRank"
+        )
+
+    @cached_property
     def header_entries(self) -> tuple[bytes, int]:
         """The entries of this rank's pieces in the header of its file; see `lay_out_file`."""
         return encode_header_entries(self.pieces.describe_pieces(self.description))
@@ -238,7 +250,8 @@ def plan_save(
             this many parts.
 
     Raises:
-        MismatchError: ranks have different dtypes or shapes of the same tensor.
+        MismatchError: ranks have different dtypes or shapes of the same tensor, or different kinds
+            of values under one name.
         LayoutError: the shards of a tensor leave gaps, or overlap without being equal; a tensor is
             tied on some ranks only; or there are too many pieces.
     """
@@ -261,13 +274,13 @@ def plan_save(
     writes_file = sizes > 0
     for each in structures:
         writes_file[each.ranks] |= bool(each.structure.per_rank)
-    names = chain(*(each.structure.per_rank for each in structures))
+    per_rank = _per_rank_names(structures, (*tensors, *ties))
     fragment_at = fragments_by_offset(description, tensors, dims) if divisions else {}
     return SavePlan(
         rank=rank,
         world=world,
         description=description,
-        per_rank=tuple(dict.fromkeys(names)),
+        per_rank=per_rank,
         param_groups={
             s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures
         },
@@ -279,6 +292,18 @@ def plan_save(
         rows=rows,
         piece_groups=tuple(groups),
     )
+
+
+def _per_rank_names(
+    structures: Sequence[RanksOfStructure], tensors: Sequence[TensorEntry]
+) -> tuple[str, ...]:
+    """Return the names of the per-rank values of all ranks, which no tensors have."""
+    names = dict.fromkeys(chain(*(each.structure.per_rank for each in structures)))
+    both = names.keys() & {each.name for each in tensors}
+    if both:
+        lines = [f"{name}: a tensor, and a value in sw.PerRank" for name in sorted(both)]
+        raise MismatchError(DIFFERENT_KINDS, lines)
+    return tuple(names)
 
 
 def fragments_by_offset(

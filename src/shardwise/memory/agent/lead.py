@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import commit_save, lock_for_publishing
+from shardwise.engine.commit import check_readable, commit_save, lock_for_publishing
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import (
     MANIFEST,
@@ -199,6 +199,7 @@ class _LeaderSave:
                 copied = 0 if is_published else self._copy_files(store)
                 manifest = self.place.read_manifest(save_id)
                 if not is_published:
+                    check_readable(manifest, store)
                     self._refuse_superseded(root)
                 commit_save(store, save_id, manifest, names, overwrite=overwrite)
         if self.pending.storage.is_needed:
