@@ -275,15 +275,14 @@ def plan_save(
     for each in structures:
         writes_file[each.ranks] |= bool(each.structure.per_rank)
     per_rank = _per_rank_names(structures, (*tensors, *ties))
+    param_groups = {s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures}
     fragment_at = fragments_by_offset(description, tensors, dims) if divisions else {}
     return SavePlan(
         rank=rank,
         world=world,
         description=description,
         per_rank=per_rank,
-        param_groups={
-            s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures
-        },
+        param_groups=param_groups,
         tensors=(*tensors, *ties),
         replicas=tuple(find_replicas(boxes, divisions, rank, fragment_at, world)),
         bytes_held=bytes_held(boxes, divisions, itemsizes),
