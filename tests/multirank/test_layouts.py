@@ -75,6 +75,24 @@ def test_a_pending_sum_is_refused_with_its_reason(gang: Gang, tmp_path: Path) ->
         assert "partial sums" in str(outcome.exception)
 
 
+def save_wrong_local_shape(path: str, numel: int) -> None:
+    """Each rank has a row, but the placement says that it has a column."""
+    world = dist.get_world_size()
+    mesh, row = init_device_mesh("cpu", (world,)), torch.ones(1, numel)
+    shape = torch.Size((world, world))
+    tensor = DTensor.from_local(row, mesh, [Shard(1)], shape=shape, stride=(world, 1))
+    sw.save(path, {"good": torch.ones(2), "wrong": tensor})
+
+
+@pytest.mark.parametrize("numel", [2, 3])
+def test_a_local_tensor_of_another_shape_is_refused(gang: Gang, tmp_path: Path, numel: int) -> None:
+    for outcome in gang.run_outcomes(save_wrong_local_shape, str(tmp_path), numel, world=2):
+        assert isinstance(outcome.exception, sw.RankError | sw.LayoutError), outcome
+        said = f"wrong: the local tensor has shape [1, {numel}]"
+        assert said in str(outcome.exception)
+        assert "has the shape [2, 1]" in str(outcome.exception)
+
+
 class TwoLayers(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()

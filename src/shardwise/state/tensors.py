@@ -214,12 +214,14 @@ def _sharded_leaf(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
     size = sum(box.size for box, _ in pairs)
-    if size != local.numel():
+    # Without elements, the other sizes of the local tensor do not matter.
+    part = [max(stops) for stops in zip(*(at.stop for _, at in pairs), strict=True)]
+    if size != local.numel() or (size and part != list(local.shape)):
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
             f"part of the global shape {list(shape)}, with placements {placements} over mesh "
-            f"{tuple(mesh.shape)}, has {size} elements: pass the right shape= and "
-            "stride= to DTensor.from_local()"
+            f"{tuple(mesh.shape)}, has the shape {part}: pass the right shape= and stride= to "
+            "DTensor.from_local()"
         )
     fragments = tuple(
         Fragment(box, local if len(pairs) == 1 else local[local_box.slices()])
