@@ -18,7 +18,7 @@ from shardwise.manifest.manifest import (
     step_of_directory,
 )
 from shardwise.opening import raise_for_missing_root
-from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
+from shardwise.reporting.stragglers import lower_median
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
 from shardwise.telemetry.files import DIRECTORY, list_operations, read_file
@@ -169,13 +169,12 @@ def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operati
 
 def summarize(telemetry: Telemetry, file: str) -> Operation:
     """Return the figures of an operation for lists and charts."""
-    rates, medians, moved = {}, {}, 0
+    rates, medians = {}, {}
     for stage in telemetry.stages:
-        own = own_seconds(stage)
+        own = stage.self_seconds
         if stage.has_run.any():
             medians[stage.name] = lower_median(own)
         ran = stage.has_run & (stage.bytes > 0) & (own > 0)
-        moved = max(moved, int(stage.bytes[rows_that_count(stage, telemetry.host)].sum()))
         if ran.any():
             rates[stage.name] = float((stage.bytes[ran] / own[ran]).max())
     return Operation(
@@ -188,7 +187,7 @@ def summarize(telemetry: Telemetry, file: str) -> Operation:
         missing=telemetry.world_size - len(telemetry.ranks),
         hosts=len(telemetry.hosts),
         medians=medians,
-        bytes=moved,
+        bytes=telemetry.bytes,
         rates=rates,
         phases=telemetry.phases,
         file=file,

@@ -8,7 +8,6 @@ rank 0 combines them, in the background.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -165,8 +164,3 @@ def combine_messages(messages: Sequence[bytes]) -> bytes:
         return encode_message(decode_message(joined, "a message"))
     except Exception:  # of any kind: rank 0 reports it, and the ranks must stay connected
         return joined
-
-
-def new_id() -> str:
-    """Return a random id of an operation that is not a save."""
-    return secrets.token_hex(8)
