@@ -153,7 +153,7 @@ def test_other_pages_than_ours_can_be_without_operations(tmp_path: Path) -> None
     telemetry_of(tmp_path / "run" / "step-00000100").unlink()
     page = page_of(tmp_path / "run")
     assert page.data["operations"] == []
-    assert "no telemetry can be read of 1 of 1 checkpoint" in " ".join(page.texts)
+    assert "no readable telemetry for 1 of 1 checkpoint" in " ".join(page.texts)
     assert [tensor["name"] for tensor in page.data["tensors"]] == ["model.w"]
 
 

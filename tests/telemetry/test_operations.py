@@ -76,13 +76,11 @@ def test_each_save_and_restore_of_a_run(
         assert (abs(found.clock) <= 1_000_000).all()  # one host has one clock
         stages = {each.name: each for each in found.stages}
         expected = {"describe", "plan"}
-        expected |= (
-            {"stage", "commit", "protect", "persist"} if background else {"write", "publish"}
-        )
+        expected |= {"copy", "commit", "protect", "persist"} if background else {"write", "publish"}
         assert set(stages) >= expected
         ends = max(int((each.start + each.duration).max()) for each in found.stages)
         assert ends <= 1e6 * found.seconds + int(found.began.max()) + 1000
-        moved = stages["stage" if background else "write"]
+        moved = stages["copy" if background else "write"]
         assert moved.has_run.all()
         assert (moved.bytes >= ROWS * 64).all()
         if not background:
@@ -107,7 +105,7 @@ def test_a_snapshot_that_is_persisted_at_the_end(tmp_path: Path, shm: Path) -> N
     found = telemetry_of(tmp_path / "run", 2)
     assert (found.operation, found.step) == ("save", 2)
     assert found.path == str(tmp_path / "run" / "step-00000002")
-    assert {"stage", "commit", "persist"} <= {each.name for each in found.stages}
+    assert {"copy", "commit", "persist"} <= {each.name for each in found.stages}
 
 
 def killed_while_gathering(root: Path) -> str:

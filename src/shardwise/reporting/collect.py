@@ -39,6 +39,7 @@ PARTICIPLES = {
 }
 SAVES = ("save", "snapshot", "protect", "persist")
 RECOVERIES = ("restore", "load")
+SAVED = ("committed", "damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class Collected:
     Attributes:
         operations: by ascending time of their start.
         main: the index of the operation that the report is about; None if it has no telemetry.
+        newer: the step of the run's newest checkpoint, if it is newer than that of `main`, because
+            its telemetry cannot be read; None for the report of one checkpoint.
         checkpoints: the checkpoints of the run, by ascending step; empty outside of a run.
         problems: what is damaged or missing, one line each.
         read: reads the telemetry of an operation again.
@@ -115,6 +118,7 @@ class Collected:
 
     operations: tuple[Operation, ...]
     main: int | None
+    newer: int | None
     checkpoints: tuple[ListedCheckpoint, ...]
     problems: tuple[str, ...]
     read: Callable[[Operation], Telemetry]
@@ -146,16 +150,24 @@ def collect(store: Store) -> Collected:
     return Collected(
         operations,
         None if main is None else operations.index(main),
+        None if is_checkpoint or main is None else _newer_step(checkpoints, main),
         checkpoints,
         tuple(reader.problems),
         reader.read_again,
     )
 
 
+def _newer_step(checkpoints: Sequence[ListedCheckpoint], main: Operation) -> int | None:
+    """Return the step of the newest checkpoint, if it is after that of an operation."""
+    steps = [each.step or 0 for each in checkpoints if each.state in SAVED and main.is_save]
+    return steps[-1] if steps and steps[-1] > (main.step or 0) else None
+
+
 def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operation | None:
     """Return the save that a save is compared with, if the user chose none.
 
-    It is the one with the median duration, of the earlier saves of the same kind on as many ranks.
+    It is the one of median duration among the earlier ones of the same kind, with the same number
+    of ranks.
     """
     alike = [
         each
@@ -263,13 +275,14 @@ class _Reader:
                 f"{place} has no telemetry that can be read: it was saved without telemetry, or "
                 "the file was removed or is damaged"
             )
-        saved = [each for each in checkpoints if each.state in ("committed", "damaged")]
+        saved = [each for each in checkpoints if each.state in SAVED]
         without = [each for each in saved if each.directory not in {*found, place}]
         if without and not self._unread:
-            steps = ", ".join(str(each.step) for each in without[:5])
-            more = f" and {len(without) - 5:,} more" if len(without) > 5 else ""
+            steps = [f"{each.step:,}" for each in without]
+            *first, last = [*steps[:5], f"{len(steps) - 5:,} more"] if len(steps) > 5 else steps
+            listed = f"steps {', '.join(first)} and {last}" if first else f"step {last}"
             total = f"{len(without):,} of {format_count(len(saved), 'checkpoint')}"
-            self.note(f"no telemetry can be read of {total}: step {steps}{more}")
+            self.note(f"no readable telemetry for {total}: {listed}")
         if self._unread:
             files = format_count(self._unread, "older telemetry file")
             self.note(f"{files} not read: together they have too many ranks")
@@ -290,7 +303,7 @@ def _files_in(
 ) -> Iterator[_File]:
     """Yield the telemetry files of a run: of each kind, the newest ones first."""
     for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
-        if each.state in ("committed", "damaged"):
+        if each.state in SAVED:
             store = root.at(each.directory)
             yield from _files_of_saves(store, _listed(_names, store, reader))
     names = _listed(list_operations, root, reader)

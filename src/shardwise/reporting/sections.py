@@ -124,7 +124,7 @@ def stragglers(found: Sequence[Straggler]) -> str:
         )
         for each in found[:MOST_ROWS]
     ]
-    header = ("stage", "who", "#slowest of them", "#median of all", "#lost")
+    header = ("stage", "who", "#slowest of them", "#median of all", "#above median")
     more = len(found) - len(rows)
     rest = f'<p class="quiet">… and {more:,} more</p>' if more else ""
     return table(header, rows, "Stragglers") + rest

@@ -40,12 +40,14 @@ class Straggler:
         group: the ranks, and the host or coordinate that they have in common.
         seconds: the self time of the slowest of these ranks.
         median: the self time of the median of all ranks.
+        retries: how many requests to the storage these ranks repeated in the stage.
     """
 
     stage: str
     group: RankGroup
     seconds: float
     median: float
+    retries: int
 
     @property
     def who(self) -> str:
@@ -68,7 +70,10 @@ def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
         median = lower_median(own)
         slow = (own > LEAST_RATIO * median) & (own - median >= least_excess(telemetry.seconds))
         found += [
-            Straggler(stage.name, group, float(own[rows].max()), median)
+            Straggler(
+                *(stage.name, group, float(own[rows].max()), median),
+                retries=int(stage.retries[rows].sum()),
+            )
             for group, rows in group_ranks(telemetry, slow)
         ]
     return sorted(found, key=lambda each: -each.excess)[:MOST_STRAGGLERS]
