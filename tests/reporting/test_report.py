@@ -213,7 +213,7 @@ def test_a_place_without_checkpoints_is_an_error(tmp_path: Path, name: str) -> N
 
 def test_many_problems_are_not_all_listed(root: Path) -> None:
     for k in range(60):
-        name = f"load-20261127T0300{k:02d}Z-{k:016x}.json.gz"
+        name = f"restore-20261127T0300{k:02d}Z-{k:016x}.json.gz"
         (root / "telemetry" / name).write_bytes(b"damaged")
     problems = sw.report(root).problems
     assert len(problems) == 21

@@ -31,14 +31,10 @@ MOST_RECORDS = 1_000_000
 MOST_PROBLEMS = 20
 PARTICIPLES = {
     "save": "saved",
-    "load": "loaded",
     "snapshot": "copied to memory",
-    "protect": "protected on other nodes",
-    "persist": "written to storage",
     "restore": "restored",
 }
-SAVES = ("save", "snapshot", "protect", "persist")
-RECOVERIES = ("restore", "load")
+SAVES = ("save", "snapshot")
 SAVED = ("committed", "damaged")
 
 
@@ -47,7 +43,7 @@ class Operation:
     """A summary of the telemetry of one operation.
 
     Attributes:
-        operation: `"save"`, `"load"`, `"snapshot"`, `"protect"`, `"persist"` or `"restore"`.
+        operation: `"save"`, `"snapshot"` or `"restore"`.
         step: the step of the checkpoint; None if it has none.
         path: the path or URL of the checkpoint, at the time of the operation.
         started: the time of the start: ISO 8601, in UTC.
@@ -334,5 +330,5 @@ def _names(store: Store) -> list[str]:
 
 def _choose_main(operations: Sequence[Operation]) -> Operation | None:
     """Return the newest save; without one, the newest operation."""
-    saves = [each for each in operations if each.operation in ("save", "persist")]
+    saves = [each for each in operations if each.operation == "save"]
     return max(saves or operations, key=lambda each: each.started, default=None)

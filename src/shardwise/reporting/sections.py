@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint
 from shardwise.reporting import words
-from shardwise.reporting.collect import RECOVERIES, Operation
+from shardwise.reporting.collect import Operation
 from shardwise.reporting.comparison import Difference, Slowdown
 from shardwise.reporting.stragglers import Straggler, lower_median, upper_median
 from shardwise.telemetry.records import StageColumns, Telemetry
@@ -278,7 +278,7 @@ def _bars(title: str, points: Sequence[tuple[int, float, str]]) -> str:
 
 def recoveries(operations: Sequence[Operation]) -> str:
     """Return the restores of the run, each with the duration of its phases, the newest first."""
-    found = [each for each in operations if each.operation in RECOVERIES][-MOST_RECOVERIES:]
+    found = [each for each in operations if each.operation == "restore"][-MOST_RECOVERIES:]
     phases = [_phases(each) for each in found]
     longest = max((sum(shares.values()) for shares in phases), default=0.0) or 1.0
     rows = []

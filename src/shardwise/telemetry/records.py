@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwise.boxes.box import IntArray
 
-OPERATIONS = ("save", "load", "snapshot", "protect", "persist", "restore")
+OPERATIONS = ("save", "snapshot", "restore")
 STAGES_OF_AGENTS = ("commit", "protect", "persist")
 MOST_RANKS = 2**20
 NOT_RUN = -1
@@ -78,7 +78,8 @@ class Telemetry:
 
     Attributes:
         operation: one of `OPERATIONS`.
-        id: the id of the save; a random id for other operations.
+        id: the id of the save. For a restore: a digest of the root, the step, and the number of
+            this restore, so that all ranks have the same one.
         step: the step of the checkpoint; None if it has none.
         path: the path or URL of the checkpoint.
         started: the time of the start on rank 0, in ISO 8601, in UTC.

@@ -28,7 +28,7 @@ from shardwise.version import VERSION
 
 LARGEST_COMBINED = 1 << 19
 """Messages that have more bytes together are not decoded on their way to rank 0. The tables of
-1,057 ranks (1 + 32 + 1,024, in three levels of the tree) have 0.3 MB."""
+1,057 ranks (1 + 32 + 1,024: two levels below rank 0) have 0.3 MB."""
 MICROSECONDS = 1_000_000
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:-]")
 _NOT_IN_FILES = re.compile(r"[^A-Za-z0-9._/-]")
