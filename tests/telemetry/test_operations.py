@@ -155,6 +155,22 @@ class RefusingStore(WrappedStore):
         return act()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_check_of_replicas_is_a_stage(tmp_path: Path, shm: Path, background: bool) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1) if background else None
+    stages: list[str] = []
+    with sw.Checkpointer(
+        tmp_path,
+        memory=memory,
+        check_replicas=True,
+        on_event=lambda each: stages.append(each.stage),
+    ) as cp:
+        handle = cp.save(1, {"w": torch.ones(9)})
+        assert handle is not None
+        handle.result()
+    assert stages[:4] == ["describe", "plan", "check_replicas", "copy" if background else "write"]
+
+
 def test_a_full_disk_loses_only_the_telemetry(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
