@@ -25,7 +25,7 @@ from shardwise.telemetry.rows import (
     row_of,
 )
 
-STAGES = ("describe", "plan", "stage", "commit", "protect", "persist")
+STAGES = ("describe", "plan", "copy", "commit", "protect", "persist")
 
 
 def cpu_seconds(work: Callable[[], object], repeat: int = 1) -> float:

@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34420,
+    statements=34440,
     modules_of_api=85,
     statements_of_api=8710,
     record_types=280,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,9 @@ def test_it_draws_until_it_is_interrupted(is_terminal: bool) -> None:
             raise KeyboardInterrupt
 
     reads = iter([[progress()], [], [progress(ranks=7)]])
-    watch(lambda: next(reads), console, sleep)
+    watch(lambda: next(reads), console, sleep, lambda: datetime(2026, 11, 27, 8, 5, 9))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\n\n2026-11-27 08:05:09\n") == 2 * (not is_terminal)
     assert pauses == [1.0] * 3
     assert "1,024 ranks" in text
     assert "no training" in text

@@ -51,6 +51,23 @@ def test_the_text_and_the_page(run: Run, root: Path, tmp_path: Path) -> None:
     assert "Step 200 was saved in 24.8 s" in page.read_text(encoding="utf-8")
 
 
+def test_retries_of_a_straggler_are_told(run: Run, tmp_path: Path) -> None:
+    save = save_of(8, noise=0, slow={"write": {3: 3.0}}, retries={1: 5, 3: 14})
+    write_run(tmp_path / "run", [save])
+    ran = run("report", tmp_path / "run", "-o", tmp_path / "report.html")
+    assert "write of rank 3 on node-0000: 14 retries of requests to the storage\n" in ran.out
+    assert "5 retries" not in ran.out
+
+
+def test_a_save_without_an_earlier_one_on_as_many_ranks(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    write_run(root, [save_of(8, step=100, started="2026-11-26"), save_of(64, step=200)])
+    line = "no earlier save on 64 ranks to compare with\n"
+    page = tmp_path / "report.html"
+    assert line in run("report", root, "-o", page).out
+    assert "no earlier save" not in run("report", root, root / "step-00000100", "-o", page).out
+
+
 def test_short_durations_are_not_zero(run: Run, tmp_path: Path) -> None:
     report_of(tmp_path, save_with_one_stage([0.0, 85e-6, 123e-6, 0.0781], total=0.1))
     ran = run("report", tmp_path / "save", "-o", tmp_path / "report.html")
@@ -91,6 +108,15 @@ def test_damaged_telemetry_is_told_and_the_rest_is_shown(
     text = page.read_text(encoding="utf-8")
     assert f"{damaged}: the telemetry is damaged" in text
     assert "seconds of each save" in text
+
+
+def test_the_headline_says_that_a_newer_checkpoint_has_no_telemetry(
+    run: Run, root: Path, tmp_path: Path
+) -> None:
+    telemetry_of(root / "step-00000200").write_bytes(b"damaged")
+    ran = run("report", root, "-o", tmp_path / "report.html")
+    headline = "Step 100 was saved in 8.84 s; step 200 is newer, without readable telemetry\n"
+    assert ran.out.startswith(headline)
 
 
 def test_a_place_without_a_run(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tools.telemetry_runs import GIB, SECONDS, report_of, save_of, without_ranks
+from tests.tools.telemetry_runs import (
+    GIB,
+    SECONDS,
+    report_of,
+    save_of,
+    save_with_one_stage,
+    without_ranks,
+)
 
 HOST_2 = dict.fromkeys(range(16, 24), 3.0)
 Compare = Callable[[Any, Any], Any]
@@ -83,6 +90,16 @@ def test_the_reason(compare_operations: Compare, this: dict[str, Any], reason: s
     (found,) = compare_operations(slow, save_of(64, noise=0)).differences
     assert found.reason.startswith(reason)
     assert (round(found.before), round(found.after), round(found.change)) == (8, 20, 12)
+
+
+def test_times_and_rates_are_of_the_same_rank(compare_operations: Compare) -> None:
+    """Of two ranks, the faster one is the median: its time doubles, and its rate halves."""
+    before = save_with_one_stage([4.0, 5.0], total=5.0)
+    after = save_with_one_stage([8.0, 20.0], total=20.0)
+    found = compare_operations(after, before).differences
+    (both,) = [each for each in found if each.who == "all ranks"]
+    assert (both.before, both.after) == (4.0, 8.0)
+    assert both.reason == "each rank moved 512 MiB/s instead of 1.00 GiB/s"
 
 
 def test_the_sentence_says_slower_or_faster(compare_operations: Compare) -> None:

@@ -17,7 +17,14 @@ import torch
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from tests.tools.telemetry_runs import RESTORE, save_of, telemetry_of, write_run
+from tests.tools.telemetry_runs import (
+    RESTORE,
+    report_of,
+    save_of,
+    save_with_one_stage,
+    telemetry_of,
+    write_run,
+)
 
 HOSTILE = "</script><script>hacked = 1</script><img src=x onerror='hacked = 2'>"
 
@@ -146,7 +153,7 @@ def test_other_pages_than_ours_can_be_without_operations(tmp_path: Path) -> None
     telemetry_of(tmp_path / "run" / "step-00000100").unlink()
     page = page_of(tmp_path / "run")
     assert page.data["operations"] == []
-    assert "no telemetry can be read of 1 of 1 checkpoint" in " ".join(page.texts)
+    assert "no readable telemetry for 1 of 1 checkpoint" in " ".join(page.texts)
     assert [tensor["name"] for tensor in page.data["tensors"]] == ["model.w"]
 
 
@@ -160,6 +167,14 @@ def test_rates_are_compared_with_the_best_of_this_and_earlier_saves(tmp_path: Pa
     best = re.search(r"best of the run</dt><dd>(.*?)</dd>", html)
     assert best is not None
     assert best.group(1) == "1.00 GiB/s"
+
+
+def test_the_median_rate_of_two_ranks_is_that_of_the_median_time(tmp_path: Path) -> None:
+    report_of(tmp_path, save_with_one_stage([4.0, 16.0], total=16.0)).write_page(tmp_path / "page")
+    page = (tmp_path / "page").read_text(encoding="utf-8")
+    assert 'data-label="median">4.00 s<' in page
+    rates = re.findall(r"<dt>(slowest|median)</dt><dd>([^<]+)</dd>", page)
+    assert rates == [("slowest", "256 MiB/s"), ("median", "1.00 GiB/s")]
 
 
 def test_few_operations_of_very_many_ranks_are_shown(

@@ -125,6 +125,9 @@ def test_damaged_telemetry_is_named_and_the_rest_is_used(
     assert report.operation is not None
     assert report.operation.step == 300
     assert any(str(damaged) in each and problem in each for each in report.problems)
+    assert report.headline.startswith("Step 300 was saved in ")
+    assert report.headline.endswith("; step 400 is newer, without readable telemetry")
+    assert "newer" not in sw.report(root / "step-00000300").headline
     alone = sw.report(root / "step-00000400")
     assert (alone.operation, alone.stragglers, alone.slowdown) == (None, (), None)
     assert len(alone.operations) == 5
@@ -151,14 +154,14 @@ def test_a_truncated_file_is_damage(root: Path) -> None:
 def test_missing_telemetry_is_named(root: Path) -> None:
     telemetry_of(root / "step-00000200").unlink()
     report = sw.report(root)
-    assert report.problems == ("no telemetry can be read of 1 of 4 checkpoints: step 200",)
+    assert report.problems == ("no readable telemetry for 1 of 4 checkpoints: step 200",)
     for step in (100, 300, 400):
         telemetry_of(root / f"step-00000{step}").unlink()
     shutil.rmtree(root / "telemetry")
     report = sw.report(root)
     assert (report.operation, report.operations) == (None, ())
     assert report.problems == (
-        "no telemetry can be read of 4 of 4 checkpoints: step 100, 200, 300, 400",
+        "no readable telemetry for 4 of 4 checkpoints: steps 100, 200, 300 and 400",
     )
     assert report.write_page(root / "report.html") > 1000
 
@@ -210,7 +213,7 @@ def test_a_place_without_checkpoints_is_an_error(tmp_path: Path, name: str) -> N
 
 def test_many_problems_are_not_all_listed(root: Path) -> None:
     for k in range(60):
-        name = f"load-20261127T0300{k:02d}Z-{k:016x}.json.gz"
+        name = f"restore-20261127T0300{k:02d}Z-{k:016x}.json.gz"
         (root / "telemetry" / name).write_bytes(b"damaged")
     problems = sw.report(root).problems
     assert len(problems) == 21

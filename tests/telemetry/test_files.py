@@ -48,7 +48,7 @@ def test_operations_are_listed_oldest_first(root: Store) -> None:
             root,
             table_of(range(2), 2, operation=operation, started=f"2026-11-27T04:0{minute}:00+00:00"),
         )
-        for operation, minute in (("load", 5), ("restore", 3), ("load", 4))
+        for operation, minute in (("snapshot", 5), ("restore", 3), ("snapshot", 4))
     ]
     root.at(files.DIRECTORY).publish("notes.txt", b"of somebody else", replace=True)
     assert files.list_operations(root) == [names[1], names[2], names[0]]
@@ -62,9 +62,9 @@ def test_old_operations_are_removed(root: Store) -> None:
     for second in range(5):
         started = f"2026-11-27T04:00:0{second}+00:00"
         files.write_operation(
-            root, table_of(range(1), 1, operation="load", started=started), keep=3
+            root, table_of(range(1), 1, operation="snapshot", started=started), keep=3
         )
-    assert [name[18:20] for name in files.list_operations(root)] == ["02", "03", "04"]
+    assert [name[22:24] for name in files.list_operations(root)] == ["02", "03", "04"]
 
 
 def save_with_telemetry(place: Path, value: float = 1.0, *, overwrite: bool = False) -> str:

@@ -384,6 +384,33 @@ def test_a_line_names_the_slowest_rank() -> None:
     line = "save of step 3: 5.00 s on 5 ranks; longest in write: rank 2 on host-1, 3.00 s"
     assert describe(table) == f"{line} (0.98 KiB)"
     assert summarize(table)["stages"] == {
-        "describe": {"seconds": 1.0, "slowest_rank": 0},
+        "describe": {"seconds": 0.5, "slowest_rank": 0},
         "write": {"seconds": 3.0, "slowest_rank": 2},
     }
+
+
+def test_waits_count_neither_in_the_line_nor_in_the_numbers() -> None:
+    """A rank waited longer than its stage took, by a rounding error: it did not work at all."""
+    table = gathered(rows())
+    write = table.stages[1]
+    waiting = replace(write, name="sync", waited=write.duration + 1)
+    table = replace(table, stages=(waiting, write))
+    assert "longest in write: rank 2 on host-1, 3.00 s" in describe(table)
+    stages: Any = summarize(table)["stages"]
+    assert stages["sync"] == {"seconds": 0.0, "slowest_rank": 0}
+
+
+def test_bytes_of_a_save_through_memory_count_once() -> None:
+    """Two ranks of a host copy 4,050 bytes each. Both have the agent's 8,100 bytes."""
+    record = OperationRecord(
+        began=0.0,
+        ended=3.0,
+        events=(
+            Event("copy", 0.0, 1.0, 4_050, retries=1),
+            Event("commit", 1.0, 0.5, 0),
+            Event("persist", 2.0, 1.0, 8_100, retries=3),
+        ),
+        save_id="ab" * 8,
+    )
+    table = gathered([row_of(SAVE, record, rank, 2, "host-0") for rank in range(2)])
+    assert (summarize(table)["bytes"], summarize(table)["retries"]) == (8_100, 5)

@@ -76,13 +76,11 @@ def test_each_save_and_restore_of_a_run(
         assert (abs(found.clock) <= 1_000_000).all()  # one host has one clock
         stages = {each.name: each for each in found.stages}
         expected = {"describe", "plan"}
-        expected |= (
-            {"stage", "commit", "protect", "persist"} if background else {"write", "publish"}
-        )
+        expected |= {"copy", "commit", "protect", "persist"} if background else {"write", "publish"}
         assert set(stages) >= expected
         ends = max(int((each.start + each.duration).max()) for each in found.stages)
         assert ends <= 1e6 * found.seconds + int(found.began.max()) + 1000
-        moved = stages["stage" if background else "write"]
+        moved = stages["copy" if background else "write"]
         assert moved.has_run.all()
         assert (moved.bytes >= ROWS * 64).all()
         if not background:
@@ -107,7 +105,7 @@ def test_a_snapshot_that_is_persisted_at_the_end(tmp_path: Path, shm: Path) -> N
     found = telemetry_of(tmp_path / "run", 2)
     assert (found.operation, found.step) == ("save", 2)
     assert found.path == str(tmp_path / "run" / "step-00000002")
-    assert {"stage", "commit", "persist"} <= {each.name for each in found.stages}
+    assert {"copy", "commit", "persist"} <= {each.name for each in found.stages}
 
 
 def killed_while_gathering(root: Path) -> str:
@@ -155,6 +153,22 @@ class RefusingStore(WrappedStore):
         if operation == "publish" and path.startswith(self._prefix):
             raise OSError(self._error, os.strerror(self._error), path)
         return act()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_check_of_replicas_is_a_stage(tmp_path: Path, shm: Path, background: bool) -> None:
+    memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1) if background else None
+    stages: list[str] = []
+    with sw.Checkpointer(
+        tmp_path,
+        memory=memory,
+        check_replicas=True,
+        on_event=lambda each: stages.append(each.stage),
+    ) as cp:
+        handle = cp.save(1, {"w": torch.ones(9)})
+        assert handle is not None
+        handle.result()
+    assert stages[:4] == ["describe", "plan", "check_replicas", "copy" if background else "write"]
 
 
 def test_a_full_disk_loses_only_the_telemetry(

@@ -166,9 +166,10 @@ class SnapshotSaver(Snapshots):
                 if group.rank == 0:
                     request.check_place(self._steps_to_look_for)
         if request.check_replicas:
-            check_replicas(planned, group)
+            with recorder.stage("check_replicas"):
+                check_replicas(planned, group)
         planned.choose_sample(self._comparison)
-        with recorder.stage("stage") as stage:
+        with recorder.stage("copy") as stage:
             pending = self.stage(planned, storage, durable=durable)
             stage.bytes = pending.nbytes
         report = SaveReport(

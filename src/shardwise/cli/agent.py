@@ -94,12 +94,12 @@ def status(
 ) -> None:
     """Show the agent of this node and its snapshots.
 
-    With --watch, shows for the running save or restore how many ranks are in which stage, and for
-    which ranks the others wait; also on the other nodes.
-
     For each run and step, shows how long it took to commit the snapshot, to protect it on other
     nodes and to persist it to storage. For each of these stages, also shows how many steps it is
     behind the newest snapshot.
+
+    With --watch, instead shows for the running save or restore how many ranks are in which stage,
+    and for which ranks the others wait; also on the other nodes.
     """
     node = sw.NodeAgent(directory, tls=_tls_from_options(tls_cert, tls_key, tls_ca))
     if watches:

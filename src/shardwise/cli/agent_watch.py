@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,15 +24,17 @@ def watch(
     read: Callable[[], Sequence[sw.RunProgress]],
     console: Console,
     sleep: Callable[[float], object] = time.sleep,
+    clock: Callable[[], datetime] = datetime.now,
 ) -> None:
     """Draw what the ranks do now, every second, until the user interrupts it.
 
-    If the output is not a terminal, each drawing is printed below the last one.
+    If the output is not a terminal, each drawing is printed below the last one, with its time.
 
     Args:
         read: returns what the ranks of each run do now.
         console: where to draw.
         sleep: waits between two drawings.
+        clock: returns the time of day.
     """
     try:
         with (
@@ -40,7 +43,7 @@ def watch(
             while True:
                 drawing = draw(read())
                 if live is None:
-                    console.print(drawing)
+                    console.print(f"\n{clock():%Y-%m-%d %H:%M:%S}", drawing, sep="\n")
                 else:
                     live.update(drawing, refresh=True)
                 sleep(PERIOD)

@@ -22,7 +22,7 @@ def report(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="PATH", help="A checkpoint, or the root of a run: its newest checkpoint."
+            metavar="PATH", help="A checkpoint, or the root of a run (then its newest checkpoint)."
         ),
     ],
     other: Annotated[
@@ -50,8 +50,8 @@ def report(
     bandwidths, the growth of the run, its recoveries, and the shards of tensors. Prints the
     stragglers, and why the save was slow.
 
-    Without OTHER, compares with an earlier save of the run: of those on as many ranks, the one
-    with the median duration.
+    Without OTHER, compares with the save of median duration among the earlier ones with the same
+    number of ranks.
 
     Telemetry that is damaged or missing is listed, and the rest is shown.
     """
@@ -65,12 +65,12 @@ def report(
         print_json({"path": made.path, **written, **{name: getattr(made, name) for name in names}})
         return
     console = stdout_console()
-    _show_findings(made, console)
+    _show_findings(made, console, has_other=other is not None)
     for name in filter(None, written.values()):
         console.print(Text.assemble("wrote ", (fmt.printable(name), "bold")), soft_wrap=True)
 
 
-def _show_findings(made: sw.Report, console: Console) -> None:
+def _show_findings(made: sw.Report, console: Console, *, has_other: bool) -> None:
     console.print(Text(fmt.printable(made.headline), "bold"), soft_wrap=True)
     if made.operation is not None:
         console.print(made.operation.amounts)
@@ -86,8 +86,16 @@ def _show_findings(made: sw.Report, console: Console) -> None:
             for each in made.stragglers
         ]
         _show_rows(("stage", "stragglers", "slowest", "median of all"), rows, console)
+        for each in made.stragglers[:MAX_LISTED]:
+            if each.retries:
+                retries = fmt.count(each.retries, "retry", "retries")
+                line = f"{each.stage} of {each.who}: {retries} of requests to the storage"
+                console.print(fmt.printable(line), style="dim")
     else:
         console.print("no stragglers: no rank was much slower than the others in any stage")
+    if not (made.slowdown or has_other) and made.operation.is_save:
+        ranks = fmt.count(made.operation.ranks, "rank")
+        console.print(f"no earlier {made.operation.operation} on {ranks} to compare with")
     _show_slowdown(made, console)
     console.print()
 

@@ -27,7 +27,7 @@ class PieceRows(Table):
         tensor: the index of the tensor, `(n,)`.
         fragment: the index of the fragment that contains the piece, on the rank that plans; -1 if
             that rank does not hold it, `(n,)`.
-        holders: the number of ranks that hold the piece, `(n,)`.
+        owner_count: the number of ranks that hold the piece, `(n,)`.
         nbytes: the size of the piece, `(n,)`.
         start: the offset of the piece in the data section of the file, in bytes, `(n,)`.
         offset, shape: the piece, as a box of the tensor, `(n, D)`.
@@ -54,7 +54,7 @@ class PieceGroup:
         within: the offset of the piece in this box, `(D,)`.
         shape: the shape of the piece, `(D,)`.
         nbytes: the size of a piece.
-        holders: the number of ranks that hold each box.
+        owner_count: the number of ranks that hold each box.
         layout: for each rank, a row of `starts`, `(q,)`.
         starts: the offset of the piece of each tensor in the data section of the file, in bytes;
             distinct rows, `(layouts, t)`.

@@ -18,7 +18,7 @@ from shardwise.manifest.manifest import (
     step_of_directory,
 )
 from shardwise.opening import raise_for_missing_root
-from shardwise.reporting.stragglers import lower_median, own_seconds, rows_that_count
+from shardwise.reporting.stragglers import lower_median
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
 from shardwise.telemetry.files import DIRECTORY, list_operations, read_file
@@ -31,14 +31,11 @@ MOST_RECORDS = 1_000_000
 MOST_PROBLEMS = 20
 PARTICIPLES = {
     "save": "saved",
-    "load": "loaded",
     "snapshot": "copied to memory",
-    "protect": "protected on other nodes",
-    "persist": "written to storage",
     "restore": "restored",
 }
-SAVES = ("save", "snapshot", "protect", "persist")
-RECOVERIES = ("restore", "load")
+SAVES = ("save", "snapshot")
+SAVED = ("committed", "damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Operation:
     """A summary of the telemetry of one operation.
 
     Attributes:
-        operation: `"save"`, `"load"`, `"snapshot"`, `"protect"`, `"persist"` or `"restore"`.
+        operation: `"save"`, `"snapshot"` or `"restore"`.
         step: the step of the checkpoint; None if it has none.
         path: the path or URL of the checkpoint, at the time of the operation.
         started: the time of the start: ISO 8601, in UTC.
@@ -108,6 +105,8 @@ class Collected:
     Attributes:
         operations: by ascending time of their start.
         main: the index of the operation that the report is about; None if it has no telemetry.
+        newer: the step of the run's newest checkpoint, if it is newer than that of `main`, because
+            its telemetry cannot be read; None for the report of one checkpoint.
         checkpoints: the checkpoints of the run, by ascending step; empty outside of a run.
         problems: what is damaged or missing, one line each.
         read: reads the telemetry of an operation again.
@@ -115,6 +114,7 @@ class Collected:
 
     operations: tuple[Operation, ...]
     main: int | None
+    newer: int | None
     checkpoints: tuple[ListedCheckpoint, ...]
     problems: tuple[str, ...]
     read: Callable[[Operation], Telemetry]
@@ -146,16 +146,24 @@ def collect(store: Store) -> Collected:
     return Collected(
         operations,
         None if main is None else operations.index(main),
+        None if is_checkpoint or main is None else _newer_step(checkpoints, main),
         checkpoints,
         tuple(reader.problems),
         reader.read_again,
     )
 
 
+def _newer_step(checkpoints: Sequence[ListedCheckpoint], main: Operation) -> int | None:
+    """Return the step of the newest checkpoint, if it is after that of an operation."""
+    steps = [each.step or 0 for each in checkpoints if each.state in SAVED and main.is_save]
+    return steps[-1] if steps and steps[-1] > (main.step or 0) else None
+
+
 def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operation | None:
     """Return the save that a save is compared with, if the user chose none.
 
-    It is the one with the median duration, of the earlier saves of the same kind on as many ranks.
+    It is the one of median duration among the earlier ones of the same kind, with the same number
+    of ranks.
     """
     alike = [
         each
@@ -169,13 +177,12 @@ def choose_baseline(operations: Sequence[Operation], main: Operation) -> Operati
 
 def summarize(telemetry: Telemetry, file: str) -> Operation:
     """Return the figures of an operation for lists and charts."""
-    rates, medians, moved = {}, {}, 0
+    rates, medians = {}, {}
     for stage in telemetry.stages:
-        own = own_seconds(stage)
+        own = stage.self_seconds
         if stage.has_run.any():
             medians[stage.name] = lower_median(own)
         ran = stage.has_run & (stage.bytes > 0) & (own > 0)
-        moved = max(moved, int(stage.bytes[rows_that_count(stage, telemetry.host)].sum()))
         if ran.any():
             rates[stage.name] = float((stage.bytes[ran] / own[ran]).max())
     return Operation(
@@ -188,7 +195,7 @@ def summarize(telemetry: Telemetry, file: str) -> Operation:
         missing=telemetry.world_size - len(telemetry.ranks),
         hosts=len(telemetry.hosts),
         medians=medians,
-        bytes=moved,
+        bytes=telemetry.bytes,
         rates=rates,
         phases=telemetry.phases,
         file=file,
@@ -264,13 +271,14 @@ class _Reader:
                 f"{place} has no telemetry that can be read: it was saved without telemetry, or "
                 "the file was removed or is damaged"
             )
-        saved = [each for each in checkpoints if each.state in ("committed", "damaged")]
+        saved = [each for each in checkpoints if each.state in SAVED]
         without = [each for each in saved if each.directory not in {*found, place}]
         if without and not self._unread:
-            steps = ", ".join(str(each.step) for each in without[:5])
-            more = f" and {len(without) - 5:,} more" if len(without) > 5 else ""
+            steps = [f"{each.step:,}" for each in without]
+            *first, last = [*steps[:5], f"{len(steps) - 5:,} more"] if len(steps) > 5 else steps
+            listed = f"steps {', '.join(first)} and {last}" if first else f"step {last}"
             total = f"{len(without):,} of {format_count(len(saved), 'checkpoint')}"
-            self.note(f"no telemetry can be read of {total}: step {steps}{more}")
+            self.note(f"no readable telemetry for {total}: {listed}")
         if self._unread:
             files = format_count(self._unread, "older telemetry file")
             self.note(f"{files} not read: together they have too many ranks")
@@ -291,7 +299,7 @@ def _files_in(
 ) -> Iterator[_File]:
     """Yield the telemetry files of a run: of each kind, the newest ones first."""
     for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
-        if each.state in ("committed", "damaged"):
+        if each.state in SAVED:
             store = root.at(each.directory)
             yield from _files_of_saves(store, _listed(_names, store, reader))
     names = _listed(list_operations, root, reader)
@@ -322,5 +330,5 @@ def _names(store: Store) -> list[str]:
 
 def _choose_main(operations: Sequence[Operation]) -> Operation | None:
     """Return the newest save; without one, the newest operation."""
-    saves = [each for each in operations if each.operation in ("save", "persist")]
+    saves = [each for each in operations if each.operation == "save"]
     return max(saves or operations, key=lambda each: each.started, default=None)

@@ -1,6 +1,6 @@
 """Why was this save slow? Compare its telemetry with that of another one.
 
-Two rules find differences in each stage. Both use the ranks' own times, without waiting (see
+Two rules find differences in each stage. Both use the ranks' self times, without waiting (see
 `stragglers.py`), and ignore differences below 5 % of the other save's duration, or below 50 ms:
 
 - *All ranks*: the median of the ranks changed by 10 % or more.
@@ -22,13 +22,7 @@ import numpy as np
 from shardwise.boxes.box import IntArray
 from shardwise.events import format_bytes, format_count
 from shardwise.reporting.groups import RankGroup, group_ranks
-from shardwise.reporting.stragglers import (
-    STAGES_OF_AGENTS,
-    Seconds,
-    least_excess,
-    lower_median,
-    own_seconds,
-)
+from shardwise.reporting.stragglers import Seconds, least_excess, lower_median, upper_median
 from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.telemetry.records import StageColumns, Telemetry
 
@@ -45,7 +39,7 @@ class Difference:
     Attributes:
         stage: the name of the stage.
         group: the ranks whose time differs; None if the stage differs on all ranks.
-        before, after: the own time in the other save, and in this one: of the slowest of these
+        before, after: the self time in the other save, and in this one: of the slowest of these
             ranks, or the median of all ranks. 0.0 if the stage has not run.
         reason: what changed with it, such as "each rank moved 4.00 GiB instead of 2.00 GiB"; empty
             if nothing is known.
@@ -118,13 +112,12 @@ def compare_operations(this: Telemetry, other: Telemetry) -> Slowdown:
 
 def _compare_stage(this: Telemetry, other: Telemetry, name: str) -> Iterator[Difference]:
     stage, before = this.stage(name), other.stage(name)
-    who = "host" if name in STAGES_OF_AGENTS else "rank"
     least = least_excess(other.seconds)
     own, own_before = _own(stage), _own(before)
     median, median_before = _known(lower_median(own)), _known(lower_median(own_before))
     change = median - median_before
     if abs(change) >= max(least, LEAST_CHANGE * median_before):
-        yield Difference(name, None, median_before, median, _reason(stage, before, who))
+        yield Difference(name, None, median_before, median, _reason(stage, before))
     if stage is None or before is None or not len(own_before):
         return
     rows = _rows_in(this, other)
@@ -134,12 +127,12 @@ def _compare_stage(this: Telemetry, other: Telemetry, name: str) -> Iterator[Dif
         slow = (further >= least) & (further >= LEAST_CHANGE_OF_RANK * reference)
     for group, at in group_ranks(this, slow):
         slowest = int(at[own[at].argmax()])
-        reason = _reason(_at(stage, at), before if rows is None else _at(before, rows[at]), who)
+        reason = _reason(_at(stage, at), before if rows is None else _at(before, rows[at]))
         yield Difference(name, group, float(reference[slowest]), float(own[slowest]), reason)
 
 
 def _own(stage: StageColumns | None) -> Seconds:
-    return np.zeros(0) if stage is None else own_seconds(stage)
+    return np.zeros(0) if stage is None else stage.self_seconds
 
 
 def _known(seconds: float) -> float:
@@ -168,8 +161,8 @@ def _moved(stage: StageColumns) -> _Moved:
     if not ran.any():
         return _Moved(0.0, 0.0, int(stage.retries.sum()))
     moved = stage.bytes[ran].astype(float)
-    rate = moved / np.maximum(own_seconds(stage)[ran], 1e-6)
-    return _Moved(lower_median(moved), lower_median(rate), int(stage.retries.sum()))
+    rate = moved / np.maximum(stage.self_seconds[ran], 1e-6)
+    return _Moved(lower_median(moved), upper_median(rate), int(stage.retries.sum()))
 
 
 def _at(stage: StageColumns, rows: IntArray) -> StageColumns:
@@ -178,12 +171,13 @@ def _at(stage: StageColumns, rows: IntArray) -> StageColumns:
     return StageColumns(stage.name, *(getattr(stage, column)[rows] for column in columns))
 
 
-def _reason(stage: StageColumns | None, before: StageColumns | None, who: str) -> str:
+def _reason(stage: StageColumns | None, before: StageColumns | None) -> str:
     if stage is None:
         return "this save did not run the stage"
     if before is None:
         return "only this save ran the stage"
     now, then = _moved(stage), _moved(before)
+    who = "host" if stage.by_agents else "rank"
     reasons = []
     if now.retries > then.retries:
         reasons.append(f"{format_count(now.retries, 'retry', 'retries')} instead of {then.retries}")

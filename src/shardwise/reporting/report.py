@@ -75,7 +75,10 @@ class Report:
         """What the report is about, as a sentence."""
         if self.operation is None:
             return "No telemetry can be read of this checkpoint"
-        return self.operation.headline
+        newer = self._collected.newer
+        if newer is None:
+            return self.operation.headline
+        return f"{self.operation.headline}; step {newer:,} is newer, without readable telemetry"
 
     def write_page(self, path: str | os.PathLike[str]) -> int:
         """Write the report as one HTML file, which needs no network.
@@ -108,8 +111,8 @@ def report(place: Place, *, baseline: Place | None = None, tensors: Sequence[str
 
     Args:
         place: a checkpoint, or the root of a run.
-        baseline: a checkpoint or a run to compare with. Default: of the earlier saves of this run
-            on as many ranks, the one with the median duration.
+        baseline: a checkpoint or a run to compare with. Default: the save of median duration among
+            the earlier ones of this run with the same number of ranks.
         tensors: the names of tensors whose shards the page shows. Default: the largest tensors of
             different shapes.
 

@@ -13,14 +13,9 @@ import numpy as np
 from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint
 from shardwise.reporting import words
-from shardwise.reporting.collect import RECOVERIES, Operation
+from shardwise.reporting.collect import Operation
 from shardwise.reporting.comparison import Difference, Slowdown
-from shardwise.reporting.stragglers import (
-    STAGES_OF_AGENTS,
-    Straggler,
-    lower_median,
-    own_seconds,
-)
+from shardwise.reporting.stragglers import Straggler, lower_median, upper_median
 from shardwise.telemetry.records import StageColumns, Telemetry
 
 MOST_BARS = 120
@@ -75,8 +70,7 @@ def summary(
         tiles["rate"] = ("overall rate", words.format_rate(rate))
     tiles["ranks"] = ("rank" if operation.ranks == 1 else "ranks", f"{operation.ranks:,}")
     tiles["hosts"] = ("host" if operation.hosts == 1 else "hosts", f"{operation.hosts:,}")
-    retries = sum(int(stage.retries.sum()) for stage in telemetry.stages)
-    tiles["retries"] = ("retries", f"{retries:,}")
+    tiles["retries"] = ("retries", f"{telemetry.retries:,}")
     shown = "".join(
         f"<div><dd>{escape(value)}</dd><dt>{escape(label)}</dt></div>"
         for label, value in tiles.values()
@@ -130,7 +124,7 @@ def stragglers(found: Sequence[Straggler]) -> str:
         )
         for each in found[:MOST_ROWS]
     ]
-    header = ("stage", "who", "#slowest of them", "#median of all", "#lost")
+    header = ("stage", "who", "#slowest of them", "#median of all", "#above median")
     more = len(found) - len(rows)
     rest = f'<p class="quiet">… and {more:,} more</p>' if more else ""
     return table(header, rows, "Stragglers") + rest
@@ -145,7 +139,7 @@ def stages(telemetry: Telemetry) -> str:
         if not ran.any():
             continue
         start, end = stage.start[ran], (stage.start + stage.duration)[ran]
-        own, began = own_seconds(stage), float(np.median(start))
+        own, began = stage.self_seconds, float(np.median(start))
         slowest = int(np.nanargmax(own))
         wide = _bar(start.min() / total, end.max() / total, "range")
         ended = began + lower_median(own) * 1e6
@@ -176,12 +170,12 @@ def bandwidth(telemetry: Telemetry, best: Mapping[str, float]) -> str:
 
 
 def _rates(stage: StageColumns, best: float) -> str:
-    own = own_seconds(stage)
+    own = stage.self_seconds
     ran = stage.has_run & (stage.bytes > 0) & (own > 0)
     if not ran.any():
         return ""
     rates = stage.bytes[ran] / own[ran]
-    low, middle, high = float(rates.min()), lower_median(rates), float(rates.max())
+    low, middle, high = float(rates.min()), upper_median(rates), float(rates.max())
     best = max(best, high)
     texts = {
         "slowest": low,
@@ -193,7 +187,7 @@ def _rates(stage: StageColumns, best: float) -> str:
         f"<div><dt>{name}</dt><dd>{words.format_rate(rate)}</dd></div>"
         for name, rate in texts.items()
     )
-    who = "each host" if stage.name in STAGES_OF_AGENTS else "each rank"
+    who = "each host" if stage.by_agents else "each rank"
     share = f"{who}, {middle / best:.0%} of the best"
     return (
         f'<div class="rate"><h3>{escape(stage.name)} <small>{share}</small></h3>'
@@ -284,7 +278,7 @@ def _bars(title: str, points: Sequence[tuple[int, float, str]]) -> str:
 
 def recoveries(operations: Sequence[Operation]) -> str:
     """Return the restores of the run, each with the duration of its phases, the newest first."""
-    found = [each for each in operations if each.operation in RECOVERIES][-MOST_RECOVERIES:]
+    found = [each for each in operations if each.operation == "restore"][-MOST_RECOVERIES:]
     phases = [_phases(each) for each in found]
     longest = max((sum(shares.values()) for shares in phases), default=0.0) or 1.0
     rows = []

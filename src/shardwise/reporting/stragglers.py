@@ -1,7 +1,7 @@
 """Stragglers: the ranks that made an operation slow, and the stage in which they did.
 
-A rank's *own time* in a stage is the duration minus its waits for others. A rank is a
-straggler of a stage if its own time is
+A rank's *self time* in a stage is the duration minus its waits for others. A rank is a
+straggler of a stage if its self time is
 
 - more than 1.5 times the median of all ranks that ran the stage, and
 - longer than the median by 5 % of the operation's duration, and by 50 ms.
@@ -20,16 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes.box import IntArray
 from shardwise.reporting.groups import RankGroup, group_ranks
-from shardwise.telemetry.records import StageColumns, Telemetry
+from shardwise.telemetry.records import Telemetry
 
 LEAST_RATIO = 1.5
 LEAST_SHARE = 0.05
 LEAST_SECONDS = 0.05
 MOST_STRAGGLERS = 100
-STAGES_OF_AGENTS = ("commit", "protect", "persist")
-"""An agent runs these stages for all ranks of its host. Each rank has the agent's numbers."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -41,14 +38,16 @@ class Straggler:
     Attributes:
         stage: the name of the stage.
         group: the ranks, and the host or coordinate that they have in common.
-        seconds: the own time of the slowest of these ranks.
-        median: the own time of the median of all ranks.
+        seconds: the self time of the slowest of these ranks.
+        median: the self time of the median of all ranks.
+        retries: how many requests to the storage these ranks repeated in the stage.
     """
 
     stage: str
     group: RankGroup
     seconds: float
     median: float
+    retries: int
 
     @property
     def who(self) -> str:
@@ -65,13 +64,16 @@ def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
     """Return the stragglers of an operation, the largest loss of time first; at most 100."""
     found = []
     for stage in telemetry.stages:
-        own = own_seconds(stage)
+        own = stage.self_seconds
         if np.isnan(own).all():
             continue
         median = lower_median(own)
         slow = (own > LEAST_RATIO * median) & (own - median >= least_excess(telemetry.seconds))
         found += [
-            Straggler(stage.name, group, float(own[rows].max()), median)
+            Straggler(
+                *(stage.name, group, float(own[rows].max()), median),
+                retries=int(stage.retries[rows].sum()),
+            )
             for group, rows in group_ranks(telemetry, slow)
         ]
     return sorted(found, key=lambda each: -each.excess)[:MOST_STRAGGLERS]
@@ -82,28 +84,18 @@ def least_excess(seconds: float) -> float:
     return max(LEAST_SHARE * seconds, LEAST_SECONDS)
 
 
-def own_seconds(stage: StageColumns) -> Seconds:
-    """Return, for each row, the duration of a stage without waiting; NaN if it has not run."""
-    own = np.maximum(stage.duration - stage.waited, 0) / 1e6
-    seconds: Seconds = np.where(stage.has_run, own, np.nan)
-    return seconds
-
-
-def rows_that_count(stage: StageColumns, host: IntArray) -> IntArray:
-    """Return the rows of which the bytes are added: one for each host if agents ran the stage.
-
-    Args:
-        host: the host of each row.
-    """
-    rows = np.flatnonzero(stage.has_run)
-    if stage.name in STAGES_OF_AGENTS:
-        rows = rows[np.unique(host[rows], return_index=True)[1]]
-    return rows
-
-
 def lower_median(values: Seconds) -> float:
-    """Return the median of the values that are not NaN; NaN if there are none."""
+    """Return the median of the values that are not NaN, the smaller one of two; NaN without any."""
     known = values[~np.isnan(values)]
     if not len(known):
         return float("nan")
     return float(np.partition(known, (len(known) - 1) // 2)[(len(known) - 1) // 2])
+
+
+def upper_median(values: Seconds) -> float:
+    """Return the median, the larger one of two.
+
+    The rank with the smaller median of the times has the larger median of the rates, if all ranks
+    moved as many bytes.
+    """
+    return -lower_median(-values)

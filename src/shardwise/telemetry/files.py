@@ -1,8 +1,8 @@
 """Where telemetry is stored: beside the checkpoint of a save, or in a directory of the root.
 
 Example: the save with the id `0123456789abcdef` has the file `telemetry-0123456789abcdef.json.gz`
-in the directory of its checkpoint. A load has no directory of its own. Its telemetry is in the
-directory `telemetry` of the root, and is called `load-20261127T040506Z-89abcdef01234567.json.gz`.
+in the directory of its checkpoint. A restore has no directory of its own. Its telemetry is in
+the directory `telemetry` of the root, as `restore-20261127T040506Z-89abcdef01234567.json.gz`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_of_save(checkpoint: Store, telemetry: Telemetry) -> None:
 
 
 def list_operations(root: Store) -> list[str]:
-    """Return the names of the files with the telemetry of loads and other operations, oldest first.
+    """Return the names of the files with the telemetry of restores and snapshots, oldest first.
 
     Raises:
         OSError: the store failed.
@@ -77,7 +77,7 @@ def read_file(directory: Store, name: str) -> Telemetry | None:
 
 
 def write_operation(root: Store, telemetry: Telemetry, *, keep: int = KEPT_FILES) -> str:
-    """Store the telemetry of a load or another operation in a root, and return the file's name.
+    """Store the telemetry of a restore or a snapshot in a root, and return the file's name.
 
     Args:
         keep: how many files stay there, the newest ones.

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from shardwise.boxes.box import IntArray
 
-OPERATIONS = ("save", "load", "snapshot", "protect", "persist", "restore")
+OPERATIONS = ("save", "snapshot", "restore")
+STAGES_OF_AGENTS = ("commit", "protect", "persist")
 MOST_RANKS = 2**20
 NOT_RUN = -1
 """The start of a stage that a rank has not run, and the coordinate of a rank outside of a mesh."""
@@ -54,6 +55,22 @@ class StageColumns:
         """Which ranks have run the stage, `(n,)`."""
         return np.not_equal(self.start, NOT_RUN)
 
+    @property
+    def by_agents(self) -> bool:
+        """Whether an agent runs the stage for all ranks of its host. Each has its numbers."""
+        return self.name in STAGES_OF_AGENTS
+
+    @property
+    def self_seconds(self) -> npt.NDArray[np.float64]:
+        """For each rank, the duration in seconds without waiting; NaN if it has not run, `(n,)`."""
+        return np.where(self.has_run, np.maximum(self.duration - self.waited, 0) / 1e6, np.nan)
+
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """The row with the longest self time, and this time in seconds; 0.0 if no rank ran."""
+        seconds = np.nan_to_num(self.self_seconds)
+        return int(seconds.argmax()), float(seconds.max())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
@@ -61,7 +78,8 @@ class Telemetry:
 
     Attributes:
         operation: one of `OPERATIONS`.
-        id: the id of the save; a random id for other operations.
+        id: the id of the save. For a restore: a digest of the root, the step, and the number of
+            this restore, so that all ranks have the same one.
         step: the step of the checkpoint; None if it has none.
         path: the path or URL of the checkpoint.
         started: the time of the start on rank 0, in ISO 8601, in UTC.
@@ -99,6 +117,27 @@ class Telemetry:
     began: IntArray
     stages: tuple[StageColumns, ...]
     phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that all ranks moved, in the stage with the most bytes.
+
+        Example: two ranks copy 8,000 bytes each to host memory, and then the agent of their host
+        writes 16,000 bytes to storage. That is 16,000 bytes.
+        """
+        return max((self._sum(each, each.bytes) for each in self.stages), default=0)
+
+    @property
+    def retries(self) -> int:
+        """How many requests to the storage were repeated, in all stages."""
+        return sum(self._sum(each, each.retries) for each in self.stages)
+
+    def _sum(self, stage: StageColumns, column: IntArray) -> int:
+        """Return the sum of a column of a stage; of agents, that of one rank of each host."""
+        rows = np.flatnonzero(stage.has_run)
+        if stage.by_agents:
+            rows = rows[np.unique(self.host[rows], return_index=True)[1]]
+        return int(column[rows].sum())
 
     def stage(self, name: str) -> StageColumns | None:
         """Return a stage by its name; None if no rank has run it."""

@@ -8,7 +8,6 @@ rank 0 combines them, in the background.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -29,7 +28,7 @@ from shardwise.version import VERSION
 
 LARGEST_COMBINED = 1 << 19
 """Messages that have more bytes together are not decoded on their way to rank 0. The tables of
-1,057 ranks (1 + 32 + 1,024, in three levels of the tree) have 0.3 MB."""
+1,057 ranks (1 + 32 + 1,024: two levels below rank 0) have 0.3 MB."""
 MICROSECONDS = 1_000_000
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._:-]")
 _NOT_IN_FILES = re.compile(r"[^A-Za-z0-9._/-]")
@@ -165,8 +164,3 @@ def combine_messages(messages: Sequence[bytes]) -> bytes:
         return encode_message(decode_message(joined, "a message"))
     except Exception:  # of any kind: rank 0 reports it, and the ranks must stay connected
         return joined
-
-
-def new_id() -> str:
-    """Return a random id of an operation that is not a save."""
-    return secrets.token_hex(8)

@@ -16,7 +16,7 @@ from shardwise.events import format_bytes
 from shardwise.manifest.manifest import MANIFEST, step_directory, telemetry_file
 from shardwise.store import Store
 from shardwise.telemetry import files
-from shardwise.telemetry.records import StageColumns, Telemetry, combine
+from shardwise.telemetry.records import Telemetry, combine
 from shardwise.telemetry.rows import MICROSECONDS, align, decode_message
 
 LARGEST_CLOCK_OFFSET = 5.0
@@ -145,29 +145,26 @@ class TelemetryWriter:
         )
 
 
-def slowest_row(stage: StageColumns) -> int:
-    """Return the row of the rank that worked longest in a stage, without its waits."""
-    return int(np.argmax(np.where(stage.has_run, stage.duration - stage.waited, -1)))
-
-
 def describe(table: Telemetry) -> str:
     """Return one line about an operation, which names the slowest rank of its longest stage."""
     step = "" if table.step is None else f" of step {table.step}"
     text = f"{table.operation}{step}: {table.seconds:.2f} s on {table.world_size} ranks"
     if not table.stages:
         return text
-    stage = max(table.stages, key=lambda each: int((each.duration - each.waited).max()))
-    row = slowest_row(stage)
-    work = (stage.duration[row] - stage.waited[row]) / MICROSECONDS
+    stage = max(table.stages, key=lambda each: each.slowest[1])
+    row, seconds = stage.slowest
     nbytes = f" ({format_bytes(int(stage.bytes[row]))})" if stage.bytes[row] else ""
     host = table.hosts[table.host[row]]
-    return (
-        f"{text}; longest in {stage.name}: rank {table.ranks[row]} on {host}, {work:.2f} s{nbytes}"
-    )
+    who = f"rank {table.ranks[row]} on {host}"
+    return f"{text}; longest in {stage.name}: {who}, {seconds:.2f} s{nbytes}"
 
 
 def summarize(table: Telemetry) -> dict[str, object]:
-    """Return the numbers of an operation for structured logs: seconds by stage, and so on."""
+    """Return the numbers of an operation for structured logs.
+
+    The seconds of a stage are the self time of its slowest rank.
+    """
+    stages = [(each.name, *each.slowest) for each in table.stages]
     return {
         "operation": table.operation,
         "id": table.id,
@@ -175,13 +172,10 @@ def summarize(table: Telemetry) -> dict[str, object]:
         "path": table.path,
         "seconds": table.seconds,
         "ranks": len(table.ranks),
-        "bytes": int(sum(int(each.bytes.sum()) for each in table.stages)),
-        "retries": int(sum(int(each.retries.sum()) for each in table.stages)),
+        "bytes": table.bytes,
+        "retries": table.retries,
         "stages": {
-            each.name: {
-                "seconds": float(each.duration.max() / MICROSECONDS),
-                "slowest_rank": int(table.ranks[slowest_row(each)]),
-            }
-            for each in table.stages
+            name: {"seconds": seconds, "slowest_rank": int(table.ranks[row])}
+            for name, row, seconds in stages
         },
     }

@@ -36,7 +36,7 @@ class RankTable {
   draw() {
     const { operation } = this, rows = this.rows(), pages = Math.max(1, Math.ceil(rows.length / ROWS));
     this.page = Math.max(0, Math.min(this.page, pages - 1));
-    const columns = [["rank", "rank"], ["host", "host"], ...operation.stages.map((stage, s) => [s, stage.name]), ["lost", "lost"]];
+    const columns = [["rank", "rank"], ["host", "host"], ...operation.stages.map((stage, s) => [s, stage.name]), ["lost", "above median"]];
     $("#rank-table thead").replaceChildren(make("tr", {}, ...columns.map((each) => this.heading(...each))));
     this.colours = heatColours();
     const shown = rows.slice(this.page * ROWS, (this.page + 1) * ROWS);
