@@ -319,10 +319,72 @@ def test_a_closed_group_says_so() -> None:
     with TreeGroup(dist.HashStore(), 0, 1) as group:
         assert group.broadcast(b"x") == b"x"
     group.close()
-    with pytest.raises(LostRankError, match="create a new Checkpointer"):
-        group.broadcast(b"x")
-    with pytest.raises(LostRankError, match="create a new Checkpointer"):
+    for _ in range(2):
+        with pytest.raises(LostRankError, match=r"closed by close\(\): create a new Checkpointer"):
+            group.broadcast(b"x")
+        with pytest.raises(LostRankError, match=r"closed by close\(\): create a new Checkpointer"):
+            group.reduce(b"x", max)
+
+
+def fail_twice(act: Callable[[TreeGroup], Any], group: TreeGroup) -> tuple[Exception, Exception]:
+    """What an action raises, and what the next exchange raises."""
+    with pytest.raises(Exception) as first:  # noqa: PT011 - as telemetry, which only logs it
+        act(group)
+    with pytest.raises(RankError) as second:
         group.reduce(b"x", max)
+    return first.value, second.value
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_the_first_lost_rank_is_named_again(lost: int, deep: None) -> None:
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        meet(group)
+        if group.rank == lost:
+            die(group)
+        return fail_twice(meet, group)
+
+    told = outcomes(4, run)
+    assert isinstance(told.pop(lost), KeyError)
+    for first, second in told.values():
+        assert type(first) is type(second) is LostRankError
+        assert [*first.failures] == [lost]
+        assert second.failures == first.failures
+        assert "not possible, because exchanging messages failed earlier: create a" in str(second)
+
+
+def test_the_first_failure_is_raised_again(deep: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+    connected = threading.Barrier(4)
+
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        connected.wait(SOON)
+
+        def send(group: TreeGroup) -> None:
+            group.reduce(b"x" * (11 if group.rank == 3 else 1), max)
+            group.broadcast(b"")
+
+        return fail_twice(send, group)
+
+    for first, second in outcomes(4, run).values():
+        assert type(first) is type(second) is RankError
+        assert second.failures == first.failures
+        assert [*first.failures] == [3]
+
+
+def test_an_interrupted_group_says_so() -> None:
+    def combine(messages: Sequence[bytes]) -> bytes:
+        raise KeyError("a bug")
+
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        def send(group: TreeGroup) -> None:
+            group.broadcast(group.reduce(b"x", combine))
+
+        return fail_twice(send, group)
+
+    first, second = outcomes(2, run)[0]
+    assert type(first) is KeyError
+    assert type(second) is LostRankError
+    assert second.failures == {0: "it raised KeyError meanwhile"}
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])

@@ -44,6 +44,7 @@ MOST_MISSING = 64
 """How many missing ranks are named."""
 TELL_SECONDS = 2.0
 """The longest time to tell other ranks of a failure."""
+_REMEDY = "create a new Checkpointer (or TreeGroup), or restart the job"
 
 
 def rank_above(rank: int) -> int:
@@ -113,6 +114,7 @@ class TreeGroup:
         self._door: Door | None = None
         self._check_whole: Check = nothing
         self._is_closed, self._operation = False, CONNECTING
+        self._first_failure: Failure | None = None
         self._process = os.getpid()
         with self._closing_on_error():
             below = ranks_below(rank, size)
@@ -171,8 +173,8 @@ class TreeGroup:
 
     def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Combine the data of all ranks, on their way to rank 0."""
+        self._check_open()
         with self._closing_on_error():
-            self._check_open()
             self._check_size(data, "its message")
             below = self._below.values()
             self._run(self._missing_below)
@@ -196,8 +198,8 @@ class TreeGroup:
 
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
+        self._check_open()
         with self._closing_on_error():
-            self._check_open()
             self._check_size(data, "its message to all ranks")
             if (above := self._above) is not None:
                 self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
@@ -231,11 +233,19 @@ class TreeGroup:
         return sum(map(len, all_below(self.rank, self.size)))
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            reason = (
-                "its connections were closed, by close() or after a failure: create a new "
-                "Checkpointer, or restart the job"
+        """Raise the first failure again, so that it stays known; or say that the group is closed.
+
+        The caller may have logged the first failure only, as telemetry does.
+        """
+        if (first := self._first_failure) is not None:
+            operation = (
+                f"{self._operation} (not possible, because {first.operation} failed earlier: "
+                f"{_REMEDY})"
             )
+            raise Failure(operation, first.reasons, first.is_lost).error()
+        if self._is_closed:
+            how = "by close()" if self._process == os.getpid() else "in this forked process"
+            reason = f"its connections were closed {how}: {_REMEDY}"
             raise LostRankError(self._operation, {self.number: reason})
 
     def _check_size(self, data: bytes, what: str) -> None:
@@ -250,14 +260,16 @@ class TreeGroup:
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Close the connections if the block fails or is interrupted."""
+        """Close the connections, and keep the reason, if the block fails or is interrupted."""
         try:
             yield
         except RankError as error:
-            is_lost = isinstance(error, LostRankError)
-            self._close(Failure(error.operation, error.failures, is_lost))
+            self._first_failure = Failure.of(error)
+            self._close(self._first_failure)
             raise
-        except BaseException:
+        except BaseException as error:
+            reason = f"it raised {type(error).__name__} meanwhile"
+            self._first_failure = Failure(self._operation, {self.number: reason}, is_lost=True)
             self._close()
             raise
 
@@ -323,8 +335,7 @@ class TreeGroup:
         try:
             self._check_whole(deadline)
         except RankError as error:
-            is_lost = isinstance(error, LostRankError)
-            self._fail(Failure(error.operation, error.failures, is_lost))
+            self._fail(Failure.of(error))
 
     def _send_and_receive(self, seconds: float) -> None:
         """Send and receive what can be now, after a wait of at most some seconds."""
@@ -346,7 +357,7 @@ class TreeGroup:
             for link in door.admit():
                 self._below[link.rank] = link
         except RankError as error:
-            self._fail(Failure(error.operation, error.failures, is_lost=False))
+            self._fail(Failure.of(error))
         if not door.missing:
             self._door = None
             door.close()

@@ -55,6 +55,11 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     reasons: dict[int, str]
     is_lost: bool
 
+    @classmethod
+    def of(cls, error: RankError) -> Failure:
+        """Return what an error says."""
+        return cls(error.operation, error.failures, isinstance(error, LostRankError))
+
     def error(self) -> RankError:
         """Return the error that says this."""
         kind = LostRankError if self.is_lost else RankError
