@@ -197,6 +197,7 @@ def test_a_rank_that_never_comes_is_named(deep: None) -> None:
     for rank in (0, 2, 5, 6):
         assert sorted(told[rank].failures) == [1]
         assert "did not answer within 2 s; ranks 3, 4, 7-10 send" in str(told[rank])
+        assert "its stack (py-spy dump), or raise timeout=" in str(told[rank])
     assert sorted(told[7].failures) == [3]
     assert "it has not begun to connect" in str(told[7])
 
@@ -219,6 +220,7 @@ def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None
     for rank in (0, 1, 2, 3, 5, 6):
         assert isinstance(told[rank], LostRankError)
         assert sorted(told[rank].failures) == [4], told[rank]
+        assert str(told[rank]).startswith("second: exchanging messages failed on 1 rank:")
         assert f"did not answer within 3 s, on host {socket.gethostname()}" in str(told[rank])
 
 
@@ -337,8 +339,11 @@ def fail_twice(act: Callable[[TreeGroup], Any], group: TreeGroup) -> tuple[Excep
 
 @pytest.mark.parametrize("lost", [1, 3])
 def test_the_first_lost_rank_is_named_again(lost: int, deep: None) -> None:
+    connected = threading.Barrier(4)
+
     def run(group: TreeGroup) -> tuple[Exception, Exception]:
         meet(group)
+        connected.wait(SOON)
         if group.rank == lost:
             die(group)
         return fail_twice(meet, group)

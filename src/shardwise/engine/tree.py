@@ -44,6 +44,7 @@ MOST_MISSING = 64
 """How many missing ranks are named."""
 TELL_SECONDS = 2.0
 """The longest time to tell other ranks of a failure."""
+_ADVICE = "Look at its log and its stack (py-spy dump), or raise timeout="
 _REMEDY = "create a new Checkpointer (or TreeGroup), or restart the job"
 
 
@@ -400,7 +401,7 @@ class TreeGroup:
             reason += f", on host {host}" if host else ""
             if through and rank:
                 reason += f"; {name_ranks(through)} send their messages through it"
-            reasons[self._numbers[rank]] = reason
+            reasons[self._numbers[rank]] = f"{reason}. {_ADVICE}"
         return Failure(self._operation, reasons, is_lost=True)
 
     def _fail(self, failure: Failure, heard_from: Link | None = None) -> NoReturn:
