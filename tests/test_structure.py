@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34406,
+    statements=34409,
     modules_of_api=85,
-    statements_of_api=8702,
+    statements_of_api=8705,
     record_types=280,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,

@@ -114,7 +114,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(gang: Gang, tmp_path
     outcomes = gang.run_outcomes(die_with_a_child, str(tmp_path / "root"), world=3)
     assert [outcome.kind for outcome in outcomes] == ["value", "died", "value"]
     for outcome in (outcomes[0], outcomes[2]):
-        assert "rank 1: it died" in outcome.value[0]
+        assert "rank 1: its connection from host " in outcome.value[0]
         assert outcome.value[1] < SOON
 
 

@@ -377,7 +377,7 @@ class TreeGroup:
                 missing = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
                 link.reported = [each for each in missing if 0 <= each[0] < self.size]
             except DECODE_ERRORS:
-                link.end("it sent something that is no message")
+                link.end("it sent an invalid message")
                 link.inbox.clear()
 
     def _report(self, missing: _Missing) -> None:

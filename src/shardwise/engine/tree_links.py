@@ -138,10 +138,11 @@ class Link:
                 self._receive()
             self._send()
         except OSError as error:
+            host = f" from host {self.host}" if self.host else ""
+            details = f" ({error})" if str(error) else ""
             self.end(
-                f"it died, failed or ended, or its network failed ({error}"
-                f"{f', on host {self.host}' if self.host else ''}): look for the first error in "
-                "its log"
+                f"its connection{host} was closed{details}: its process ended, or its network "
+                "failed; look for the first error in its log"
             )
 
     def end(self, reason: str) -> None:
@@ -162,7 +163,7 @@ class Link:
                 self._outgoing.popleft()
 
     def _receive(self) -> None:
-        while True:
+        while not self.ended:
             announced = self._announced
             missing = _HEAD.size - len(self._head) if announced is None else announced[1]
             if announced is not None:
@@ -172,7 +173,7 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             if missing and not data:
-                raise ConnectionResetError("its connection was closed")
+                raise ConnectionResetError
             if announced is None:
                 self._head += data
                 self._read_head()
@@ -187,7 +188,8 @@ class Link:
         self._head.clear()
         most = MOST_BYTES if number in {Kind.UP, Kind.DOWN} else MOST_BYTES_OF_NEWS
         if magic != _MAGIC or number not in set(Kind) or size > most:
-            raise ConnectionError("it sent something that is no message, or too large")
+            self.end("it sent an invalid message, or one that is too large")
+            return
         self._announced = Kind(number), size
 
     def _read_body(self, kind: Kind, size: int) -> None:

@@ -96,15 +96,27 @@ class _Peer:
         """The host and the process of this rank."""
         return self.host, self.process
 
-    def problem(self, size: int) -> str:
-        """Return why this rank cannot talk to the other one, or nothing."""
+    def problem(self, number: int, size: int) -> str:
+        """Return why this rank cannot talk to the other one, or nothing.
+
+        All ranks are told, so the text names both ranks.
+
+        Args:
+            number: the number of this rank in errors.
+            size: the number of ranks, as this rank knows it.
+        """
+        this = f"rank {number} on host {socket.gethostname()}"
         if self.protocol != PROTOCOL or self.version != VERSION:
             return (
-                f"it has version {self.version} of shardwise (protocol {self.protocol}), and this "
-                f"rank has {VERSION} (protocol {PROTOCOL}): install the same version on all hosts"
+                f"on host {self.host}, it has version {self.version} of shardwise (protocol "
+                f"{self.protocol}), and {this} has {VERSION} (protocol {PROTOCOL}): install the "
+                "same version on all hosts"
             )
         if self.size != size:
-            return f"it is one of {self.size} ranks, and this rank is one of {size}"
+            return (
+                f"on host {self.host}, it was started as one of {self.size} ranks, and {this} as "
+                f"one of {size}: use one WORLD_SIZE for all"
+            )
         return ""
 
 
@@ -213,9 +225,8 @@ class Door:
             guest.close()  # a stranger, or a rank that connects again
             return []
         if is_new:
-            problem = peer.problem(self._size)
+            problem = peer.problem(self._numbers[self._rank], self._size)
             verdict = REFUSED if problem else ACCEPTED
-            problem = problem and f"on host {peer.host}: {problem}"
             answer = _describe_self(proof_of(self._token), verdict, self._size)
         else:
             problem = _connected_twice(first, peer.place)
@@ -271,7 +282,10 @@ def connect_upwards(
     """
     number = numbers[above]
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
-    reason = "it has not begun to connect, or another process has connected as this rank"
+    reason = (
+        "it has put no address into the store (look at its log; do all ranks make the same "
+        f"calls?), or another process has connected as rank {numbers[rank]}"
+    )
     lookup = _Lookup(store, above, check, number=numbers[rank], number_of_rank=number)
     met: tuple[_Place, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
@@ -293,15 +307,18 @@ def connect_upwards(
                     text = _connected_twice(peer.place, own_place)
                     raise RankError(OPERATION, {numbers[rank]: text})
                 if peer.number != ACCEPTED:
-                    problem = peer.problem(size) or (
-                        f"it has version {peer.version} of shardwise, and refuses this rank: "
-                        "install the same version on all hosts"
+                    problem = peer.problem(numbers[rank], size) or (
+                        f"on host {peer.host}, it has version {peer.version} of shardwise, and "
+                        f"refuses rank {numbers[rank]}: install the same version on all hosts"
                     )
-                    raise RankError(OPERATION, {number: f"on host {peer.host}: {problem}"})
+                    raise RankError(OPERATION, {number: problem})
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
         except OSError as error:
-            reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
+            reason = (
+                f"it cannot be reached at {place.host}:{place.port}: {error}. Check that it runs, "
+                "and that no firewall blocks TCP ports between the hosts"
+            )
     text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
     raise LostRankError(OPERATION, {number: text})
 
@@ -389,7 +406,7 @@ def _hear_answer(
             raise TimeoutError("no answer")
     peer = _Peer(_ANSWER.unpack(data))
     if not is_token(peer.proof, proof_of(place.token)):
-        raise ConnectionError("a stranger answered")
+        raise ConnectionError("the process there does not know the token of the rank")
     return peer
 
 
