@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34412,
+    statements=34413,
     modules_of_api=85,
-    statements_of_api=8708,
+    statements_of_api=8709,
     record_types=280,
     names_across_packages=371,  # the ports are used from everywhere
     names_of_readers=23,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwise import LostRankError, RankError, StateError, TreeGroup
 from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree import FAN_OUT, all_below, rank_above, ranks_below
+from shardwise.engine.tree import FAN_OUT, children_of, descendants_of, parent_of
 from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
 
 TIMEOUT = timedelta(seconds=20)
@@ -78,17 +78,18 @@ def meet(group: TreeGroup) -> list[int]:
 def test_the_shape_of_the_tree() -> None:
     size = 131_072
     for rank in (0, 1, 31, 32, 33, 1000, 4095, 4096, 131_071):
-        below = ranks_below(rank, size)
+        below = children_of(rank, size)
         assert len(below) <= FAN_OUT
-        assert {rank_above(each) for each in below} <= {rank}
+        assert {parent_of(each) for each in below} <= {rank}
     depth, rank = 0, size - 1
     while rank:
-        assert rank in ranks_below(rank_above(rank), size)
-        depth, rank = depth + 1, rank_above(rank)
+        assert rank in children_of(parent_of(rank), size)
+        depth, rank = depth + 1, parent_of(rank)
     assert depth == 4
-    assert sum(map(len, all_below(0, size))) == size - 1
+    assert sum(map(len, descendants_of(0, size))) == size - 1
     assert (
-        sum(sum(map(len, all_below(each, size))) + 1 for each in ranks_below(0, size)) == size - 1
+        sum(sum(map(len, descendants_of(each, size))) + 1 for each in children_of(0, size))
+        == size - 1
     )
 
 
@@ -168,11 +169,15 @@ def test_what_an_earlier_attempt_left_in_the_store_does_no_harm(left: str) -> No
         port = silent.getsockname()[1]
         if left == "nobody":
             silent.close()
-        old = tree_rendezvous.Door(dist.HashStore(), 0, 2, [1]) if left == "another tree" else None
+        old = (
+            tree_rendezvous.RankListener(dist.HashStore(), 0, 2, [1])
+            if left == "another tree"
+            else None
+        )
         if old is not None:
-            port = old._listener.getsockname()[1]
-        place = tree_rendezvous._Place("127.0.0.1", port, b"x" * 16)
-        store.set("0", msgspec.json.encode(place).decode())
+            port = old._socket.getsockname()[1]
+        endpoint = tree_rendezvous._Endpoint("127.0.0.1", port, b"x" * 16)
+        store.set("0", msgspec.json.encode(endpoint).decode())
         with ThreadPoolExecutor(2) as pool:
             late = pool.submit(
                 outcomes, 2, lambda group: group.broadcast(b"x"), store=store, ranks=[1]
@@ -180,7 +185,7 @@ def test_what_an_earlier_attempt_left_in_the_store_does_no_harm(left: str) -> No
             for _ in range(20):
                 time.sleep(0.02)
                 if old is not None:
-                    old.admit()
+                    old.accept()
             assert outcomes(2, lambda group: group.broadcast(b"x"), store=store, ranks=[0]) == {
                 0: b"x"
             }
@@ -205,8 +210,8 @@ def test_a_rank_that_never_comes_is_named(deep: None) -> None:
 
 def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
     store = dist.HashStore()
-    place = tree_rendezvous._Place("127.0.0.1", 1, b"x" * 16)
-    store.set("0", msgspec.json.encode(place).decode())
+    endpoint = tree_rendezvous._Endpoint("127.0.0.1", 1, b"x" * 16)
+    store.set("0", msgspec.json.encode(endpoint).decode())
     told = outcomes(2, meet, store=store, ranks=[1], timeout=timedelta(seconds=1))
     assert isinstance(told[1], LostRankError)
     assert "it cannot be reached at 127.0.0.1:1: " in told[1].failures[0]
@@ -457,7 +462,7 @@ def test_a_second_process_with_the_same_rank_is_named(
     def describe_thread(*args: Any) -> bytes:
         """Each thread says that it is another process."""
         process = threading.get_native_id()
-        return describe(*args) if len(args) == 4 else describe(*args, ("host", process))
+        return describe(*args) if len(args) == 5 else describe(*args, ("host", process))
 
     monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_thread)
     store, began = dist.HashStore(), time.monotonic()
@@ -502,21 +507,21 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     assert set(heard) <= {b""}
 
 
-def test_strangers_are_turned_away(strangers: list[bytes], fan_out: int) -> None:
+def test_strangers_are_rejected(strangers: list[bytes], fan_out: int) -> None:
     began = time.monotonic()
     assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
     assert time.monotonic() - began < SOON
 
 
 def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_rendezvous, "MOST_GUESTS", 4)
+    monkeypatch.setattr(tree_rendezvous, "MOST_PENDING", 4)
     monkeypatch.setattr(tree_rendezvous, "HELLO_TIMEOUT", 60.0)
-    open_guests = []
-    admit, listen = tree_rendezvous.Door.admit, tree_rendezvous.listen_for_ranks
+    open_connections = []
+    accept, listen = tree_rendezvous.RankListener.accept, tree_rendezvous.listen_for_ranks
 
-    def admit_and_count(door: tree_rendezvous.Door) -> Iterator[Link]:
-        yield from admit(door)
-        open_guests.append(len(door._guests))
+    def accept_and_count(listener: tree_rendezvous.RankListener) -> Iterator[Link]:
+        yield from accept(listener)
+        open_connections.append(len(listener._pending))
 
     with ExitStack() as cleanup:
 
@@ -527,18 +532,18 @@ def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.Monkey
             return address, listener
 
         monkeypatch.setattr(tree_rendezvous, "listen_for_ranks", listen_and_be_visited)
-        monkeypatch.setattr(tree_rendezvous.Door, "admit", admit_and_count)
+        monkeypatch.setattr(tree_rendezvous.RankListener, "accept", accept_and_count)
         began = time.monotonic()
         assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
         assert time.monotonic() - began < SOON
-    assert max(open_guests) <= 4
+    assert max(open_connections) <= 4
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES + 1),
+        tree_links._HEAD.pack(b"swm1", Kind.REDUCE, MOST_BYTES + 1),
         tree_links._HEAD.pack(b"swm1", Kind.FAILED, 1 << 20),
         tree_links._HEAD.pack(b"swm1", 77, 1),
         tree_links._HEAD.pack(b"swm1", Kind.FAILED, 3) + b"abc",
@@ -580,7 +585,7 @@ def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_links, "watch_host", lambda _: None)
         link = Link(1, "", ours)
-    theirs.sendall(tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES) + b"x" * 1000)
+    theirs.sendall(tree_links._HEAD.pack(b"swm1", Kind.REDUCE, MOST_BYTES) + b"x" * 1000)
     link.send_and_receive(can_receive=True)
     assert not link.ended
     assert len(link._body) == 1000

@@ -46,8 +46,8 @@ def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
     if dies and moment == "before it connects":
         die()
     if dies and moment == "while it connects":
-        tree_rendezvous._hear_answer = lambda *_: die()
-        tree_rendezvous.Door.admit = lambda *_: die()
+        tree_rendezvous._receive_answer = lambda *_: die()
+        tree_rendezvous.RankListener.accept = lambda *_: die()
     timeout = CONNECT_TIMEOUT if moment == "before it connects" else TIMEOUT
     began = time.monotonic()
     try:

@@ -29,15 +29,15 @@ _MAGIC = b"swm1"
 class Kind(IntEnum):
     """What a message is."""
 
-    UP = 1
+    REDUCE = 1
     """The combined data of a rank and those below it, for the rank above."""
-    DOWN = 2
+    BROADCAST = 2
     """The data of rank 0, for the ranks below."""
     FAILED = 3
     """Ranks that failed."""
     MISSING = 4
     """Ranks that others wait for."""
-    LEFT = 5
+    LEAVING = 5
     """This rank has sent its last message."""
 
 
@@ -186,7 +186,7 @@ class Link:
             return
         magic, number, size = _HEAD.unpack(self._head)
         self._head.clear()
-        most = MOST_BYTES if number in {Kind.UP, Kind.DOWN} else MOST_BYTES_OF_NEWS
+        most = MOST_BYTES if number in {Kind.REDUCE, Kind.BROADCAST} else MOST_BYTES_OF_NEWS
         if magic != _MAGIC or number not in set(Kind) or size > most:
             self.end("it sent an invalid message, or one that is too large")
             return
@@ -198,7 +198,7 @@ class Link:
         self._announced = None
         data, self._body = bytes(self._body), bytearray()
         self.bytes_received += size
-        if kind in {Kind.UP, Kind.DOWN}:
+        if kind in {Kind.REDUCE, Kind.BROADCAST}:
             self.inbox.append(data)
             self.reported, self.told = [], []
         else:
