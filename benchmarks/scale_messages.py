@@ -28,7 +28,7 @@ from shardwise.engine.planning import (
 from shardwise.engine.rounds import Round, _Message, values_of
 from shardwise.engine.save import _Files, _table_of, _unite_files
 from shardwise.engine.shared_structures import _Described
-from shardwise.engine.tree import ranks_below
+from shardwise.engine.tree import children_of
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import lay_out_file
@@ -72,7 +72,7 @@ class ReplayGroup:
         self.bytes_sent = self.bytes_received = 0
         self.rounds = 0
         self._below, self._replies = below, replies
-        self._fan_out = len(ranks_below(rank, size))
+        self._fan_out = len(children_of(rank, size))
 
     def rewind(self, rounds: int) -> None:
         """Go back to the first round of an operation."""
@@ -199,7 +199,7 @@ class Recording:
                 except UnknownMessages as unknown:
                     self._combine(unknown, planned if step == "publish" else None)
         return {
-            rank: (self.received[rank] if ranks_below(rank, self.job.world) else [], self.replies)
+            rank: (self.received[rank] if children_of(rank, self.job.world) else [], self.replies)
             for rank in self.watched
         }
 
@@ -219,7 +219,7 @@ class Recording:
             )
 
         def up(rank: int) -> bytes:
-            below = [up(each) for each in ranks_below(rank, self.job.world)]
+            below = [up(each) for each in children_of(rank, self.job.world)]
             if rank in self.received:
                 self.received[rank].append(below)
             if rank == 0:

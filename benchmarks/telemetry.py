@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from shardwise.engine.tree import ranks_below
+from shardwise.engine.tree import children_of
 from shardwise.events import Event, OperationRecord, Recorder
 from shardwise.telemetry.encoding import encode, encode_file
 from shardwise.telemetry.records import Telemetry
@@ -96,16 +96,16 @@ def measure(ranks: int) -> None:
     above_leaves: list[float] = []
     above_these: list[float] = []
     for rank in reversed(range(1, ranks)):
-        below = ranks_below(rank, ranks)
+        below = children_of(rank, ranks)
         if below:
             parts = [messages[each] for each in (rank, *below)]
-            is_lowest = not ranks_below(below[0], ranks)
+            is_lowest = not children_of(below[0], ranks)
             start = time.process_time()
             messages[rank] = combine_messages(parts)
             (above_leaves if is_lowest else above_these).append(time.process_time() - start)
             for each in below:
                 messages[each] = b""
-    level = [messages[each] for each in (0, *ranks_below(0, ranks))]
+    level = [messages[each] for each in (0, *children_of(0, ranks))]
     top = cpu_seconds(lambda: join_messages(level), 3)
     received = join_messages(level)
     tables: list[bytes] = []

@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34440,
+    statements=34470,
     modules_of_api=85,
-    statements_of_api=8710,
+    statements_of_api=8740,
     record_types=280,
     names_across_packages=373,  # the ports are used from everywhere
     names_of_readers=23,

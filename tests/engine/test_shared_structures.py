@@ -8,12 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from shardwise import RankError, ShardwiseError
+from shardwise import MismatchError, RankError, ShardwiseError
 from shardwise.engine import shared_structures
 from shardwise.engine.shared_structures import encode_structure, share_structures
-from shardwise.plan.structure import AxisSplit, Description, Structure
+from shardwise.plan.structure import (
+    AxisSplit,
+    Description,
+    RanksOfStructure,
+    Structure,
+    list_tensors,
+)
 from shardwise.testing.thread_group import run_ranks, run_ranks_and_catch
 
+BUG = "This is a bug of shardwise: report it"
 BY_ROWS = Structure(("w",), ("float32",), ((8, 4),), ((AxisSplit(0, 4, 1, 0),),), (0,))
 
 
@@ -49,11 +56,11 @@ def test_coordinates_that_do_not_fit_are_refused(sent: tuple[int, ...], told: st
         if len(sent) == 1:
             assert isinstance(error, RankError)
             assert [*error.failures] == [1]
-            assert told in str(error)
+            assert f"{told}. {BUG}" in str(error)
         else:  # the coordinates of ranks with one structure are one table
             assert isinstance(error, ShardwiseError)
     alone = run_ranks_and_catch(1, lambda group: share(group, sent))
-    assert told in str(alone[0])
+    assert f"{told}. {BUG}" in str(alone[0])
 
 
 def test_ranks_that_are_described_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,4 +76,15 @@ def test_ranks_that_are_described_twice_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_structures, "_describe", describe_as_rank_0)
     for error in run_ranks_and_catch(2, lambda group: share(group, (0,))):
         assert isinstance(error, ShardwiseError)
-        assert "2 states, not one for each rank" in str(error)
+        assert f"2 states, not one for each rank. {BUG}" in str(error)
+
+
+def test_a_tensor_that_differs_is_told_with_the_ranks_that_have_it() -> None:
+    other = msgspec.structs.replace(BY_ROWS, dtypes=("float16",))
+    structures = [
+        RanksOfStructure(structure, np.array(ranks), np.zeros((2, 1), np.int64), fingerprint)
+        for structure, ranks, fingerprint in ((BY_ROWS, [1, 3], b"a"), (other, [2, 4], b"b"))
+    ]
+    with pytest.raises(MismatchError) as caught:
+        list_tensors(structures)
+    assert caught.value.problems == ["w: float16 [8, 4] on rank 2, float32 [8, 4] on rank 1"]

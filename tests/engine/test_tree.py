@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwise import LostRankError, RankError, StateError, TreeGroup
 from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree import FAN_OUT, all_below, rank_above, ranks_below
+from shardwise.engine.tree import FAN_OUT, children_of, descendants_of, parent_of
 from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
 
 TIMEOUT = timedelta(seconds=20)
@@ -78,17 +78,18 @@ def meet(group: TreeGroup) -> list[int]:
 def test_the_shape_of_the_tree() -> None:
     size = 131_072
     for rank in (0, 1, 31, 32, 33, 1000, 4095, 4096, 131_071):
-        below = ranks_below(rank, size)
+        below = children_of(rank, size)
         assert len(below) <= FAN_OUT
-        assert {rank_above(each) for each in below} <= {rank}
+        assert {parent_of(each) for each in below} <= {rank}
     depth, rank = 0, size - 1
     while rank:
-        assert rank in ranks_below(rank_above(rank), size)
-        depth, rank = depth + 1, rank_above(rank)
+        assert rank in children_of(parent_of(rank), size)
+        depth, rank = depth + 1, parent_of(rank)
     assert depth == 4
-    assert sum(map(len, all_below(0, size))) == size - 1
+    assert sum(map(len, descendants_of(0, size))) == size - 1
     assert (
-        sum(sum(map(len, all_below(each, size))) + 1 for each in ranks_below(0, size)) == size - 1
+        sum(sum(map(len, descendants_of(each, size))) + 1 for each in children_of(0, size))
+        == size - 1
     )
 
 
@@ -168,11 +169,15 @@ def test_what_an_earlier_attempt_left_in_the_store_does_no_harm(left: str) -> No
         port = silent.getsockname()[1]
         if left == "nobody":
             silent.close()
-        old = tree_rendezvous.Door(dist.HashStore(), 0, 2, [1]) if left == "another tree" else None
+        old = (
+            tree_rendezvous.RankListener(dist.HashStore(), 0, 2, [1])
+            if left == "another tree"
+            else None
+        )
         if old is not None:
-            port = old._listener.getsockname()[1]
-        place = tree_rendezvous._Place("127.0.0.1", port, b"x" * 16)
-        store.set("0", msgspec.json.encode(place).decode())
+            port = old._socket.getsockname()[1]
+        endpoint = tree_rendezvous._Endpoint("127.0.0.1", port, b"x" * 16)
+        store.set("0", msgspec.json.encode(endpoint).decode())
         with ThreadPoolExecutor(2) as pool:
             late = pool.submit(
                 outcomes, 2, lambda group: group.broadcast(b"x"), store=store, ranks=[1]
@@ -180,7 +185,7 @@ def test_what_an_earlier_attempt_left_in_the_store_does_no_harm(left: str) -> No
             for _ in range(20):
                 time.sleep(0.02)
                 if old is not None:
-                    old.admit()
+                    old.accept()
             assert outcomes(2, lambda group: group.broadcast(b"x"), store=store, ranks=[0]) == {
                 0: b"x"
             }
@@ -197,8 +202,20 @@ def test_a_rank_that_never_comes_is_named(deep: None) -> None:
     for rank in (0, 2, 5, 6):
         assert sorted(told[rank].failures) == [1]
         assert "did not answer within 2 s; ranks 3, 4, 7-10 send" in str(told[rank])
+        assert "its stack (py-spy dump), or raise timeout=" in str(told[rank])
     assert sorted(told[7].failures) == [3]
-    assert "it has not begun to connect" in str(told[7])
+    assert "it has put no address into the store" in str(told[7])
+    assert "or another process has connected as rank 7" in str(told[7])
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
+    store = dist.HashStore()
+    endpoint = tree_rendezvous._Endpoint("127.0.0.1", 1, b"x" * 16)
+    store.set("0", msgspec.json.encode(endpoint).decode())
+    told = outcomes(2, meet, store=store, ranks=[1], timeout=timedelta(seconds=1))
+    assert isinstance(told[1], LostRankError)
+    assert "it cannot be reached at 127.0.0.1:1: " in told[1].failures[0]
+    assert "Check that it runs, and that no firewall blocks TCP ports" in told[1].failures[0]
 
 
 def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None:
@@ -219,6 +236,7 @@ def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None
     for rank in (0, 1, 2, 3, 5, 6):
         assert isinstance(told[rank], LostRankError)
         assert sorted(told[rank].failures) == [4], told[rank]
+        assert str(told[rank]).startswith("second: exchanging messages failed on 1 rank:")
         assert f"did not answer within 3 s, on host {socket.gethostname()}" in str(told[rank])
 
 
@@ -319,10 +337,75 @@ def test_a_closed_group_says_so() -> None:
     with TreeGroup(dist.HashStore(), 0, 1) as group:
         assert group.broadcast(b"x") == b"x"
     group.close()
-    with pytest.raises(LostRankError, match="create a new Checkpointer"):
-        group.broadcast(b"x")
-    with pytest.raises(LostRankError, match="create a new Checkpointer"):
+    for _ in range(2):
+        with pytest.raises(LostRankError, match=r"closed by close\(\): create a new Checkpointer"):
+            group.broadcast(b"x")
+        with pytest.raises(LostRankError, match=r"closed by close\(\): create a new Checkpointer"):
+            group.reduce(b"x", max)
+
+
+def fail_twice(act: Callable[[TreeGroup], Any], group: TreeGroup) -> tuple[Exception, Exception]:
+    """What an action raises, and what the next exchange raises."""
+    with pytest.raises(Exception) as first:  # noqa: PT011 - as telemetry, which only logs it
+        act(group)
+    with pytest.raises(RankError) as second:
         group.reduce(b"x", max)
+    return first.value, second.value
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+def test_the_first_lost_rank_is_named_again(lost: int, deep: None) -> None:
+    connected = threading.Barrier(4)
+
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        meet(group)
+        connected.wait(SOON)
+        if group.rank == lost:
+            die(group)
+        return fail_twice(meet, group)
+
+    told = outcomes(4, run)
+    assert isinstance(told.pop(lost), KeyError)
+    for first, second in told.values():
+        assert type(first) is type(second) is LostRankError
+        assert [*first.failures] == [lost]
+        assert second.failures == first.failures
+        assert "not possible, because exchanging messages failed earlier: create a" in str(second)
+
+
+def test_the_first_failure_is_raised_again(deep: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MOST_BYTES", 10)
+    connected = threading.Barrier(4)
+
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        connected.wait(SOON)
+
+        def send(group: TreeGroup) -> None:
+            group.reduce(b"x" * (11 if group.rank == 3 else 1), max)
+            group.broadcast(b"")
+
+        return fail_twice(send, group)
+
+    for first, second in outcomes(4, run).values():
+        assert type(first) is type(second) is RankError
+        assert second.failures == first.failures
+        assert [*first.failures] == [3]
+
+
+def test_an_interrupted_group_says_so() -> None:
+    def combine(messages: Sequence[bytes]) -> bytes:
+        raise KeyError("a bug")
+
+    def run(group: TreeGroup) -> tuple[Exception, Exception]:
+        def send(group: TreeGroup) -> None:
+            group.broadcast(group.reduce(b"x", combine))
+
+        return fail_twice(send, group)
+
+    first, second = outcomes(2, run)[0]
+    assert type(first) is KeyError
+    assert type(second) is LostRankError
+    assert second.failures == {0: "it raised KeyError meanwhile"}
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
@@ -343,11 +426,15 @@ def test_another_version_of_the_library_is_named_on_all_ranks(
     monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_another)
     monkeypatch.setattr(tree_rendezvous, "VERSION", "0.0.1")
     told = outcomes(7, meet, timeout=timedelta(seconds=5))
+    on_host = f"on host {socket.gethostname()}"
     for rank, error in told.items():
         assert type(error) is RankError, (rank, error)
         assert sorted(error.failures) == [1 if rank == 4 else 4]
-        assert "0.0.1" in str(error)
-        assert "0.0.2" in str(error) or rank == 4
+        if rank == 4:
+            assert f"{on_host}, it has version 0.0.1 of shardwise, and refuses rank 4" in str(error)
+        else:
+            assert f"{on_host}, it has version 0.0.2 of shardwise (protocol " in str(error)
+            assert f"and rank 1 {on_host} has 0.0.1 (protocol " in str(error)
         assert "install the same version" in str(error)
 
 
@@ -355,9 +442,15 @@ def test_another_number_of_ranks_is_named_on_both_sides() -> None:
     told = outcomes(
         3, lambda group: group.broadcast(b"x"), size_of=lambda rank: 4 if rank == 2 else 3
     )
-    assert "it is one of 4 ranks, and this rank is one of 3" in str(told[0])
-    assert "it is one of 4 ranks, and this rank is one of 3" in str(told[1])
-    assert "it is one of 3 ranks, and this rank is one of 4" in str(told[2])
+    host = f"on host {socket.gethostname()}"
+    for rank in (0, 1):  # rank 0 has noticed it, and rank 1 is told
+        assert [*told[rank].failures.values()] == [
+            f"{host}, it was started as one of 4 ranks, and rank 0 {host} as one of 3: use one "
+            "WORLD_SIZE for all"
+        ]
+    assert f"{host}, it was started as one of 3 ranks, and rank 2 {host} as one of 4" in str(
+        told[2]
+    )
 
 
 @pytest.mark.parametrize(("rank", "absent"), [(1, 2), (3, 4)])
@@ -369,7 +462,7 @@ def test_a_second_process_with_the_same_rank_is_named(
     def describe_thread(*args: Any) -> bytes:
         """Each thread says that it is another process."""
         process = threading.get_native_id()
-        return describe(*args) if len(args) == 4 else describe(*args, ("host", process))
+        return describe(*args) if len(args) == 5 else describe(*args, ("host", process))
 
     monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_thread)
     store, began = dist.HashStore(), time.monotonic()
@@ -414,21 +507,21 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     assert set(heard) <= {b""}
 
 
-def test_strangers_are_turned_away(strangers: list[bytes], fan_out: int) -> None:
+def test_strangers_are_rejected(strangers: list[bytes], fan_out: int) -> None:
     began = time.monotonic()
     assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
     assert time.monotonic() - began < SOON
 
 
 def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_rendezvous, "MOST_GUESTS", 4)
+    monkeypatch.setattr(tree_rendezvous, "MOST_PENDING", 4)
     monkeypatch.setattr(tree_rendezvous, "HELLO_TIMEOUT", 60.0)
-    open_guests = []
-    admit, listen = tree_rendezvous.Door.admit, tree_rendezvous.listen_for_ranks
+    open_connections = []
+    accept, listen = tree_rendezvous.RankListener.accept, tree_rendezvous.listen_for_ranks
 
-    def admit_and_count(door: tree_rendezvous.Door) -> Iterator[Link]:
-        yield from admit(door)
-        open_guests.append(len(door._guests))
+    def accept_and_count(listener: tree_rendezvous.RankListener) -> Iterator[Link]:
+        yield from accept(listener)
+        open_connections.append(len(listener._pending))
 
     with ExitStack() as cleanup:
 
@@ -439,18 +532,18 @@ def test_many_silent_strangers_do_not_delay_the_ranks(monkeypatch: pytest.Monkey
             return address, listener
 
         monkeypatch.setattr(tree_rendezvous, "listen_for_ranks", listen_and_be_visited)
-        monkeypatch.setattr(tree_rendezvous.Door, "admit", admit_and_count)
+        monkeypatch.setattr(tree_rendezvous.RankListener, "accept", accept_and_count)
         began = time.monotonic()
         assert outcomes(4, lambda group: group.broadcast(b"x")) == dict.fromkeys(range(4), b"x")
         assert time.monotonic() - began < SOON
-    assert max(open_guests) <= 4
+    assert max(open_connections) <= 4
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES + 1),
+        tree_links._HEAD.pack(b"swm1", Kind.REDUCE, MOST_BYTES + 1),
         tree_links._HEAD.pack(b"swm1", Kind.FAILED, 1 << 20),
         tree_links._HEAD.pack(b"swm1", 77, 1),
         tree_links._HEAD.pack(b"swm1", Kind.FAILED, 3) + b"abc",
@@ -466,7 +559,7 @@ def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
 
     told = outcomes(2, run, timeout=timedelta(seconds=5))
     assert isinstance(told[0], LostRankError)
-    assert "it sent something that is no message" in told[0].failures[1]
+    assert "it sent an invalid message" in told[0].failures[1]
 
 
 def test_ranks_that_do_not_exist_are_not_waited_for() -> None:
@@ -492,13 +585,16 @@ def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_links, "watch_host", lambda _: None)
         link = Link(1, "", ours)
-    theirs.sendall(tree_links._HEAD.pack(b"swm1", Kind.UP, MOST_BYTES) + b"x" * 1000)
+    theirs.sendall(tree_links._HEAD.pack(b"swm1", Kind.REDUCE, MOST_BYTES) + b"x" * 1000)
     link.send_and_receive(can_receive=True)
     assert not link.ended
     assert len(link._body) == 1000
     theirs.close()
     link.send_and_receive(can_receive=True)
-    assert "its connection was closed" in link.ended
+    assert link.ended == (
+        "its connection was closed: its process ended, or its network failed; look for the first "
+        "error in its log"
+    )
     link.close()
 
 
@@ -565,7 +661,7 @@ def test_a_place_that_vanishes_while_it_is_read_is_not_waited_for(
     began = time.monotonic()
     told = outcomes(2, meet, store=Vanishing(), ranks=[1], timeout=timedelta(seconds=1))
     assert time.monotonic() - began < SOON
-    assert "it has not begun to connect" in str(told[1])
+    assert "it has put no address into the store" in str(told[1])
     assert not store.check(["0"])
 
 

@@ -73,8 +73,9 @@ def die_in_save(path: str) -> tuple[str, float]:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     told = timed(lambda: checkpointer.save(2, state()), path, 3)
-    with pytest.raises(sw.LostRankError, match="create a new Checkpointer"):
+    with pytest.raises(sw.LostRankError, match="create a new Checkpointer") as later:
         checkpointer.save(3, state())
+    assert [*later.value.failures] == [1]
     return told
 
 

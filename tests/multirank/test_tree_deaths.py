@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ import shardwise as sw
 from shardwise.engine import tree, tree_rendezvous
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree_links import Link
+from shardwise.engine.tree_rendezvous import RankListener
 from tests.tools.gang import Gang
 
 WORLD = 4  # rank 0 has 1 and 2 below it, and rank 1 has 3
@@ -27,6 +29,17 @@ SOON = 20.0  # on a busy machine, and long before the timeout
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once_all_have_connected(
+    listener: RankListener, connection: socket.socket, peer: object
+) -> list[Link]:
+    """A rank that connects later would wait for a new address until the time-out."""
+    listener.missing.pop()
+    listener._cleanup.callback(connection.close)
+    if not listener.missing:
+        die()
+    return []
 
 
 def die_in_the_middle_of_a_message(link: Link) -> None:
@@ -46,8 +59,8 @@ def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
     if dies and moment == "before it connects":
         die()
     if dies and moment == "while it connects":
-        tree_rendezvous._hear_answer = lambda *_: die()
-        tree_rendezvous.Door.admit = lambda *_: die()
+        tree_rendezvous._receive_answer = lambda *_: die()
+        RankListener._answer = die_once_all_have_connected
     timeout = CONNECT_TIMEOUT if moment == "before it connects" else TIMEOUT
     began = time.monotonic()
     try:
@@ -114,7 +127,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(gang: Gang, tmp_path
     outcomes = gang.run_outcomes(die_with_a_child, str(tmp_path / "root"), world=3)
     assert [outcome.kind for outcome in outcomes] == ["value", "died", "value"]
     for outcome in (outcomes[0], outcomes[2]):
-        assert "rank 1: it died" in outcome.value[0]
+        assert "rank 1: its connection from host " in outcome.value[0]
         assert outcome.value[1] < SOON
 
 

@@ -14,7 +14,8 @@ ranks needs no round, because it fails on all ranks or on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -334,12 +335,25 @@ class Round:
                 combined = self._message(error=_encode_error(error))
             return msgspec.msgpack.encode(combined)
 
-        data = self._group.reduce(msgspec.msgpack.encode(message), combine_encoded)
+        with self._naming_the_operation():
+            data = self._group.reduce(msgspec.msgpack.encode(message), combine_encoded)
         return msgspec.msgpack.decode(data, type=_Message) if self._group.rank == 0 else message
 
     def _broadcast(self, reply: _Message) -> _Message:
         data = msgspec.msgpack.encode(reply) if self._group.rank == 0 else b""
-        return msgspec.msgpack.decode(self._group.broadcast(data), type=_Message)
+        with self._naming_the_operation():
+            data = self._group.broadcast(data)
+        return msgspec.msgpack.decode(data, type=_Message)
+
+    @contextmanager
+    def _naming_the_operation(self) -> Iterator[None]:
+        """Say in errors of the group what the ranks were doing."""
+        try:
+            yield
+        except RankError as error:
+            operation = f"{self._operation}: {error.operation}"
+            named = type(error)(operation, error.failures, count=error.count)
+            raise named.with_traceback(error.__traceback__) from error.__cause__
 
 
 def unite(messages: Sequence[dict[K, T]]) -> dict[K, T]:

@@ -18,6 +18,7 @@ from shardwise.errors import RankError, StateError
 from shardwise.plan.structure import Description, ParamGroups, RanksOfStructure, Structure
 
 _OPERATION = "describing a save"
+_REPORT = "This is a bug of shardwise: report it, with the shapes and placements of the tensors"
 LARGEST_STRUCTURE = 2**28
 """The most bytes of an encoded structure."""
 
@@ -98,7 +99,9 @@ def share_structures(
         structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
     found = np.sort(np.concatenate([each.ranks for each in structures]))
     if not np.array_equal(found, np.arange(group.size)):
-        raise StateError(f"the ranks have described {len(found)} states, not one for each rank")
+        raise StateError(
+            f"the ranks have described {len(found)} states, not one for each rank. {_REPORT}"
+        )
     structures.sort(key=lambda each: int(each.ranks[0]))
     key_of_all = hashlib.blake2b(digest_size=16)
     for each in structures:
@@ -110,7 +113,9 @@ def _decode_ranks(members: _Members) -> tuple[IntArray, IntArray]:
     """Return the ranks that have a structure, `(n,)`, and their coordinates, `(n, axes)`."""
     count, coordinates = len(members.ranks) // 4, len(members.coordinates) // 4
     if not count or len(members.ranks) % 4 or len(members.coordinates) % (4 * count):
-        raise StateError(f"{count} ranks with the same structure have {coordinates} coordinates")
+        raise StateError(
+            f"{count} ranks with the same structure have {coordinates} coordinates. {_REPORT}"
+        )
     ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
     table = np.frombuffer(members.coordinates, "<i4").astype(np.int64)
     return ranks, table.reshape(count, coordinates // count)
@@ -125,7 +130,10 @@ def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntAr
     splits = {split for rule in structure.rules for split in rule}
     axes = 1 + max((split.axis for split in splits), default=-1)
     if coordinates.shape[1] != axes or min((split.axis for split in splits), default=0) < 0:
-        text = f"it sent {coordinates.shape[1]} coordinates for a structure with {axes} axes"
+        text = (
+            f"it sent {coordinates.shape[1]} coordinates for a structure with {axes} axes. "
+            f"{_REPORT}"
+        )
         raise RankError(_OPERATION, dict.fromkeys(ranks.tolist(), text))
     for split in splits:
         index = coordinates[:, split.axis]
@@ -133,7 +141,7 @@ def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntAr
         if wrong:
             texts = {
                 int(ranks[i]): f"it sent the coordinate {index[i]} for an axis of {split.parts} "
-                "parts"
+                f"parts. {_REPORT}"
                 for i in wrong
             }
             raise RankError(_OPERATION, texts)

@@ -28,7 +28,7 @@ from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.group import TIMEOUT, Combine
 from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
 from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
-from shardwise.engine.tree_rendezvous import Check, Door, connect_upwards, nothing
+from shardwise.engine.tree_rendezvous import Check, RankListener, connect_upwards, nothing
 from shardwise.errors import LostRankError, RankError, StateError, name_ranks
 
 if TYPE_CHECKING:
@@ -44,20 +44,22 @@ MOST_MISSING = 64
 """How many missing ranks are named."""
 TELL_SECONDS = 2.0
 """The longest time to tell other ranks of a failure."""
+_ADVICE = "Look at its log and its stack (py-spy dump), or raise timeout="
+_REMEDY = "create a new Checkpointer (or TreeGroup), or restart the job"
 
 
-def rank_above(rank: int) -> int:
+def parent_of(rank: int) -> int:
     """Return the rank to which a rank sends its messages."""
     return (rank - 1) // FAN_OUT
 
 
-def ranks_below(rank: int, size: int) -> range:
+def children_of(rank: int, size: int) -> range:
     """Return the ranks that send their messages to a rank."""
     first = FAN_OUT * rank + 1
     return range(min(first, size), min(first + FAN_OUT, size))
 
 
-def all_below(rank: int, size: int) -> Iterator[range]:
+def descendants_of(rank: int, size: int) -> Iterator[range]:
     """Yield the ranks whose messages go through a rank, level by level."""
     low, high = FAN_OUT * rank + 1, FAN_OUT * (rank + 1) + 1
     while low < size:
@@ -110,16 +112,17 @@ class TreeGroup:
         self.number = self._numbers[rank]
         self._above: Link | None = None
         self._below: dict[int, Link] = {}
-        self._door: Door | None = None
+        self._listener: RankListener | None = None
         self._check_whole: Check = nothing
         self._is_closed, self._operation = False, CONNECTING
+        self._first_failure: Failure | None = None
         self._process = os.getpid()
         with self._closing_on_error():
-            below = ranks_below(rank, size)
+            below = children_of(rank, size)
             if below:
-                self._door = Door(store, rank, size, below, self._numbers)
+                self._listener = RankListener(store, rank, size, below, self._numbers)
             if rank:
-                above = rank_above(rank)
+                above = parent_of(rank)
                 self._above = connect_upwards(
                     store, rank, size, above, timeout, check, self._numbers
                 )
@@ -160,19 +163,19 @@ class TreeGroup:
             for link in self._links:
                 link.detach()
             return
-        if self._door is not None:
-            self._door.close(failure)
-            self._door = None
+        if self._listener is not None:
+            self._listener.close(failure)
+            self._listener = None
         for link in self._links:
             if failure is None:
-                link.put(Kind.LEFT, b"")
+                link.put(Kind.LEAVING, b"")
                 link.send_and_receive(can_receive=False)
             link.close()
 
     def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Combine the data of all ranks, on their way to rank 0."""
+        self._check_open()
         with self._closing_on_error():
-            self._check_open()
             self._check_size(data, "its message")
             below = self._below.values()
             self._run(self._missing_below)
@@ -189,22 +192,22 @@ class TreeGroup:
             above = self._above
             if above is None:
                 return data
-            above.put(Kind.UP, data)
+            above.put(Kind.REDUCE, data)
             # The message may be the last one. Those below may have closed their connections.
             self._run(lambda: above.missing() if above.is_sending else [], are_ending=True)
             return b""
 
     def broadcast(self, data: bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
+        self._check_open()
         with self._closing_on_error():
-            self._check_open()
             self._check_size(data, "its message to all ranks")
             if (above := self._above) is not None:
                 self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
                 data = above.inbox.popleft()
             below = self._below.values()
             for link in below:
-                link.put(Kind.DOWN, data)
+                link.put(Kind.BROADCAST, data)
             # The message may be the last one. Those that have it may close their connections.
             self._run(
                 lambda: [each for link in below if link.is_sending for each in link.missing()],
@@ -228,14 +231,22 @@ class TreeGroup:
         return [*above, *self._below.values()]
 
     def _count_below(self) -> int:
-        return sum(map(len, all_below(self.rank, self.size)))
+        return sum(map(len, descendants_of(self.rank, self.size)))
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            reason = (
-                "its connections were closed, by close() or after a failure: create a new "
-                "Checkpointer, or restart the job"
+        """Raise the first failure again, so that it stays known; or say that the group is closed.
+
+        The caller may have logged the first failure only, as telemetry does.
+        """
+        if (first := self._first_failure) is not None:
+            operation = (
+                f"{self._operation} (not possible, because {first.operation} failed earlier: "
+                f"{_REMEDY})"
             )
+            raise Failure(operation, first.reasons, first.is_lost).error()
+        if self._is_closed:
+            how = "by close()" if self._process == os.getpid() else "in this forked process"
+            reason = f"its connections were closed {how}: {_REMEDY}"
             raise LostRankError(self._operation, {self.number: reason})
 
     def _check_size(self, data: bytes, what: str) -> None:
@@ -250,14 +261,16 @@ class TreeGroup:
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Close the connections if the block fails or is interrupted."""
+        """Close the connections, and keep the reason, if the block fails or is interrupted."""
         try:
             yield
         except RankError as error:
-            is_lost = isinstance(error, LostRankError)
-            self._close(Failure(error.operation, error.failures, is_lost))
+            self._first_failure = Failure.of(error)
+            self._close(self._first_failure)
             raise
-        except BaseException:
+        except BaseException as error:
+            reason = f"it raised {type(error).__name__} meanwhile"
+            self._first_failure = Failure(self._operation, {self.number: reason}, is_lost=True)
             self._close()
             raise
 
@@ -267,7 +280,7 @@ class TreeGroup:
             each for link in self._below.values() if not link.inbox for each in link.missing()
         ]
         if self._operation == CONNECTING:
-            return [] if self._door is None else [(each, "") for each in self._door.missing]
+            return [] if self._listener is None else [(each, "") for each in self._listener.missing]
         return missing
 
     def _run(
@@ -323,8 +336,7 @@ class TreeGroup:
         try:
             self._check_whole(deadline)
         except RankError as error:
-            is_lost = isinstance(error, LostRankError)
-            self._fail(Failure(error.operation, error.failures, is_lost))
+            self._fail(Failure.of(error))
 
     def _send_and_receive(self, seconds: float) -> None:
         """Send and receive what can be now, after a wait of at most some seconds."""
@@ -332,24 +344,24 @@ class TreeGroup:
         links = {link.fileno(): link for link in self._links if not link.ended}
         for fd, link in links.items():
             poll.register(fd, select.POLLIN | (select.POLLOUT if link.is_sending else 0))
-        for guest in [] if self._door is None else self._door.sockets():
-            poll.register(guest, select.POLLIN)
+        for connection in [] if self._listener is None else self._listener.sockets():
+            poll.register(connection, select.POLLIN)
         for fd, events in poll.poll(1000 * seconds):
             if (ready := links.get(fd)) is not None:
                 ready.send_and_receive(can_receive=bool(events & ~select.POLLOUT))
                 self._take_news(ready)
-        if self._door is not None:
-            self._admit(self._door)
+        if self._listener is not None:
+            self._accept(self._listener)
 
-    def _admit(self, door: Door) -> None:
+    def _accept(self, listener: RankListener) -> None:
         try:
-            for link in door.admit():
+            for link in listener.accept():
                 self._below[link.rank] = link
         except RankError as error:
-            self._fail(Failure(error.operation, error.failures, is_lost=False))
-        if not door.missing:
-            self._door = None
-            door.close()
+            self._fail(Failure.of(error))
+        if not listener.missing:
+            self._listener = None
+            listener.close()
 
     def _take_news(self, link: Link) -> None:
         """Act on what another rank says about failed and missing ranks."""
@@ -359,13 +371,13 @@ class TreeGroup:
                 if kind == Kind.FAILED:
                     failure = msgspec.msgpack.decode(data, type=Failure)
                     self._fail(failure.shortened(), heard_from=link)
-                if kind == Kind.LEFT:
+                if kind == Kind.LEAVING:
                     link.has_left = True
                     continue
                 missing = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
                 link.reported = [each for each in missing if 0 <= each[0] < self.size]
             except DECODE_ERRORS:
-                link.end("it sent something that is no message")
+                link.end("it sent an invalid message")
                 link.inbox.clear()
 
     def _report(self, missing: _Missing) -> None:
@@ -384,12 +396,14 @@ class TreeGroup:
         """Describe ranks that did not answer in time."""
         reasons = {}
         for rank, host in missing:
-            through = [self._numbers[each] for low in all_below(rank, self.size) for each in low]
+            through = [
+                self._numbers[each] for low in descendants_of(rank, self.size) for each in low
+            ]
             reason = f"did not answer within {seconds:.0f} s"
             reason += f", on host {host}" if host else ""
             if through and rank:
                 reason += f"; {name_ranks(through)} send their messages through it"
-            reasons[self._numbers[rank]] = reason
+            reasons[self._numbers[rank]] = f"{reason}. {_ADVICE}"
         return Failure(self._operation, reasons, is_lost=True)
 
     def _fail(self, failure: Failure, heard_from: Link | None = None) -> NoReturn:

@@ -29,15 +29,15 @@ _MAGIC = b"swm1"
 class Kind(IntEnum):
     """What a message is."""
 
-    UP = 1
+    REDUCE = 1
     """The combined data of a rank and those below it, for the rank above."""
-    DOWN = 2
+    BROADCAST = 2
     """The data of rank 0, for the ranks below."""
     FAILED = 3
     """Ranks that failed."""
     MISSING = 4
     """Ranks that others wait for."""
-    LEFT = 5
+    LEAVING = 5
     """This rank has sent its last message."""
 
 
@@ -54,6 +54,11 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     operation: str
     reasons: dict[int, str]
     is_lost: bool
+
+    @classmethod
+    def of(cls, error: RankError) -> Failure:
+        """Return what an error says."""
+        return cls(error.operation, error.failures, isinstance(error, LostRankError))
 
     def error(self) -> RankError:
         """Return the error that says this."""
@@ -133,10 +138,11 @@ class Link:
                 self._receive()
             self._send()
         except OSError as error:
+            host = f" from host {self.host}" if self.host else ""
+            details = f" ({error})" if str(error) else ""
             self.end(
-                f"it died, failed or ended, or its network failed ({error}"
-                f"{f', on host {self.host}' if self.host else ''}): look for the first error in "
-                "its log"
+                f"its connection{host} was closed{details}: its process ended, or its network "
+                "failed; look for the first error in its log"
             )
 
     def end(self, reason: str) -> None:
@@ -157,7 +163,7 @@ class Link:
                 self._outgoing.popleft()
 
     def _receive(self) -> None:
-        while True:
+        while not self.ended:
             announced = self._announced
             missing = _HEAD.size - len(self._head) if announced is None else announced[1]
             if announced is not None:
@@ -167,7 +173,7 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             if missing and not data:
-                raise ConnectionResetError("its connection was closed")
+                raise ConnectionResetError
             if announced is None:
                 self._head += data
                 self._read_head()
@@ -180,9 +186,10 @@ class Link:
             return
         magic, number, size = _HEAD.unpack(self._head)
         self._head.clear()
-        most = MOST_BYTES if number in {Kind.UP, Kind.DOWN} else MOST_BYTES_OF_NEWS
+        most = MOST_BYTES if number in {Kind.REDUCE, Kind.BROADCAST} else MOST_BYTES_OF_NEWS
         if magic != _MAGIC or number not in set(Kind) or size > most:
-            raise ConnectionError("it sent something that is no message, or too large")
+            self.end("it sent an invalid message, or one that is too large")
+            return
         self._announced = Kind(number), size
 
     def _read_body(self, kind: Kind, size: int) -> None:
@@ -191,7 +198,7 @@ class Link:
         self._announced = None
         data, self._body = bytes(self._body), bytearray()
         self.bytes_received += size
-        if kind in {Kind.UP, Kind.DOWN}:
+        if kind in {Kind.REDUCE, Kind.BROADCAST}:
             self.inbox.append(data)
             self.reported, self.told = [], []
         else:

@@ -2,7 +2,7 @@
 
 Each rank that has ranks below it listens, and puts its address and a secret token into the store,
 under its rank. The ranks below wait for the address, connect, and give the token. Other processes
-are turned away. What an earlier, failed attempt left in the store does no harm: nobody answers
+are rejected. What an earlier, failed attempt left in the store does no harm: nobody answers
 there, or the token is wrong, and the ranks look into the store again.
 """
 
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 OPERATION = "connecting the ranks"
-MOST_GUESTS = 128
-"""How many connections, of which it is not known yet whose they are, stay open while others wait.
-"""
+MOST_PENDING = 128
+"""How many unidentified connections are kept open."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 1.0
 """The seconds between two looks into the store. To wait in it would keep other threads from it."""
 CONNECT_SECONDS = 3.0
@@ -52,18 +51,16 @@ STALE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 LONGER_SECONDS = 10.0
-_NO_PLACE = "none"
+_NO_ENDPOINT = "none"
 """What stores return for a key that they do not have, if it is compared and set to this."""
-ACCEPTED, REFUSED, TWICE = 1, 2, 3
+CONNECT, ACCEPTED, REFUSED, DUPLICATE = 0, 1, 2, 3
 Check = Callable[[Deadline], object]
 """Called while ranks connect. It raises to give up, or moves the deadline."""
-# Both begin in the same way in all versions, so that ranks with different versions can tell.
-_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIqq32s64sI")
-"""The token, the protocol, the rank, the number of ranks, the library's version, the host, and the
-id of the process."""
-_ANSWER = struct.Struct(_HELLO.format)
-"""The proof, the protocol, whether the rank is accepted, and the rest as in `_HELLO`. If another
-process has connected as this rank, the host and the process are those of that one."""
+# The same in all versions, so that ranks with different versions can tell.
+_HELLO = struct.Struct(f"<{TOKEN_SIZE}sIIqq32s64sI")
+"""The token, or the proof in an answer; the protocol; `CONNECT`, or the verdict in an answer; the
+rank, the number of ranks, the library's version, the host, and the id of the process. In the answer
+`DUPLICATE`, the host and the process are those of the process that had connected before."""
 
 
 def nothing(deadline: Deadline) -> None:
@@ -71,7 +68,7 @@ def nothing(deadline: Deadline) -> None:
 
 
 @prepare_decoding
-class _Place(msgspec.Struct, array_like=True):
+class _Endpoint(msgspec.Struct, array_like=True):
     """Where a rank listens, in the store; or why it no longer does."""
 
     host: str = ""
@@ -85,35 +82,48 @@ class _Peer:
 
     def __init__(self, fields: Sequence[int | bytes]) -> None:
         self.proof = bytes(fields[0])
-        self.protocol, self.number, self.size = (int(each) for each in fields[1:4])
+        self.protocol, self.verdict, self.rank, self.size = (int(each) for each in fields[1:5])
         self.version, self.host = (
-            bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[4:6]
+            bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[5:7]
         )
-        self.process = int(fields[6])
+        self.process_id = int(fields[7])
 
     @property
-    def place(self) -> tuple[str, int]:
+    def process(self) -> tuple[str, int]:
         """The host and the process of this rank."""
-        return self.host, self.process
+        return self.host, self.process_id
 
-    def problem(self, size: int) -> str:
-        """Return why this rank cannot talk to the other one, or nothing."""
+    def problem(self, number: int, size: int) -> str:
+        """Return why this rank cannot talk to the other one, or nothing.
+
+        All ranks are told, so the text names both ranks.
+
+        Args:
+            number: the number of this rank in errors.
+            size: the number of ranks, as this rank knows it.
+        """
+        this = f"rank {number} on host {socket.gethostname()}"
         if self.protocol != PROTOCOL or self.version != VERSION:
             return (
-                f"it has version {self.version} of shardwise (protocol {self.protocol}), and this "
-                f"rank has {VERSION} (protocol {PROTOCOL}): install the same version on all hosts"
+                f"on host {self.host}, it has version {self.version} of shardwise (protocol "
+                f"{self.protocol}), and {this} has {VERSION} (protocol {PROTOCOL}): install the "
+                "same version on all hosts"
             )
         if self.size != size:
-            return f"it is one of {self.size} ranks, and this rank is one of {size}"
+            return (
+                f"on host {self.host}, it was started as one of {self.size} ranks, and {this} as "
+                f"one of {size}: use one WORLD_SIZE for all"
+            )
         return ""
 
 
 def _describe_self(
-    proof: bytes, number: int, size: int, place: tuple[str, int] | None = None
+    proof: bytes, verdict: int, rank: int, size: int, process: tuple[str, int] | None = None
 ) -> bytes:
-    name, process = place or (socket.gethostname(), os.getpid())
+    name, process_id = process or (socket.gethostname(), os.getpid())
     host = name.encode("ascii", "replace")[:64]
-    return _HELLO.pack(proof, PROTOCOL, number, size, VERSION.encode()[:32], host, process)
+    version = VERSION.encode()[:32]
+    return _HELLO.pack(proof, PROTOCOL, verdict, rank, size, version, host, process_id)
 
 
 def _connected_twice(first: tuple[str, int], second: tuple[str, int]) -> str:
@@ -125,8 +135,8 @@ def _connected_twice(first: tuple[str, int], second: tuple[str, int]) -> str:
     )
 
 
-class Door:
-    """Lets the ranks below this rank in, and nobody else. The address is in the store meanwhile.
+class RankListener:
+    """Accepts the connections of the ranks below this rank. Its address is in the store meanwhile.
 
     Args:
         store: the store of the ranks.
@@ -146,88 +156,87 @@ class Door:
         self._store, self._rank, self._size = store, rank, size
         self._numbers = range(size) if numbers is None else numbers
         self.missing = set(expected)
-        self._places: dict[int, tuple[str, int]] = {}
-        self._guests: dict[socket.socket, tuple[bytearray, Deadline]] = {}
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._pending: dict[socket.socket, tuple[bytearray, Deadline]] = {}
         self._token = secrets.token_bytes(TOKEN_SIZE)
         self._cleanup = ExitStack()
-        (host, port), self._listener = listen_for_ranks(self._cleanup, store)
-        self._listener.setblocking(False)
+        (host, port), self._socket = listen_for_ranks(self._cleanup, store)
+        self._socket.setblocking(False)
         try:
-            self._put(_Place(host, port, self._token))
+            self._put(_Endpoint(host, port, self._token))
         except RuntimeError as error:
             self._cleanup.close()
             raise _lost_store(store, self._numbers[rank], error) from error
 
-    def _put(self, place: _Place) -> None:
-        self._store.set(_key(self._rank), msgspec.json.encode(place).decode())
+    def _put(self, endpoint: _Endpoint) -> None:
+        self._store.set(_key(self._rank), msgspec.json.encode(endpoint).decode())
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets on which someone may say something."""
-        return [self._listener, *self._guests]
+        """Return the sockets on which something may arrive."""
+        return [self._socket, *self._pending]
 
-    def admit(self) -> Iterator[Link]:
-        """Let those in who have said who they are, without waiting for those who have not.
+    def accept(self) -> Iterator[Link]:
+        """Accept connections, and yield those of ranks that have identified themselves.
 
-        If there are too many of the latter, the first ones are turned away.
+        The others stay pending. If too many are pending, the oldest ones are rejected.
 
         Raises:
             RankError: a rank has another version of the library, or belongs to more ranks or fewer;
                 or two processes are the same rank.
         """
         with suppress(BlockingIOError, InterruptedError, ConnectionError):
-            for _ in range(MOST_GUESTS):
-                guest, _ = self._listener.accept()
-                guest.setblocking(False)
-                self._guests[guest] = bytearray(), Deadline(HELLO_TIMEOUT)
-        for guest, (said, deadline) in list(self._guests.items()):
+            for _ in range(MOST_PENDING):
+                connection, _ = self._socket.accept()
+                connection.setblocking(False)
+                self._pending[connection] = bytearray(), Deadline(HELLO_TIMEOUT)
+        for connection, (received, deadline) in list(self._pending.items()):
             try:
-                said += self._hear(guest, _HELLO.size - len(said))
+                received += self._receive(connection, _HELLO.size - len(received))
             except OSError:
-                self._turn_away(guest)
+                self._reject(connection)
                 continue
-            if len(said) == _HELLO.size:
-                del self._guests[guest]
-                yield from self._answer(guest, _Peer(_HELLO.unpack(said)))
+            if len(received) == _HELLO.size:
+                del self._pending[connection]
+                yield from self._answer(connection, _Peer(_HELLO.unpack(received)))
             elif deadline.has_passed():
-                self._turn_away(guest)
-        for guest in [*self._guests][:-MOST_GUESTS]:
-            self._turn_away(guest)
+                self._reject(connection)
+        for connection in [*self._pending][:-MOST_PENDING]:
+            self._reject(connection)
 
-    def _hear(self, guest: socket.socket, most: int) -> bytes:
+    def _receive(self, connection: socket.socket, most: int) -> bytes:
         try:
-            data = guest.recv(most)
+            data = connection.recv(most)
         except (BlockingIOError, InterruptedError):
             return b""
         if not data:
             raise ConnectionResetError("closed")
         return data
 
-    def _turn_away(self, guest: socket.socket) -> None:
-        self._guests.pop(guest, None)
-        guest.close()
+    def _reject(self, connection: socket.socket) -> None:
+        self._pending.pop(connection, None)
+        connection.close()
 
-    def _answer(self, guest: socket.socket, peer: _Peer) -> list[Link]:
-        first = self._places.get(peer.number, peer.place)
-        is_new = peer.number in self.missing
-        if not is_token(peer.proof, self._token) or (not is_new and first == peer.place):
-            guest.close()  # a stranger, or a rank that connects again
+    def _answer(self, connection: socket.socket, peer: _Peer) -> list[Link]:
+        first = self._processes.get(peer.rank, peer.process)
+        is_new = peer.rank in self.missing
+        if not is_token(peer.proof, self._token) or (not is_new and first == peer.process):
+            connection.close()  # it does not know the token, or connects again
             return []
         if is_new:
-            problem = peer.problem(self._size)
+            problem = peer.problem(self._numbers[self._rank], self._size)
             verdict = REFUSED if problem else ACCEPTED
-            problem = problem and f"on host {peer.host}: {problem}"
-            answer = _describe_self(proof_of(self._token), verdict, self._size)
+            answer = _describe_self(proof_of(self._token), verdict, self._rank, self._size)
         else:
-            problem = _connected_twice(first, peer.place)
-            answer = _describe_self(proof_of(self._token), TWICE, self._size, first)
+            problem = _connected_twice(first, peer.process)
+            answer = _describe_self(proof_of(self._token), DUPLICATE, self._rank, self._size, first)
         with suppress(OSError):  # noticed on the connection
-            guest.sendall(answer)
+            connection.sendall(answer)
         if problem:
-            guest.close()
-            raise RankError(OPERATION, {self._numbers[peer.number]: problem})
-        self.missing.remove(peer.number)
-        self._places[peer.number] = peer.place
-        return [Link(peer.number, peer.host, guest)]
+            connection.close()
+            raise RankError(OPERATION, {self._numbers[peer.rank]: problem})
+        self.missing.remove(peer.rank)
+        self._processes[peer.rank] = peer.process
+        return [Link(peer.rank, peer.host, connection)]
 
     def close(self, failure: Failure | None = None) -> None:
         """Stop listening, and remove the address from the store.
@@ -239,9 +248,9 @@ class Door:
             if failure is None:
                 self._store.delete_key(_key(self._rank))
             else:
-                self._put(_Place(failure=failure.shortened()))
-        for guest in list(self._guests):
-            self._turn_away(guest)
+                self._put(_Endpoint(failure=failure.shortened()))
+        for connection in list(self._pending):
+            self._reject(connection)
         self._cleanup.close()
 
 
@@ -271,39 +280,58 @@ def connect_upwards(
     """
     number = numbers[above]
     deadline, began = Deadline(timeout.total_seconds()), time.monotonic()
-    reason = "it has not begun to connect, or another process has connected as this rank"
+    reason = (
+        "it has put no address into the store (look at its log; do all ranks make the same "
+        f"calls?), or another process has connected as rank {numbers[rank]}"
+    )
     lookup = _Lookup(store, above, check, number=numbers[rank], number_of_rank=number)
-    met: tuple[_Place, Deadline] | None = None
+    met: tuple[_Endpoint, Deadline] | None = None
     for _ in deadline.attempts(longest_pause=1.0):
-        place = lookup.find(deadline)
-        if place is None or (met is not None and met[0] == place and met[1].has_passed()):
+        endpoint = lookup.find(deadline)
+        if endpoint is None or (met is not None and met[0] == endpoint and met[1].has_passed()):
             break  # it is late, or does not answer any more where it has answered
         try:
             with ExitStack() as cleanup:
                 connection = socket.create_connection(
-                    (place.host, place.port), min(CONNECT_SECONDS, remaining(deadline))
+                    (endpoint.host, endpoint.port), min(CONNECT_SECONDS, remaining(deadline))
                 )
                 cleanup.callback(connection.close)
-                if met is None or met[0] != place:
-                    met = place, Deadline(STALE_SECONDS)
-                connection.sendall(_describe_self(place.token, rank, size))
-                peer = _hear_answer(connection, lookup, place, deadline)
-                if peer.number == TWICE:
-                    own_place = socket.gethostname(), os.getpid()
-                    text = _connected_twice(peer.place, own_place)
-                    raise RankError(OPERATION, {numbers[rank]: text})
-                if peer.number != ACCEPTED:
-                    problem = peer.problem(size) or (
-                        f"it has version {peer.version} of shardwise, and refuses this rank: "
-                        "install the same version on all hosts"
-                    )
-                    raise RankError(OPERATION, {number: f"on host {peer.host}: {problem}"})
+                if met is None or met[0] != endpoint:
+                    met = endpoint, Deadline(STALE_SECONDS)
+                connection.sendall(_describe_self(endpoint.token, CONNECT, rank, size))
+                peer = _receive_answer(connection, lookup, endpoint, deadline)
+                _check_verdict(peer, numbers[rank], number, size)
                 cleanup.pop_all()
                 return Link(above, peer.host, connection)
         except OSError as error:
-            reason = f"it cannot be reached at {place.host}:{place.port}: {error}"
+            reason = (
+                f"it cannot be reached at {endpoint.host}:{endpoint.port}: {error}. Check "
+                "that it runs, and that no firewall blocks TCP ports between the hosts"
+            )
     text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
     raise LostRankError(OPERATION, {number: text})
+
+
+def _check_verdict(peer: _Peer, own: int, other: int, size: int) -> None:
+    """Raise if the rank above does not accept this rank.
+
+    Args:
+        peer: the answer of the rank above.
+        own, other: in errors, the numbers of this rank and of the rank above.
+        size: the number of ranks.
+
+    Raises:
+        RankError: it does not.
+    """
+    if peer.verdict == DUPLICATE:
+        text = _connected_twice(peer.process, (socket.gethostname(), os.getpid()))
+        raise RankError(OPERATION, {own: text})
+    if peer.verdict != ACCEPTED:
+        problem = peer.problem(own, size) or (
+            f"on host {peer.host}, it has version {peer.version} of shardwise, and refuses rank "
+            f"{own}: install the same version on all hosts"
+        )
+        raise RankError(OPERATION, {other: problem})
 
 
 class _Lookup:
@@ -321,11 +349,11 @@ class _Lookup:
     ) -> None:
         self._store, self._rank, self._check = store, rank, check
         self._number, self._number_of_rank = number, number_of_rank
-        self._first: _Place | None = None
+        self._first: _Endpoint | None = None
         self._patience = Deadline(0.0)
 
-    def find(self, deadline: Deadline) -> _Place | None:
-        """Return the place of the rank, once it is in the store; None at the deadline.
+    def find(self, deadline: Deadline) -> _Endpoint | None:
+        """Return the endpoint of the rank, once it is in the store; None at the deadline.
 
         Raises:
             RankError: the rank has failed.
@@ -333,51 +361,51 @@ class _Lookup:
         """
         for _ in deadline.attempts(pause=FIRST_PAUSE, longest_pause=LONGEST_PAUSE):
             self._check(deadline)
-            place = self._read()
-            if place.port:
-                return place
-            if place.failure is not None and self._is_new(place):
-                raise place.failure.error()
+            endpoint = self._read()
+            if endpoint.port:
+                return endpoint
+            if endpoint.failure is not None and self._is_new(endpoint):
+                raise endpoint.failure.error()
         return None
 
-    def _read(self) -> _Place:
+    def _read(self) -> _Endpoint:
         try:
             key = _key(self._rank)
             if not self._store.check([key]):
-                return _Place()
-            # If the rank has removed its place since, `get` would wait, for up to half an hour.
-            found = self._store.compare_set(key, _NO_PLACE, _NO_PLACE)
-            if found == _NO_PLACE.encode():
-                return _Place()
-            return msgspec.json.decode(found, type=_Place)
+                return _Endpoint()
+            # If the rank has removed its endpoint since, `get` would wait, for up to half an hour.
+            found = self._store.compare_set(key, _NO_ENDPOINT, _NO_ENDPOINT)
+            if found == _NO_ENDPOINT.encode():
+                return _Endpoint()
+            return msgspec.json.decode(found, type=_Endpoint)
         except RuntimeError as error:
             raise _lost_store(self._store, self._number, error) from error
         except msgspec.DecodeError as error:
             reason = f"its address is damaged: {error}"
             raise LostRankError(OPERATION, {self._number_of_rank: reason}) from error
 
-    def _is_new(self, place: _Place) -> bool:
+    def _is_new(self, endpoint: _Endpoint) -> bool:
         """Return whether a failure is of this attempt, not of an earlier one of the same ranks."""
         if self._first is None:
-            self._first, self._patience = place, Deadline(STALE_SECONDS)
-        return place != self._first or self._patience.has_passed()
+            self._first, self._patience = endpoint, Deadline(STALE_SECONDS)
+        return endpoint != self._first or self._patience.has_passed()
 
 
-def _hear_answer(
-    connection: socket.socket, lookup: _Lookup, place: _Place, deadline: Deadline
+def _receive_answer(
+    connection: socket.socket, lookup: _Lookup, endpoint: _Endpoint, deadline: Deadline
 ) -> _Peer:
-    """Return the answer of the rank at a place.
+    """Return the answer of the rank at an endpoint.
 
     Raises:
-        OSError: someone else answers, or the rank is at another place now.
+        OSError: someone else answers, or the rank is at another endpoint now.
     """
     data, may_extend = b"", True
     connection.setblocking(False)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    while len(data) < _ANSWER.size:
+    while len(data) < _HELLO.size:
         if poll.poll(1000 * min(LOOK_AGAIN_SECONDS, remaining(deadline))):
-            received = connection.recv(_ANSWER.size - len(data))
+            received = connection.recv(_HELLO.size - len(data))
             if not received:
                 raise ConnectionResetError("it closed the connection")
             data += received
@@ -385,11 +413,11 @@ def _hear_answer(
             # The rank waits for the one above it, and will say why that one did not come.
             deadline.extend(LONGER_SECONDS)
             may_extend = False
-        elif deadline.has_passed() or lookup.find(deadline) != place:
+        elif deadline.has_passed() or lookup.find(deadline) != endpoint:
             raise TimeoutError("no answer")
-    peer = _Peer(_ANSWER.unpack(data))
-    if not is_token(peer.proof, proof_of(place.token)):
-        raise ConnectionError("a stranger answered")
+    peer = _Peer(_HELLO.unpack(data))
+    if not is_token(peer.proof, proof_of(endpoint.token)):
+        raise ConnectionError("the process there does not know the token of the rank")
     return peer
 
 

@@ -169,6 +169,7 @@ def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntr
     """
     tied = {name for each in structures for name, _ in each.structure.ties}
     tensors: dict[str, TensorEntry] = {}
+    first_ranks: dict[str, int] = {}
     problems: list[str] = []
     previous: tuple[object, ...] = ()
     for each in structures:
@@ -186,10 +187,11 @@ def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntr
             first = tensors.get(name)
             if first is None:
                 tensors[name] = TensorEntry(name, dtype, shape)
+                first_ranks[name] = int(each.ranks[0])
             elif (first.dtype, first.shape) != (dtype, shape):
                 problems.append(
                     f"{name}: {dtype} {list(shape)} on rank {each.ranks[0]}, "
-                    f"{first.dtype} {list(first.shape)} on an earlier rank"
+                    f"{first.dtype} {list(first.shape)} on rank {first_ranks[name]}"
                 )
     if problems:
         raise MismatchError(
