@@ -52,7 +52,10 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = {"base": str(folder), "platbase": str(folder)}
     packages = sysconfig.get_path("purelib", "venv", vars=paths)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
-    subprocess.run([*pip, "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    # Without the path to the sources, where pip would find shardwise installed already.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [*pip, "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(command, env=environ, check=True)
     # The dependencies, but not the editable installation of shardwise beside them.
     shared = sysconfig.get_path("purelib")
     Path(packages, "dependencies.pth").write_text(f"{shared}\n", encoding="utf-8")

@@ -81,7 +81,8 @@ def test_a_lost_host_is_noticed_within_seconds(hosts: Hosts, on_disk: Path) -> N
     hosts[1].destroy(silent=True)
     output, _ = ranks[0].communicate(timeout=2 * TIMEOUT)
     seconds, message = json.loads(output)
-    assert "a rank died" in message
+    assert "rank 1: its connection" in message
+    assert "host-1" in message
     assert seconds < MOST_SECONDS
 
 

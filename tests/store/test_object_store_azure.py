@@ -72,7 +72,7 @@ def test_checkpoints_are_saved_kept_and_restored(azurite: AzureServer, url: str)
     sw.open(url, step=2).verify()
     assert azurite.unfinished_uploads(url) == []
     steps = {key.partition("/")[0] for key in azurite.keys(url)}
-    assert steps == {"step-00000002", "step-00000003"}
+    assert steps == {"step-00000002", "step-00000003", "telemetry"}
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -38,7 +38,8 @@ def join(attempt: int) -> None:
         store=dist.PrefixStore(f"attempt-{attempt}", store),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=10),  # a rank that waits for a failed rank fails after this time
+        # In the first attempt, rank 0 waits this long for the failed rank, which waits in the next.
+        timeout=timedelta(seconds=60 if attempt else 10),
     )
 
 
