@@ -229,7 +229,8 @@ def _describe_missing(store: Store) -> str:
                 f"directory, such as huggingface_hub.snapshot_download({str(store)!r})"
             )
         elif parent is not None:
-            near = difflib.get_close_matches(name_of(store), parent.list(), n=3)
+            others = [name for name in parent.list() if name != name_of(store)]
+            near = difflib.get_close_matches(name_of(store), others, n=3)
             if near:
                 hint = f"; did you mean {' or '.join(str(parent.at(name)) for name in near)}?"
             elif not exists(parent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -253,10 +254,16 @@ def test_a_rank_that_leaves_is_known_to_all(lost: int, deep: None) -> None:
     began = time.monotonic()
     told = outcomes(7, run)
     assert time.monotonic() - began < SOON
+    check_all_know(told, lost)
+    others = (str(error) for rank, error in told.items() if rank != lost)
+    assert all("look for the first error in its log" in each for each in others)
+
+
+def check_all_know(told: dict[int, Any], lost: int) -> None:
+    """All ranks but the lost one raised an error that names it."""
     for rank, error in told.items():
         assert isinstance(error, KeyError if rank == lost else LostRankError)
         assert rank == lost or sorted(error.failures) == [lost]
-        assert rank == lost or "look for the first error in its log" in str(error)
 
 
 def die(group: TreeGroup) -> None:
@@ -280,9 +287,7 @@ def test_a_rank_that_dies_before_it_joins_its_part_is_known_to_all(lost: int, de
     began = time.monotonic()
     told = outcomes(4, run)
     assert time.monotonic() - began < SOON
-    for rank, error in told.items():
-        assert isinstance(error, KeyError if rank == lost else LostRankError)
-        assert rank == lost or sorted(error.failures) == [lost]
+    check_all_know(told, lost)
 
 
 def test_a_rank_that_dies_outside_of_a_part_is_known_in_it(deep: None) -> None:
@@ -702,3 +707,18 @@ def test_a_store_that_does_not_answer_is_named() -> None:
             rank: "the store of the ranks at node-0:29500, which is a part of rank 0 in most jobs, "
             "does not answer: Broken pipe. Look for the first error in the log of its process"
         }
+
+
+def test_a_forked_child_does_not_speak_for_its_parent() -> None:
+    with TreeGroup(dist.HashStore(), 0, 1) as group:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                group.broadcast(b"")
+            except LostRankError as error:
+                code = 0 if "has forked this one" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert group.broadcast(b"x") == b"x"

@@ -42,10 +42,9 @@ def test_a_state_that_changes_while_it_is_saved_passes_its_checksums(
     assert int(back["weights"][0]) < len(sizes)
 
 
-@pytest.mark.parametrize(("wrong", "found"), [("shape", "gaps|outside"), ("tensors", "x")])
-def test_a_wrong_manifest_of_a_new_plan_is_not_committed(
-    tmp_path: Path, wrong: str, found: str
-) -> None:
+def damaged(wrong: str) -> Any:
+    """Return a patch after which planned manifests have a wrong shape, or a tensor twice."""
+
     def damage(manifest: Any) -> bytes:
         entries = json.loads(bytes(manifest.tensors))
         if wrong == "shape":
@@ -56,8 +55,32 @@ def test_a_wrong_manifest_of_a_new_plan_is_not_committed(
         return making.temp_original(msgspec.structs.replace(manifest, tensors=tensors))
 
     making = patch("shardwise.engine.planning.encode_manifest", damage)
-    with making, pytest.raises(sw.FormatError, match=f"nothing was committed.*({found}).*a bug"):
+    return making
+
+
+@pytest.mark.parametrize(("wrong", "found"), [("shape", "gaps|outside"), ("tensors", "x")])
+def test_a_wrong_manifest_of_a_new_plan_is_not_committed(
+    tmp_path: Path, wrong: str, found: str
+) -> None:
+    said = f"nothing was committed.*({found}).*a bug"
+    with damaged(wrong), pytest.raises(sw.FormatError, match=said):
         sw.save(tmp_path / "a", {"x": torch.arange(7.0)})
     assert not (tmp_path / "a" / "manifest.json").exists()
     sw.save(tmp_path / "a", {"x": torch.arange(7.0)})
     assert len([*(tmp_path / "a").iterdir()]) == 2
+
+
+def test_an_agent_does_not_persist_a_wrong_manifest(tmp_path: Path) -> None:
+    memory, state = sw.Memory(dir=str(tmp_path / "memory")), {"x": torch.arange(7.0)}
+    root = tmp_path / "run"
+    with (
+        pytest.raises(sw.StoreError, match=r"'persist'.*nothing was committed"),
+        sw.Checkpointer(root, memory=memory) as checkpointer,
+        damaged("shape"),
+    ):
+        checkpointer.save(1, state)
+    assert not (root / "step-00000001" / "manifest.json").exists()
+    with sw.Checkpointer(root, memory=memory) as checkpointer:
+        checkpointer.save(2, state)
+    assert sw.open(root).verify().bytes_checked
+    assert sw.load(root, {"x": torch.zeros(7)}).step == 2

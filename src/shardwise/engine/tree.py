@@ -244,9 +244,11 @@ class TreeGroup:
                 f"{_REMEDY})"
             )
             raise Failure(operation, first.reasons, first.is_lost).error()
-        if self._is_closed:
-            how = "by close()" if self._process == os.getpid() else "in this forked process"
-            reason = f"its connections were closed {how}: {_REMEDY}"
+        how = "were closed by close()" if self._is_closed else ""
+        if self._process != os.getpid():
+            how = "belong to the process that has forked this one"
+        if how:
+            reason = f"its connections {how}: {_REMEDY}"
             raise LostRankError(self._operation, {self.number: reason})
 
     def _check_size(self, data: bytes, what: str) -> None:
