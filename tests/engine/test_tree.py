@@ -585,6 +585,23 @@ def test_ranks_that_do_not_exist_are_not_waited_for() -> None:
     assert sorted(told[0].failures) == [1]
 
 
+def test_what_a_rank_said_before_it_closed_is_read_when_sending_fails() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_links, "watch_host", lambda _: None)
+        link, other = Link(1, "", ours), Link(0, "", theirs)
+    for kind in (Kind.REDUCE, Kind.FAILED):
+        other.put(kind, b"said")
+    other.send_and_receive(can_receive=False)
+    other.close()
+    link.put(Kind.BROADCAST, b"x")
+    link.send_and_receive(can_receive=False)
+    assert "Broken pipe" in link.ended
+    assert [*link.inbox] == [b"said"]
+    assert [*link.news] == [(Kind.FAILED, b"said")]
+    link.close()
+
+
 def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with pytest.MonkeyPatch.context() as patch:

@@ -138,6 +138,8 @@ class Link:
                 self._receive()
             self._send()
         except OSError as error:
+            with suppress(OSError):  # the other rank may have said why before it closed
+                self._receive()
             host = f" from host {self.host}" if self.host else ""
             details = f" ({error})" if str(error) else ""
             self.end(
