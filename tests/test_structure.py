@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34470,
+    statements=34480,
     modules_of_api=85,
-    statements_of_api=8740,
+    statements_of_api=8750,
     record_types=280,
     names_across_packages=373,  # the ports are used from everywhere
     names_of_readers=23,

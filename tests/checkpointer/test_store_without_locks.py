@@ -188,6 +188,23 @@ def test_a_bucket_without_permission_to_write_can_be_restored_from(
     assert state["t"].tolist() == [1.0] * 3
 
 
+def test_what_a_killed_process_left_incomplete_goes_when_another_commits_the_save(
+    root: MemoryStore,
+) -> None:
+    """As when an agent is killed while it copies files to storage, and the next one goes on."""
+    place = root.at("it")
+    sw.save(place, {"t": torch.full((3,), 1.0)}, group=SoloGroup())
+    names, manifest = place.list(), place.read(MANIFEST, limit=1 << 20)
+    files = [name for name in names if name != MANIFEST]
+    place.delete(MANIFEST)
+    place.publish(f"{files[0]}.0123abcd.part", b"x", replace=False)
+    save_id = files[0].split("-")[1][:16]
+    with commit.lock_save(place, save_id, range(1)):
+        commit.commit_save(place, save_id, manifest, files, overwrite=False)
+    assert place.list() == names
+    assert value_of(place) == 1.0
+
+
 def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: MemoryStore) -> None:
     place = root.at("it")
     name = data_file(0, SAVE_ID)

@@ -19,6 +19,8 @@ LOCK = f"saving-{SAVE_ID}.lock"
 ORPHANS = [
     f"r00000-{SAVE_ID}.safetensors",
     f"r00001-{SAVE_ID}.safetensors",
+    f"r00002-{SAVE_ID}.safetensors.0123abcd.part",
+    f"r00002-{SAVE_ID}.safetensors.part",
     ".manifest.json.0123abcd",
 ]
 FOREIGN = ["notes.txt", "model.safetensors", "r0.safetensors", ".hidden"]

@@ -135,12 +135,14 @@ def commit_save(
 ) -> None:
     """Publish the manifest of a save, which commits the save. The caller holds the save's lock.
 
+    Then remove the files of a replaced checkpoint, and those that killed processes left incomplete.
+
     Args:
         store: the directory of the checkpoint.
         save_id: the id of the save.
         manifest: the encoded manifest.
         files: the names of the data files.
-        overwrite: whether to replace an existing checkpoint. Then its files are removed.
+        overwrite: whether to replace an existing checkpoint.
 
     Raises:
         CheckpointExistsError: the directory has another checkpoint, and `overwrite` is False. The
@@ -148,7 +150,7 @@ def commit_save(
         StoreError, OSError: files of the save were removed, or the manifest cannot be written.
     """
     try:
-        publish_manifest(store, manifest, files, replace=overwrite)
+        names = publish_manifest(store, manifest, files, replace=overwrite)
     except FileExistsError as error:
         saved = saved_manifest(store)
         if saved is not None and saved.save_id == save_id:  # an agent that ended published it
@@ -157,7 +159,7 @@ def commit_save(
             with suppress(OSError):  # the next save here removes them
                 map_in_threads(store.delete, files)
         raise exists_error(store) from error
-    if overwrite:
+    if overwrite or len(names) > len(files) + 1:  # more than the files and the lock of this save
         remove_leftovers(store, own_lock=lock_file(save_id))
 
 
@@ -198,11 +200,11 @@ def publish_manifest(
     *,
     replace: bool,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Publish the manifest of a save. The caller holds the lock of the save.
+) -> list[str]:
+    """Publish the manifest of a save, and return the names that the directory had before.
 
-    A lock can expire if this process was stopped, or if the storage did not answer for long. Then
-    another process may have removed the files of the save.
+    The caller holds the lock of the save. A lock can expire if this process was stopped, or if the
+    storage did not answer for long. Then another process may have removed the files of the save.
 
     Args:
         store: the directory of the checkpoint.
@@ -217,9 +219,10 @@ def publish_manifest(
             agents, an agent copies the files again.
     """
     checked_at: float | None = None
+    names: list[str] = []
 
     def check() -> None:
-        nonlocal checked_at
+        nonlocal checked_at, names
         is_first, checked_at = checked_at is None, clock()
         names = store.list()
         if is_first and MANIFEST in names and not replace:
@@ -237,6 +240,7 @@ def publish_manifest(
                 raise
     except _FilesRemovedError as error:
         raise StoreUnavailableError(str(error)) from None
+    return names
 
 
 class _FilesRemovedError(StoreError):

@@ -65,7 +65,7 @@ _STEP = re.compile(r"step-(\d{8,18})")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _TELEMETRY_FILE = r"telemetry-[0-9a-f]{16}\.json\.gz"
 _FILE_OF_SAVE = re.compile(
-    r"r\d{5,}-[0-9a-f]{16}\.safetensors(\.part)?|saving-[0-9a-f]{16}\.lock"
+    r"r\d{5,}-[0-9a-f]{16}\.safetensors((\.[0-9a-f]{8})?\.part)?|saving-[0-9a-f]{16}\.lock"
     rf"|{_TELEMETRY_FILE}|\.(manifest\.json|{_TELEMETRY_FILE})\.[0-9a-f]{{8}}|removed\.json"
 )
 

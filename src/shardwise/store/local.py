@@ -28,7 +28,13 @@ from shardwise.store.local_files import (
     sync_directory,
     write_atomically,
 )
-from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
+from shardwise.store.names import (
+    StoreUrl,
+    check_name,
+    check_name_to_write,
+    check_path,
+    temporary_name,
+)
 from shardwise.store.store import (
     FILE_SYSTEM,
     FileStatus,
@@ -132,13 +138,10 @@ class LocalStore:
     def create(self, key: str, size: int, *, replace: bool = False) -> LocalWriter:
         """Create a file of `size` bytes; with `replace`, under a temporary name until `commit`."""
         check_name_to_write(key, self.path)
-        path = temporary = self.path / key
+        name = temporary_name(key) if replace else key
+        check_name_to_write(name, self.path)
         self._create_directory()
-        if replace:
-            check_name_to_write(f"{key}.part", self.path)
-            temporary = self.path / f"{key}.part"
-            temporary.unlink(missing_ok=True)
-        return LocalWriter(temporary, size, path, page_cache=self._page_cache)
+        return LocalWriter(self.path / name, size, self.path / key, page_cache=self._page_cache)
 
     def publish(self, key: str, data: bytes, *, replace: bool) -> None:
         """Write and sync a temporary file, rename or link it, and sync the directory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardwise.errors import StoreError
 
 LONGEST_NAME = 255
+TEMPORARY_SUFFIX = ".part"
 RETRY_SECONDS = 180.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -60,6 +62,15 @@ def check_name_to_write(name: str, place: object) -> None:
             f"{name!r} is not a valid name for a file that shardwise writes below {place}: use "
             "ASCII letters, digits, '.', '_' and '-', at most 255 of them"
         )
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name, under which one writer writes a file until the file is complete.
+
+    Two writers of one file, such as a slow node and the agent that copies its files instead, write
+    under two names. So neither renames what the other has not yet completed.
+    """
+    return f"{name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ from typing import Any
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.store import lease_locks
-from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path
+from shardwise.store.names import (
+    StoreUrl,
+    check_name,
+    check_name_to_write,
+    check_path,
+    temporary_name,
+)
 from shardwise.store.sequential import SequentialWriter, Stream
 from shardwise.store.store import (
     LOCK_EXPIRY,
@@ -174,11 +180,7 @@ class RemoteFileStore(ABC):
         It is deleted if it is closed before it is committed.
         """
         path = self._path_to_write(key)
-        written = path
-        if replace:
-            written = self._path_to_write(f"{key}.part")
-            with suppress(FileNotFoundError):
-                self._delete(written)
+        written = self._path_to_write(temporary_name(key)) if replace else path
         stream = self._create(written)
 
         def discard() -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -269,6 +269,24 @@ class StoreSuite:
                     if commits:
                         file.commit()
             assert read_file(store, KEY) == data.tobytes()
+
+    @pytest.mark.parametrize("first_to_commit", [0, 1])
+    def test_two_writers_of_an_atomic_file_do_not_disturb_each_other(
+        self, store: Store, first_to_commit: int
+    ) -> None:
+        """Neither makes visible what the other has not completed."""
+        contents = [content(2 * store.traits.alignment + 1, seed) for seed in range(2)]
+        with ExitStack() as cleanup:
+            files = [
+                cleanup.enter_context(closing(store.create(KEY, len(data), replace=True)))
+                for data in contents
+            ]
+            for writer in (first_to_commit, 1 - first_to_commit):
+                data = contents[writer]
+                files[writer].write_at(0, padded(data, store.traits.alignment))
+                files[writer].commit()
+                assert read_file(store, KEY) == data.tobytes()
+        assert store.list() == [KEY]
 
     def test_one_holds_exclusively_or_many_share(self, store: Store) -> None:
         """A lock that is not available is reported at once. Others do not see how it is kept."""
