@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.harness import Bench
+from shardwise.memory.files import read_record
 from shardwise.memory.records import AgentInfo
 
 NEVER = 1 << 30
@@ -46,8 +46,7 @@ class Nodes:
 
     def lose(self, rank: int) -> AgentInfo:
         """Kill a node's agent and delete its memory. Returns the agent's record."""
-        (path,) = self[rank].glob("*/agent.json")
-        info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
+        (info,) = agents_below(self[rank])
         os.kill(info.process, signal.SIGKILL)
         shutil.rmtree(self[rank])
         return info
@@ -56,8 +55,7 @@ class Nodes:
         """Kill all agents; delete the nodes' memory and the root."""
         dist.barrier()
         if self._bench.rank == 0:
-            for path in self._memory.glob("node*/*/agent.json"):
-                info = msgspec.json.decode(path.read_bytes(), type=AgentInfo)
+            for info in agents_below(self._memory):
                 os.kill(info.process, signal.SIGKILL)
             shutil.rmtree(self._memory, ignore_errors=True)
             shutil.rmtree(self._bench.dir / "root", ignore_errors=True)
@@ -71,3 +69,9 @@ def save_protected(checkpointer: sw.Checkpointer, step: int, model: dict[str, ob
         raise RuntimeError("a save was skipped instead of waiting for a slot")
     handle.protected()
     dist.barrier()
+
+
+def agents_below(directory: Path) -> list[AgentInfo]:
+    """Return the agents whose memory is in a directory."""
+    found = [read_record(path, AgentInfo) for path in directory.glob("**/agent.json")]
+    return [info for info in found if info is not None]

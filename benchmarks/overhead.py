@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.harness import NO_TENSORS, Bench, parse_arguments
 from benchmarks.limits import make_copier
+from benchmarks.nodes import agents_below
 from benchmarks.peers import Begun, Peer, local, nothing, peers
 from benchmarks.processor import family, processor_seconds
 from benchmarks.training import Shape, Training
@@ -173,8 +173,7 @@ def used(bench: Bench) -> tuple[float, float]:
 
 def agent_processes() -> list[int]:
     """Return the process ids of this benchmark's agents."""
-    infos = MEMORY.glob("*/agent.json")
-    return [msgspec.json.decode(info.read_bytes())["process"] for info in infos]
+    return [info.process for info in agents_below(MEMORY)]
 
 
 class Alone:

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.harness import ROWS, Bench, Size, parse_arguments, round_digits
 from benchmarks.limits import direct_write, make_copier
+from benchmarks.nodes import agents_below
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
 from shardwise.divergence.replica_sets import choose_ranges
 
@@ -265,8 +265,8 @@ def clean(bench: Bench, root: Path) -> None:
     """Stop the agent; delete the snapshots and the root."""
     dist.barrier()
     if bench.rank == 0:
-        for info in MEMORY.glob("*/agent.json"):
-            os.kill(msgspec.json.decode(info.read_bytes())["record"]["process"], signal.SIGTERM)
+        for info in agents_below(MEMORY):
+            os.kill(info.process, signal.SIGTERM)
         shutil.rmtree(MEMORY, ignore_errors=True)
         shutil.rmtree(root, ignore_errors=True)
 
