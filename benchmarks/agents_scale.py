@@ -19,7 +19,13 @@ from pathlib import Path
 from msgspec import Raw
 
 from benchmarks.simulated_nodes import RANKS, SAVE, TOKEN, make_file, name_of_node, simulate
-from shardwise.manifest.manifest import Manifest, data_file, encode_manifest, step_directory
+from shardwise.manifest.manifest import (
+    Manifest,
+    ObjectEntry,
+    data_file,
+    encode_manifest,
+    step_directory,
+)
 from shardwise.memory import records
 from shardwise.memory.agent.agent import Agent
 from shardwise.memory.agent.mirrors import Mirrors
@@ -121,15 +127,15 @@ def stage_files(place: SnapshotDirectory, nodes: int, infos: list[AgentInfo], ro
         staged = StagedFile(entry, f"r{rank:05d}-0.slot", 2, STAGES, epoch=0)
         write_record(place.path / records.file_record(entry.name, "staged"), staged)
         (place.path / entry.name).write_bytes(data)
-    filler = b"x" * (MANIFEST_BYTES_PER_RANK * nodes * RANKS)
+    filler = "x" * (MANIFEST_BYTES_PER_RANK * nodes * RANKS)
     manifest = Manifest(
         save_id=SAVE,
         step=STEP,
         created="2026-01-01T00:00:00Z",
         world_size=nodes * RANKS,
         files=(),
-        objects=(),
-        tensors=Raw(b'["' + filler + b'"]'),
+        objects=(ObjectEntry("filler", filler),),
+        tensors=Raw(b"[]"),
     )
     pending = PendingManifest(
         save_id=SAVE,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import zero
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 
 import shardwise as sw
+from benchmarks import zero
 from benchmarks.harness import ROWS, Bench, Size, parse_arguments
 from benchmarks.limits import direct_read, direct_write, sync_files
 from benchmarks.memory import peak_beyond

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import zero
 from deepspeed.utils import safe_get_full_fp32_param
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from benchmarks import zero
 from benchmarks.harness import NO_TENSORS, Bench, parse_arguments, round_digits
 from benchmarks.limits import bytes_read, read_files_into_cache
 

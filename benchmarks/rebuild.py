@@ -14,7 +14,6 @@ from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,7 +23,9 @@ from benchmarks.harness import Bench, Size, parse_arguments
 from benchmarks.limits import make_copier
 from benchmarks.nodes import Nodes, save_protected
 from benchmarks.peers import nothing
-from shardwise.memory.records import ProtectRequest
+from shardwise.manifest.manifest import MANIFEST, decode_manifest
+from shardwise.memory.home import Home
+from shardwise.memory.redundancy.placement import plan_protection
 from shardwise.memory.redundancy.rebuild import Rebuilder
 from shardwise.memory.seal import map_file
 from shardwise.store.store import Buffer
@@ -55,7 +56,7 @@ def main() -> None:
     with ExitStack() as cleanup:
         cleanup.callback(nodes.clean)
         for step in bench.rounds:
-            ask(bench, nodes, mine, wanted, step)
+            ask(bench, nodes, mine, wanted, step + 1)  # step 0 would also be saved to storage
     bench.compare(DOWNLOAD, FROM_PEER, BY_XOR)
     bench.compare(COPY, XOR)
     peer, xor = bench.ratio(DOWNLOAD, FROM_PEER), bench.ratio(COPY, XOR)
@@ -96,8 +97,11 @@ def ways_of(
         if rank == OWNER:
             owner, directory = name, snapshot
     (file,) = (name for of, name in held if of == owner and name.endswith(".safetensors"))
-    (asked,) = directory.glob("protect-????????????????.json")
-    protection = msgspec.json.decode(asked.read_bytes(), type=ProtectRequest).protection
+    (run,) = Home(nodes[OWNER]).runs()
+    (place,) = (each for each in run.snapshots() if each.step == step)
+    (pending,) = place.pending_manifests()
+    manifest = decode_manifest(place.read_file(MANIFEST))
+    protection = plan_protection(pending, manifest.files)
     lost = held[owner, file]
     copy = make_copier([torch.from_numpy(lost)], THREADS)
     out = copy()

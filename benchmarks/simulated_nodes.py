@@ -24,7 +24,7 @@ from shardwise.memory import records
 from shardwise.memory.files import encode_record
 from shardwise.memory.node_tree import NodeTree
 from shardwise.memory.records import MOST_FAN_OUT, AgentInfo, SubtreeReply
-from shardwise.memory.replies import Replies, combine_replies
+from shardwise.memory.replies import Replies
 from shardwise.memory.seal import seal
 
 SAVE = "a" * 16
@@ -126,7 +126,11 @@ class _Peer(asyncio.Protocol):
             for node in below
         }
         replies = [Replies.of_node(node, 1, entries_of[node]) for node in below]
-        return combine_replies(replies).encode(SAVE, stage)
+        columns = ("nodes", "nbytes", "files", "entries")
+        combined = Replies(
+            *(np.concatenate([getattr(each, name) for each in replies]) for name in columns)
+        )
+        return combined.encode(SAVE, stage)
 
     def _send(self, status: str, body: bytes, headers: str = "") -> None:
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
