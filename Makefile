@@ -29,9 +29,10 @@ test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start pr
 # Those that need root are missing, because most machines of CI give none.
 VARIATIONS := rounding ascii locale one-core tmpfs user
 
-test-all: $(READY) azurite ## run all tests, more random examples, variations, ten minutes of soak
+test-all: $(READY) azurite ## run all tests, more random examples, variations, benchmarks, soak
 	$(RUN) -m pytest $(PARALLEL) -m "" --hypothesis-profile=long $(ARGS)
 	NAMES="$(VARIATIONS)" $(MAKE) variations ARGS=
+	$(MAKE) bench ARGS=--quick
 	$(RUN) -m tests.soak.soak --minutes 10
 
 # The server of Azure's blob storage. Without npm, its tests are skipped.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import shardwise as sw
 from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
 
@@ -15,7 +17,7 @@ def main() -> None:
         for cache, prepare in (("cold", bench.drop_page_cache), ("warm", bench.fill_page_cache)):
             for verify, name in ((True, "verified"), (False, "not verified")):
                 prepare()
-                bench.measure(f"{cache}: {name}", lambda v=verify: sw.load(path, state, verify=v))
+                bench.measure(f"{cache}: {name}", partial(sw.load, path, state, verify=verify))
     for cache in ("cold", "warm"):
         without = f"{cache}: not verified"
         bench.compare(f"{cache}: verified", without)

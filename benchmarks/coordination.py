@@ -31,7 +31,7 @@ from torch.distributed import DistStoreError, FileStore, TCPStore
 from shardwise.engine.tree import TreeGroup
 
 HOST = "127.0.0.1"
-MESSAGE, REPLY = b"m" * 2_000, b"r" * 100_000
+MESSAGE, REPLY = "m" * 2_000, "r" * 100_000
 FAN_OUT = 32
 PROCESSES, THREADS = 4, 16
 MOST_PROCESSES, TREE_ROUNDS = 512, 20
@@ -109,8 +109,8 @@ def run_in_tree(rank: int, count: int, folder: str) -> bytes:
         connecting = time.perf_counter() - began
         began, used = time.perf_counter(), time.process_time()
         for _ in range(TREE_ROUNDS):
-            group.reduce(MESSAGE, max)
-            group.broadcast(REPLY if rank == 0 else b"")
+            group.reduce(MESSAGE.encode(), max)
+            group.broadcast(REPLY.encode() if rank == 0 else b"")
         seconds, used = time.perf_counter() - began, time.process_time() - used
     return f"{connecting} {seconds / TREE_ROUNDS} {used / TREE_ROUNDS}\n".encode()
 
@@ -199,7 +199,7 @@ def notice_of_death() -> None:
 
 def connect_and_wait(pipe: Connection, port: int) -> None:
     store = TCPStore(HOST, port, wait_for_workers=False)
-    store.set("here", b"1")
+    store.set("here", "1")
     pipe.send("connected")
     time.sleep(60)
 

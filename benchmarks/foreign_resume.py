@@ -8,7 +8,8 @@ time, and to read at most 1.1 times the checkpoint's bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from benchmarks.limits import bytes_read, read_files_into_cache
 BLOCKS, BLOCKS_QUICK = 10, 1
 ROUNDS = 3
 LOADING = "load_universal"
-T = TypeVar("T")
 
 
 def main() -> None:
@@ -45,31 +45,35 @@ def resume(bench: Bench, stage: int, blocks: int) -> dict[str, Any]:
     state, engine = ours(blocks), zero.engine_of(stage, blocks, universal=True)
     sw.load(place, state)
     sw.save(native, state)
+    converted: list[tuple[float, int]] = []
+
+    def convert() -> None:
+        converted.append(zero.to_universal(place))
+
     jobs: dict[str, Callable[[], object]] = {
         "sw.load": lambda: sw.load(place, state),
         "sw.load of our own": lambda: sw.load(native, state),
-        "ds_to_universal": lambda: on_first(bench, lambda: zero.to_universal(place)),
+        "ds_to_universal": lambda: on_first(bench, convert),
         LOADING: lambda: engine.load_checkpoint(str(place), tag=universal.name),
     }
-    read, converting = {}, []
+    read = {}
     size = sum(file.stat().st_size for file in (place / zero.TAG).iterdir())
     for _ in bench.rounds[:ROUNDS]:
         for way, job in jobs.items():
-            on_first(bench, lambda: (read_files_into_cache(place), read_files_into_cache(native)))
+            for files in (place, native):
+                on_first(bench, partial(read_files_into_cache, files))
             before = bytes_read()
-            done = bench.measure(f"{name}: {way}", job)
+            bench.measure(f"{name}: {way}", job)
             read[way] = sum(bench.gather_values(bytes_read() - before)) / size
-            if way == "ds_to_universal":
-                seconds, converted = bench.gather_values(done)[0]
-                converting.append(seconds)
     same_weights(state, engine)
     engine.destroy()
-    report(bench, name, converting)
+    conversions = bench.gather_values(converted)[0]
+    report(bench, name, [seconds for seconds, _ in conversions])
     return {
         "checkpoint": name,
         "bytes": size,
         "ours": round_digits(read["sw.load"]),
-        "ds_to_universal": round_digits(converted / size),
+        "ds_to_universal": round_digits(conversions[-1][1] / size),
         "load_universal": round_digits(read[LOADING]),
     }
 
@@ -107,11 +111,11 @@ def same_weights(state: dict[str, Any], engine: Any) -> None:
             raise RuntimeError("sw.load and load_universal loaded different weights")
 
 
-def on_first(bench: Bench, job: Callable[[], T]) -> T | None:
+def on_first(bench: Bench, job: Callable[[], None]) -> None:
     """Run a job on rank 0 while the others wait."""
-    done = job() if bench.rank == 0 else None
+    if bench.rank == 0:
+        job()
     dist.barrier()
-    return done
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import platform
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -77,7 +77,7 @@ class Bench:
         self.seconds: dict[str, list[float]] = {}
         self._ratios: dict[str, dict[str, object]] = {}
         self._goals: list[dict[str, object]] = []
-        self._tables: dict[str, list[dict[str, object]]] = {}
+        self._tables: dict[str, Sequence[Mapping[str, object]]] = {}
         self.clear()
 
     def state(self, *placements: Shard, mesh: DeviceMesh | None = None) -> dict[str, object]:
@@ -178,7 +178,7 @@ class Bench:
         }
         self._goals.append(goal)
 
-    def table(self, title: str, rows: list[dict[str, object]]) -> None:
+    def table(self, title: str, rows: Sequence[Mapping[str, object]]) -> None:
         """Add a table to the results; all rows have the same keys."""
         self._tables[title] = rows
 

@@ -6,6 +6,7 @@ Limit: `staging_bytes` plus 256 MB for each process.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import shardwise as sw
@@ -24,9 +25,9 @@ def main() -> None:
     for mebibytes in BUFFERS:
         budget = mebibytes << 20
         jobs: dict[str, Callable[[], object]] = {
-            "save": lambda b=budget: sw.save(path, rows, staging_bytes=b, overwrite=True),
-            "load": lambda b=budget: sw.load(path, rows, staging_bytes=b),
-            "load, resharded": lambda b=budget: sw.load(path, columns, staging_bytes=b),
+            "save": partial(sw.save, path, rows, staging_bytes=budget, overwrite=True),
+            "load": partial(sw.load, path, rows, staging_bytes=budget),
+            "load, resharded": partial(sw.load, path, columns, staging_bytes=budget),
         }
         peaks = {
             name: max(peak_beyond(bench, f"{name}, {mebibytes} MiB", job) for _ in bench.rounds)

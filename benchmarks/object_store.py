@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -89,11 +89,12 @@ def main() -> None:
     bench.finish()
 
 
-def peers(state: dict[str, torch.Tensor], endpoint: str) -> dict[str, tuple[Job, Job]]:
+def peers(state: dict[str, object], endpoint: str) -> dict[str, tuple[Job, Job]]:
     """Return the save and the load of each installed peer."""
     found: dict[str, tuple[Job, Job]] = {}
     if s3fs is not None:
-        url, options = f"s3://{BUCKET}/s3fs", {"client_kwargs": {"endpoint_url": endpoint}}
+        url = f"s3://{BUCKET}/s3fs"
+        options: dict[str, Any] = {"client_kwargs": {"endpoint_url": endpoint}}
         found[S3FS] = (
             lambda: dcp.save(state, storage_writer=FsspecWriter(url, **options)),
             lambda: dcp.load(state, storage_reader=FsspecReader(url, **options)),
@@ -102,7 +103,7 @@ def peers(state: dict[str, torch.Tensor], endpoint: str) -> dict[str, tuple[Job,
         place = f"s3://{BUCKET}/connector"
         config = S3ClientConfig(force_path_style=True)
 
-        def connect(storage: object, reader: object = None) -> object:
+        def connect(storage: Any, reader: object = None) -> Any:
             """Make the reader or writer use the endpoint, for which it has no argument."""
             client = S3Client(REGION, endpoint=endpoint, s3client_config=config)
             storage.fs = S3FileSystem(REGION, s3_client=client, reader_constructor=reader)

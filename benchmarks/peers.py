@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,8 +88,8 @@ def by_dcp(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
 
     def peer(kind: AsyncCheckpointerType, stager: DefaultStager | None = None) -> Peer:
         def begin(path: Path) -> Begun:
-            options = {} if stager is None else {"async_stager": stager}
-            saved = dcp.async_save(
+            options: dict[str, Any] = {} if stager is None else {"async_stager": stager}
+            saved: Any = dcp.async_save(
                 {"model": tensors},
                 checkpoint_id=path,
                 process_group=group,

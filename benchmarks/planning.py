@@ -6,6 +6,7 @@ Limit: a second save may take 5% of the first one's planning time and communicat
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
@@ -22,9 +23,7 @@ def main() -> None:
         for name in ("first save", "second save"):
             bench.clear()
             reports.append(
-                bench.measure(
-                    name, lambda p=plans: sw.save(bench.dir / "ours", state, plan_cache=p)
-                )
+                bench.measure(name, partial(sw.save, bench.dir / "ours", state, plan_cache=plans))
             )
         both = [bench.gather_values((r.seconds["plan"], r.bytes_communicated)) for r in reports]
         seconds.append([max(rank[0] for rank in ranks) for ranks in both])

@@ -34,7 +34,7 @@ FIXED = 1.5
 def main() -> None:
     bench = Bench("recover", STATE, parse_arguments())
     nodes, mine = Nodes(bench), bench.model(ROWS)
-    wanted = {name: torch.zeros_like(each) for name, each in mine.items()}
+    wanted = bench.model(ROWS)
     copy = make_copier([each.to_local() for each in mine.values()], 1)
     phases: dict[str, list[dict[str, float]]] = {}
     for step in bench.rounds:

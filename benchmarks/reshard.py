@@ -5,6 +5,8 @@ Limit: a load into the same sharding; the goal is at most 1.2 times its time. Pe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +46,7 @@ def main() -> None:
     bench.finish()
 
 
-def measure(bench: Bench, name: str, placements: list[Shard], group: dist.ProcessGroup) -> None:
+def measure(bench: Bench, name: str, placements: list[Shard], group: Any) -> None:
     """Load one target with both libraries, cold and warm; ranks outside the group wait."""
     mine = group != dist.GroupMember.NON_GROUP_MEMBER
     mesh = DeviceMesh.from_group(group, "cpu") if mine else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.harness import NO_TENSORS, Bench, parse_arguments, round_digits
 from benchmarks.scale_messages import save_messages, watched_ranks
@@ -64,9 +64,7 @@ def main() -> None:
     bench.finish()
 
 
-def set_goals(
-    bench: Bench, costs: dict[int, CostOfRank], loads: dict[int, dict[str, object]]
-) -> None:
+def set_goals(bench: Bench, costs: dict[int, CostOfRank], loads: dict[int, dict[str, Any]]) -> None:
     """Compare the figures with the goals."""
     for world, seconds, received in ((LARGE, 0.5, 5), (LARGEST, 1.5, 20)):
         if world in costs:
@@ -167,7 +165,7 @@ def median_of(costs: Sequence[CostOfRank]) -> CostOfRank:
     )
 
 
-def measure_load(bench: Bench, job: Job, manifest: bytes) -> dict[str, object]:
+def measure_load(bench: Bench, job: Job, manifest: bytes) -> dict[str, Any]:
     """Return a row: the cost of a load by one rank of as many, with other parallelism."""
     other = Job(tp=4, pp=min(8, job.world // 4), dp=max(1, job.world // 32))
     path = bench.dir / "manifest"

@@ -9,6 +9,7 @@ measured in a process of its own, which replays what it received.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 
 from benchmarks.scale_states import Job
 from shardwise.engine.buffers import Arena
-from shardwise.engine.group import Combine
+from shardwise.engine.group import Combine, Group
 from shardwise.engine.planning import (
     PlannedSave,
     SaveRequest,
@@ -77,6 +78,10 @@ class ReplayGroup:
     def rewind(self, rounds: int) -> None:
         """Go back to the first round of an operation."""
         self.rounds = rounds
+
+    def part(self, ranks: Sequence[int], cleanup: ExitStack) -> Group:
+        """Refuse: in these jobs, all ranks save together."""
+        raise NotImplementedError(f"{len(ranks)} ranks without the others")
 
     def reduce(self, data: bytes, combine: Combine) -> bytes:
         """Combine the rank's data with those of the ranks below."""
@@ -182,7 +187,7 @@ class Recording:
     def record(self) -> dict[int, tuple[list[list[bytes]], list[bytes]]]:
         """Return what each watched rank receives in a first and in a cached save."""
         first = SavingRank.of(self.job, 0, self.directory)
-        planned = None
+        planned: PlannedSave | None = None
         root = ReplayGroup(0, self.job.world, self.received[0], self.replies)
         for step in ("plan", "plan again", "publish"):
             begin, cached = root.rounds, dict(first.plan_cache._plans)
@@ -191,7 +196,7 @@ class Recording:
                 first.plan_cache._plans.update(cached)
                 root.rewind(begin)
                 try:
-                    if step == "publish":
+                    if step == "publish" and planned is not None:
                         first.publish(root, planned)
                     else:
                         planned = first.plan(root)

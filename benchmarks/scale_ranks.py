@@ -66,8 +66,9 @@ def measure_rank(job: Job, rank: int, directory: Path) -> CostOfRank:
             yield
             seconds = time.process_time() - start
             after = group.bytes_received, group.bytes_sent, group.rounds
-            moved = (b - a for a, b in zip(before, after, strict=True))
-            costs.append(Cost(seconds, *moved, round(status("VmHWM") - memory, 1)))
+            received, sent, rounds = (b - a for a, b in zip(before, after, strict=True))
+            growth = round(status("VmHWM") - memory, 1)
+            costs.append(Cost(seconds, received, sent, rounds, growth))
 
     with measured():
         own.plan(group)

@@ -12,7 +12,15 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from shardwise.boxes import Box, Sharding, ShardPlacement, boxes_of_range, shard_boxes, splits_of
+from shardwise.boxes import (
+    Box,
+    Sharding,
+    ShardPlacement,
+    Split,
+    boxes_of_range,
+    shard_boxes,
+    splits_of,
+)
 from shardwise.state.local_state import Fragment, LocalState, TensorLeaf
 
 LAYERS, HIDDEN, FFN, KV, VOCAB = 126, 16384, 53248, 1024, 128256
@@ -142,7 +150,7 @@ class Job:
         whole = _fragment(Box((), ()), 4)
         yield TensorLeaf(f"{optimizer}.step", torch.float32, (), (whole,), None, None, False, None)
 
-    def _splits(self, dim: int | None, place: Coordinates) -> tuple[object, ...]:
+    def _splits(self, dim: int | None, place: Coordinates) -> tuple[Split, ...]:
         """Return the splits of a parameter by FSDP2, after tensor parallelism has split `dim`."""
         shards = [ShardPlacement(0, 0, self.tp if dim == 0 and self.tp > 1 else 1)]
         if dim is not None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -126,9 +126,11 @@ class _Peer(asyncio.Protocol):
             for node in below
         }
         replies = [Replies.of_node(node, 1, entries_of[node]) for node in below]
-        columns = ("nodes", "nbytes", "files", "entries")
         combined = Replies(
-            *(np.concatenate([getattr(each, name) for each in replies]) for name in columns)
+            nodes=np.concatenate([each.nodes for each in replies]),
+            nbytes=np.concatenate([each.nbytes for each in replies]),
+            files=np.concatenate([each.files for each in replies]),
+            entries=np.concatenate([each.entries for each in replies]),
         )
         return combined.encode(SAVE, stage)
 
@@ -186,7 +188,7 @@ async def _serve_all(nodes: int, connection: Connection) -> None:
     for index in range(1, nodes):
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         ports.append(listener.getsockname()[1])
-        await loop.create_server(lambda index=index: _Peer(index, nodes, counts), sock=listener)
+        await loop.create_server(partial(_Peer, index, nodes, counts), sock=listener)
 
     def report() -> None:
         connection.recv()

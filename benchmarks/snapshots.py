@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,20 +44,20 @@ def main() -> None:
 
 def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
     """Measure ours and the peers whose names `beside` accepts."""
-    model = bench.model(ROWS)
-    state: dict[str, object] = {"model": model}
+    tensors: Tensors = {**bench.model(ROWS)}
+    state: dict[str, object] = {"model": tensors}
     root = bench.dir.parent / "snapshots-root"
     with ExitStack() as cleanup:
         cleanup.callback(clean, bench, root)
         checkpointer = make_checkpointer(bench, root)
         checkpointer.prepare(state)
         ways = {OURS: ours(checkpointer, state, root)}
-        ways |= {name: way for name, way in peers(model, cleanup).items() if beside(name)}
-        copy = make_copier(local(model).values(), THREADS)
+        ways |= {name: way for name, way in peers(tensors, cleanup).items() if beside(name)}
+        copy = make_copier(local(tensors).values(), THREADS)
         copy()
         for name, way in ways.items():
             bench.clear()
-            bench.measure(f"{name}: the first", lambda w=way: waited(w, bench.dir / "first"))()
+            bench.measure(f"{name}: the first", partial(waited, way, bench.dir / "first"))()
         for step in bench.rounds:
             bench.measure_repeatedly(lambda: bench.measure(COPY, copy))
             bench.clear()
@@ -69,7 +70,7 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
         bench.table(
             "What was saved, if the tensors change as soon as the call returns",
             [
-                {"way": name, "saved what it was given": keeps(bench, model, way)}
+                {"way": name, "saved what it was given": keeps(bench, tensors, way)}
                 for name, way in ways.items()
             ],
         )
@@ -165,8 +166,9 @@ def compare_replicas(bench: Bench, root: Path) -> None:
     steps = iter(range(1, 1 << 30))
     memory = sw.Memory(dir=str(MEMORY), when_full="wait", slots=1)
     with ExitStack() as cleanup:
+        reactions: dict[str, Literal["ignore", "warn"]] = {UNCOMPARED: "ignore", COMPARED: "warn"}
         ways = {}
-        for name, reaction in ((UNCOMPARED, "ignore"), (COMPARED, "warn")):
+        for name, reaction in reactions.items():
             way = sw.Checkpointer(
                 root / reaction, save_every=1 << 30, memory=memory, on_divergence=reaction
             )
@@ -177,7 +179,9 @@ def compare_replicas(bench: Bench, root: Path) -> None:
         def save_both() -> None:
             for name, way in ways.items():
                 step = next(steps)
-                handle = bench.measure(name, lambda w=way, s=step: w.save(s, state))
+                handle = bench.measure(name, partial(way.save, step, state))
+                if handle is None:
+                    raise RuntimeError("a save was skipped instead of waiting for a slot")
                 handle.result()
 
         for _ in bench.rounds:

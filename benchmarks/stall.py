@@ -31,7 +31,7 @@ def main() -> None:
     bench = Bench("stall", SIZE, parse_arguments())
     model = bench.model(ROWS)
     state: dict[str, object] = {"model": model}
-    copy = make_copier(local(model).values(), threads=4)
+    copy = make_copier(local({**model}).values(), threads=4)
     if bench.rank == 0:
         MEMORY.mkdir(exist_ok=True)
     dist.barrier()
