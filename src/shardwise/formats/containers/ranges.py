@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class BytesFile:
     """
 
     def __init__(self, data: bytes, offset: int = 0, file: ReadableFile | None = None) -> None:
-        self._data = np.frombuffer(data, np.uint8)
+        self._data = memoryview(data)
         self._offset = offset
         self._file = file
         self.size = offset + len(data) if file is None else file.size
@@ -38,7 +38,9 @@ class BytesFile:
         if self._file is not None and not 0 <= start <= len(self._data) - len(out):
             return self._file.read_at(offset, out)
         data = self._data[start : start + len(out)]
-        out[: len(data)] = data
+        # Unlike numpy, which releases the interpreter lock for each copy of more than 500 elements:
+        # threads that read many small ranges would mostly wait for each other.
+        out.data[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
@@ -123,7 +125,8 @@ class FileRange:
     def with_data(self, data: bytes) -> FileRange:
         """Return this range with its first bytes, `data`, in memory, so that no read repeats
         them."""
-        return replace(self, file=BytesFile(data, self.offset, self.file))
+        file = BytesFile(data, self.offset, self.file)
+        return FileRange(file, self.name, self.offset, self.size, self.label, self.is_remote)
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`.
