@@ -91,7 +91,7 @@ def make_ways(bench: Bench, training: Training, cleanup: ExitStack) -> dict[str,
         shutil.rmtree(MEMORY, ignore_errors=True)
         MEMORY.mkdir()
     dist.barrier()
-    chosen = ("dcp.async_save, thread, memory kept", "torch_checkpointing")
+    chosen = ("dcp.async_save, thread, reused buffers", "torch_checkpointing")
     others = peers(training.tensors(), cleanup)
     ways = {
         WITHOUT: Way(),

@@ -108,8 +108,8 @@ def by_dcp(tensors: Tensors, cleanup: ExitStack) -> dict[str, Peer]:
     thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
     return {
         "dcp.async_save, thread": peer(thread),
-        "dcp.async_save, thread, memory kept": peer(thread, stager(in_background=False)),
-        "dcp.async_save, thread, memory kept, copied beside": peer(
+        "dcp.async_save, thread, reused buffers": peer(thread, stager(in_background=False)),
+        "dcp.async_save, thread, reused buffers, async staging": peer(
             thread, stager(in_background=True)
         ),
         "dcp.async_save, process": peer(process),

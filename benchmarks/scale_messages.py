@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +38,7 @@ from shardwise.manifest.manifest import lay_out_file
 from shardwise.plan.save import PlanCache, SavePlan
 from shardwise.store.places import open_store
 
+T = TypeVar("T")
 SAVE_ID = "0123456789abcdef"
 DESCRIPTIONS = 1
 """The round in which ranks send different messages: their structures."""
@@ -187,26 +190,32 @@ class Recording:
     def record(self) -> dict[int, tuple[list[list[bytes]], list[bytes]]]:
         """Return what each watched rank receives in a first and in a cached save."""
         first = SavingRank.of(self.job, 0, self.directory)
-        planned: PlannedSave | None = None
         root = ReplayGroup(0, self.job.world, self.received[0], self.replies)
-        for step in ("plan", "plan again", "publish"):
-            begin, cached = root.rounds, dict(first.plan_cache._plans)
-            while True:
-                first.plan_cache._plans.clear()
-                first.plan_cache._plans.update(cached)
-                root.rewind(begin)
-                try:
-                    if step == "publish" and planned is not None:
-                        first.publish(root, planned)
-                    else:
-                        planned = first.plan(root)
-                    break
-                except UnknownMessages as unknown:
-                    self._combine(unknown, planned if step == "publish" else None)
+        self._complete(first, root, partial(first.plan, root))
+        planned = self._complete(first, root, partial(first.plan, root))
+        self._complete(first, root, partial(first.publish, root, planned), planned)
         return {
             rank: (self.received[rank] if children_of(rank, self.job.world) else [], self.replies)
             for rank in self.watched
         }
+
+    def _complete(
+        self,
+        first: SavingRank,
+        root: ReplayGroup,
+        work: Callable[[], T],
+        published: PlannedSave | None = None,
+    ) -> T:
+        """Repeat a part of rank 0's save until the messages of all its rounds are known."""
+        begin, cached = root.rounds, dict(first.plan_cache._plans)
+        while True:
+            first.plan_cache._plans.clear()
+            first.plan_cache._plans.update(cached)
+            root.rewind(begin)
+            try:
+                return work()
+            except UnknownMessages as unknown:
+                self._combine(unknown, published)
 
     def _combine(self, unknown: UnknownMessages, published: PlannedSave | None) -> None:
         """Combine the messages of all ranks in one round."""

@@ -34,7 +34,7 @@ COPY = "copy into memory that was touched before"
 OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
 UNCOMPARED, COMPARED = "sw: save of replicas", "sw: save of replicas, a part compared"
 RECOVERED, FROM_DISK = "sw: restore from memory", "sw: load from disk, cold"
-COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, memory kept, copied beside"}
+COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, reused buffers, async staging"}
 """Peers that return before the copy is made; the training must wait before it changes tensors."""
 
 

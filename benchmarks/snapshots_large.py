@@ -3,7 +3,7 @@
 from benchmarks.harness import LARGE, Bench, parse_arguments
 from benchmarks.snapshots import ask
 
-BESIDE = {"dcp.async_save, thread", "dcp.async_save, thread, memory kept"}
+BESIDE = {"dcp.async_save, thread", "dcp.async_save, thread, reused buffers"}
 
 if __name__ == "__main__":
     ask(Bench("snapshots_large", LARGE, parse_arguments()), beside=lambda name: name in BESIDE)

@@ -43,7 +43,7 @@ HEADLINES = (
         "slow-down by a snapshot at every step",
         "overhead-2-float32",
         "sw, overlapped",
-        "dcp.async_save, thread, memory kept",
+        "dcp.async_save, thread, reused buffers",
         "no snapshots",
         "dcp.async_save",
     ),

@@ -38,8 +38,8 @@ class BytesFile:
         if self._file is not None and not 0 <= start <= len(self._data) - len(out):
             return self._file.read_at(offset, out)
         data = self._data[start : start + len(out)]
-        # Unlike numpy, which releases the interpreter lock for each copy of more than 500 elements:
-        # threads that read many small ranges would mostly wait for each other.
+        # numpy would release the interpreter lock for each copy of more than 500 elements, and
+        # threads that read many small ranges would wait for each other.
         out.data[: len(data)] = data
         return len(data)
 
