@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34480,
+    statements=34590,
     modules_of_api=85,
-    statements_of_api=8750,
-    record_types=280,
-    names_across_packages=373,  # the ports are used from everywhere
+    statements_of_api=8790,
+    record_types=281,
+    names_across_packages=377,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=68,
+    test_files_with_inner_imports=69,
 )
 """Lower a limit when its figure has fallen."""
 
