@@ -419,7 +419,7 @@ def test_a_rank_outside_of_the_group_is_refused(rank: int, size: int) -> None:
         TreeGroup(dist.HashStore(), rank, size)
 
 
-def test_another_version_of_the_library_is_named_on_all_ranks(
+def test_other_code_of_the_library_is_named_on_all_ranks(
     deep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = tree_rendezvous._describe_self
@@ -429,18 +429,18 @@ def test_another_version_of_the_library_is_named_on_all_ranks(
         return describe(*args).replace(b"0.0.1", b"0.0.2" if is_another else b"0.0.1")
 
     monkeypatch.setattr(tree_rendezvous, "_describe_self", describe_another)
-    monkeypatch.setattr(tree_rendezvous, "VERSION", "0.0.1")
+    monkeypatch.setattr(tree_rendezvous, "build", lambda: "0.0.1")
     told = outcomes(7, meet, timeout=timedelta(seconds=5))
     on_host = f"on host {socket.gethostname()}"
     for rank, error in told.items():
         assert type(error) is RankError, (rank, error)
         assert sorted(error.failures) == [1 if rank == 4 else 4]
         if rank == 4:
-            assert f"{on_host}, it has version 0.0.1 of shardwise, and refuses rank 4" in str(error)
+            assert f"{on_host}, it has shardwise 0.0.1, and refuses rank 4" in str(error)
         else:
-            assert f"{on_host}, it has version 0.0.2 of shardwise (protocol " in str(error)
+            assert f"{on_host}, it has shardwise 0.0.2 (protocol " in str(error)
             assert f"and rank 1 {on_host} has 0.0.1 (protocol " in str(error)
-        assert "install the same version" in str(error)
+        assert "install the same code" in str(error)
 
 
 def test_another_number_of_ranks_is_named_on_both_sides() -> None:

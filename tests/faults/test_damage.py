@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,49 @@ def test_a_missing_file_is_not_counted_as_checked(tmp_path: Path) -> None:
     report = checkpoint.find_damage()
     assert (report.bytes_checked, report.files, report.intact) == (0, 0, False)
     assert "the file is missing" in str(report)
+
+
+def rewrite_manifest(step: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change a manifest, and give it the checksum of the changed text."""
+    path = step / "manifest.json"
+    body, _, _ = path.read_bytes().rpartition(b'"crc32"')
+    changed = change(body)
+    path.write_bytes(changed + f'"crc32":{zlib.crc32(changed)}}}\n'.encode())
+
+
+def swapped(first: bytes, second: bytes) -> Callable[[bytes], bytes]:
+    return lambda body: body.replace(first, b"\0").replace(second, first).replace(b"\0", second)
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "names": (swapped(b'"name":"a"', b'"name":"b"'), "the manifest b (F32"),
+    "names of parts": (swapped(b'"name":"c"', b'"name":"d"'), "the manifest d[0:2] (F32"),
+    "dtype": (lambda body: body.replace(b'"a","dtype":"float32"', b'"a","dtype":"int32"'), "(I32"),
+    "shape": (lambda body: body.replace(b"[2,3]", b"[3,2]"), "a (F32 [2, 3] in bytes"),
+    "places": (swapped(b'"start":16,', b'"start":40,'), "in bytes 16:40"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_header_that_contradicts_the_manifest_is_damage(tmp_path: Path, case: str) -> None:
+    """The manifest and all checksums are intact: it is the save that was wrong."""
+
+    def save(group: ThreadGroup) -> None:
+        parts = [(sw.Box((2 * group.rank,), (2,)), torch.full((2,), float(group.rank)))]
+        state: dict[str, Any] = {each: sw.Shards((4,), torch.float32, parts) for each in "cd"}
+        if group.rank == 0:
+            state |= {"a": torch.ones(2, 3), "b": torch.zeros(2, 3), "empty": torch.zeros(0, 2)}
+        sw.save(tmp_path, state, group=group)
+
+    run_ranks(WORLD, save)
+    assert sw.open(tmp_path).verify().intact
+    change, found = CONTRADICTIONS[case]
+    rewrite_manifest(tmp_path, change)
+    report = sw.open(tmp_path).find_damage()
+    first = report.damage[0]
+    assert first.file is not None
+    assert first.file.startswith("r00000")
+    assert "a header that contradicts the manifest" in str(first)
+    assert found in str(first)
+    with pytest.raises(sw.CorruptionError, match="contradicts the manifest"):
+        sw.open(tmp_path).verify()

@@ -46,6 +46,12 @@ from shardwise.plan.save import PlanCache, SavePlan, plan_save
 from shardwise.state.local_state import Fragment, LocalState
 from shardwise.store import Store, free_bytes
 
+_PLANS_DIFFER = (
+    "ranks have planned different files for this save, so their checkpoint would be wrong; nothing "
+    "was written. This is a bug of shardwise: report it, with the shapes and placements of the "
+    "tensors:"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class SaveRequest:
@@ -300,11 +306,12 @@ def plan_together(
             plan = plan_cache.get(agreement.plan, group.rank)
         else:
             key, structures = share_structures(fingerprint, description, group)
-            with Round(group, "planning a save"):
+            with Round(group, "planning a save") as all_ranks:
                 plan = plan_save(structures, group.size, group.rank, description)
                 if group.rank == 0:
                     request.check_room(plan.bytes_stored)
-            plan_cache.put(key, group.rank, fingerprint, plan)
+                all_ranks.require_equal(f"digest {plan.digest.hex()}", _PLANS_DIFFER)
+            plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
         objects = _share_values(state, fingerprint, plan, group, differ=agreement.values_differ)
     held = msgspec.msgpack.encode((fingerprint, description.coordinates))
     return PlannedSave(

@@ -91,7 +91,7 @@ class TreeGroup:
     Raises:
         StateError: `rank` is not one of `size` ranks.
         LostRankError: a rank did not connect in time. The error names it.
-        RankError: a rank has another version of the library, or another number of ranks; or two
+        RankError: a rank has other code of the library, or another number of ranks; or two
             processes are the same rank.
     """
 

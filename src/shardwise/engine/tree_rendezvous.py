@@ -34,7 +34,7 @@ from shardwise.engine.connections import (
 )
 from shardwise.engine.tree_links import Failure, Link
 from shardwise.errors import LostRankError, RankError
-from shardwise.version import VERSION
+from shardwise.version import build
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -59,7 +59,7 @@ Check = Callable[[Deadline], object]
 # The same in all versions, so that ranks with different versions can tell.
 _HELLO = struct.Struct(f"<{TOKEN_SIZE}sIIqq32s64sI")
 """The token, or the proof in an answer; the protocol; `CONNECT`, or the verdict in an answer; the
-rank, the number of ranks, the library's version, the host, and the id of the process. In the answer
+rank, the number of ranks, the library's build, the host, and the id of the process. In the answer
 `DUPLICATE`, the host and the process are those of the process that had connected before."""
 
 
@@ -83,7 +83,7 @@ class _Peer:
     def __init__(self, fields: Sequence[int | bytes]) -> None:
         self.proof = bytes(fields[0])
         self.protocol, self.verdict, self.rank, self.size = (int(each) for each in fields[1:5])
-        self.version, self.host = (
+        self.build, self.host = (
             bytes(each).rstrip(b"\0").decode("ascii", "replace") for each in fields[5:7]
         )
         self.process_id = int(fields[7])
@@ -103,11 +103,11 @@ class _Peer:
             size: the number of ranks, as this rank knows it.
         """
         this = f"rank {number} on host {socket.gethostname()}"
-        if self.protocol != PROTOCOL or self.version != VERSION:
+        if self.protocol != PROTOCOL or self.build != build():
             return (
-                f"on host {self.host}, it has version {self.version} of shardwise (protocol "
-                f"{self.protocol}), and {this} has {VERSION} (protocol {PROTOCOL}): install the "
-                "same version on all hosts"
+                f"on host {self.host}, it has shardwise {self.build} (protocol {self.protocol}), "
+                f"and {this} has {build()} (protocol {PROTOCOL}). The digits after the plus sign "
+                "are a digest of the code: install the same code on all hosts"
             )
         if self.size != size:
             return (
@@ -122,8 +122,9 @@ def _describe_self(
 ) -> bytes:
     name, process_id = process or (socket.gethostname(), os.getpid())
     host = name.encode("ascii", "replace")[:64]
-    version = VERSION.encode()[:32]
-    return _HELLO.pack(proof, PROTOCOL, verdict, rank, size, version, host, process_id)
+    return _HELLO.pack(
+        proof, PROTOCOL, verdict, rank, size, build().encode()[:32], host, process_id
+    )
 
 
 def _connected_twice(first: tuple[str, int], second: tuple[str, int]) -> str:
@@ -181,7 +182,7 @@ class RankListener:
         The others stay pending. If too many are pending, the oldest ones are rejected.
 
         Raises:
-            RankError: a rank has another version of the library, or belongs to more ranks or fewer;
+            RankError: a rank has other code of the library, or belongs to more ranks or fewer;
                 or two processes are the same rank.
         """
         with suppress(BlockingIOError, InterruptedError, ConnectionError):
@@ -275,7 +276,7 @@ def connect_upwards(
 
     Raises:
         LostRankError: the rank cannot be reached, or did not answer in time.
-        RankError: the rank has another version of the library, or another number of ranks; or it
+        RankError: the rank has other code of the library, or another number of ranks; or it
             has failed; or another process has connected as this rank.
     """
     number = numbers[above]
@@ -328,8 +329,8 @@ def _check_verdict(peer: _Peer, own: int, other: int, size: int) -> None:
         raise RankError(OPERATION, {own: text})
     if peer.verdict != ACCEPTED:
         problem = peer.problem(own, size) or (
-            f"on host {peer.host}, it has version {peer.version} of shardwise, and refuses rank "
-            f"{own}: install the same version on all hosts"
+            f"on host {peer.host}, it has shardwise {peer.build}, and refuses rank {own}: install "
+            "the same code on all hosts"
         )
         raise RankError(OPERATION, {other: problem})
 

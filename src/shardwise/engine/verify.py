@@ -1,16 +1,23 @@
-"""Verify a checkpoint: check all bytes against their checksums, and compare copies of tensors."""
+"""Verify a checkpoint.
+
+All bytes are checked against their checksums, the headers of data files are compared with the
+manifest, and the copies of tensors with each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
+import msgspec
 import numpy as np
 
-from shardwise.boxes import cover_positions
+from shardwise.boxes import Box, cover_positions
 from shardwise.boxes.box import IntArray
+from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.compare import compare_copies, refuse_differences
 from shardwise.engine.data_reader import DataReader
@@ -18,13 +25,23 @@ from shardwise.errors import CorruptionError
 from shardwise.events import Recorder, format_bytes
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import FileEntry
+from shardwise.manifest.manifest import (
+    LONGEST_NAME,
+    METADATA,
+    RESERVED,
+    FileEntry,
+    encode_header_entries,
+    lay_out_file,
+    save_id_of_file,
+)
 from shardwise.manifest.pieces import Pieces
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
 BUFFERS_PER_EVENT = 64
 """After how many buffers of a large file an event reports the progress."""
+MOST_ENTRIES = 3
+"""How many differing entries of a header a description lists."""
 CHANGED_BYTES = "not the bytes that were saved"
 
 
@@ -200,6 +217,8 @@ class _Check:
                 with self.recorder.stage(entry.name, end - start):
                     for found in self.pool.map(find, range(start, stop, arena.buffer_size)):
                         blocks += found
+            if not blocks or blocks[0] * BLOCK >= entry.data_at:
+                self._check_header(index, entry, reader)
         for first, end in cover_positions(np.array(blocks, np.int64), 0).spans:
             start, stop = first * BLOCK, min(end * BLOCK, entry.checksums_at)
             parts = ["the header"] if start < entry.data_at else []
@@ -209,6 +228,42 @@ class _Check:
             self._add_damage(index, problem, (start, stop))
         self.files += 1
         self.checked += entry.size
+
+    def _check_header(self, index: int, entry: FileEntry, reader: DataReader) -> None:
+        """Compare the header of a data file with the pieces that the manifest lists in the file."""
+        described = self._pieces_in(index)
+        save_id = save_id_of_file(entry.name) or self.layout.save_id
+        objects = entry.checksums_at - entry.objects_at
+        pieces = encode_header_entries(described)
+        expected, laid_out = lay_out_file(save_id, entry.rank, pieces, objects)
+        if entry.data_at > laid_out.data_at + len(described) * LONGEST_NAME:
+            differing = [f"it has {entry.data_at:,} bytes instead of {laid_out.data_at:,}"]
+        else:
+            header, step = b"", self.arena.buffer_size
+            end = min(-(-entry.data_at // BLOCK) * BLOCK, entry.checksums_at)
+            for start in range(0, end, step):
+                with self.arena.buffer() as buffer:
+                    header += reader.read(start, min(start + step, end), buffer).tobytes()
+            names = {each.name for each in self.layout.tensors}
+            same = header[: entry.data_at] == expected
+            differing = [] if same else _differing_entries(header[: entry.data_at], expected, names)
+        if differing:
+            more = len(differing) - MOST_ENTRIES
+            shown = "; ".join(differing[:MOST_ENTRIES]) + (f"; and {more} more" if more > 0 else "")
+            problem = f"a header that contradicts the manifest: {shown}"
+            self._add_damage(index, problem, (0, entry.data_at))
+
+    def _pieces_in(self, index: int) -> list[tuple[str, str, tuple[int, ...], Box]]:
+        """Return the pieces in a file, as for `encode_header_entries`."""
+        layout, described = self.layout, []
+        pieces = layout.pieces_in(index)
+        for row in np.argsort(pieces.start, kind="stable").tolist():
+            tensor = layout.tensors[layout.tensor_of[pieces.tensor[row]]]
+            offset, shape = pieces.offset[row].tolist(), pieces.shape[row].tolist()
+            ndim = len(tensor.shape)
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            described.append((tensor.name, tensor.dtype, tensor.shape, box))
+        return described
 
     def check_ranges(self, index: int, sums: FileChecksums) -> None:
         """Check the ranges of a foreign checkpoint's file that have checksums."""
@@ -254,6 +309,62 @@ class _Check:
         self.damage.append(
             Damage(file=file.name, start=start, stop=stop, problem=problem, tensors=names)
         )
+
+
+def _differing_entries(header: bytes, expected: bytes, names: Collection[str]) -> list[str]:
+    """Return what the headers of a file say differently, with what the file and the manifest say.
+
+    The processes of a `PartialSave` write before they know the final names. So a name in the file
+    may differ if the manifest has no tensor of that name.
+
+    Args:
+        header, expected: the header in the file, and the one that the manifest leads to.
+        names: the names of the tensors in the manifest.
+    """
+    try:
+        found, wanted = _entries_by_place(header), _entries_by_place(expected)
+    except DECODE_ERRORS as error:
+        return [f"it is not the header of a data file: {error}"]
+    differing = []
+    for own, other in zip_longest(found, wanted, fillvalue=_NO_ENTRY):
+        (*place, name), (*other_place, other_name) = own, other
+        box = other_name[other_name.rfind("[") :] if other_name.endswith("]") else ""
+        is_known = other_name.startswith((RESERVED, METADATA)) or name.removesuffix(box) in names
+        if place != other_place or (name != other_name and (is_known or name in names)):
+            differing.append(f"the file has {_describe(own)}, the manifest {_describe(other)}")
+    return differing
+
+
+_Entry = tuple[tuple[int, ...], str, tuple[int, ...], str]
+"""Of an entry in a header: the range of bytes, the dtype, the shape, and the name."""
+_NO_ENTRY: _Entry = ((), "", (), "")
+
+
+def _entries_by_place(header: bytes) -> list[_Entry]:
+    """Return the entries of a header, by their places in the file, and then its metadata."""
+    decoded = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+    metadata = msgspec.json.decode(decoded.pop(METADATA, b"{}"), type=dict[str, str])
+    entries: list[_Entry] = []
+    for name, encoded in decoded.items():
+        entry = msgspec.json.decode(encoded, type=_HeaderEntry)
+        # Of two equal names, the second ends with a quote.
+        entries.append((entry.data_offsets, entry.dtype, entry.shape, name.rstrip("'")))
+    about = ", ".join(f"{key}={value}" for key, value in sorted(metadata.items()))
+    return [*sorted(entries), ((), METADATA, (), f"{METADATA} {about}")]
+
+
+@prepare_decoding
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _describe(entry: _Entry) -> str:
+    place, dtype, shape, name = entry
+    if not place:
+        return name or "nothing"
+    return f"{name} ({dtype} {list(shape)} in bytes {place[0]}:{place[1]})"
 
 
 def _damaged_blocks(reader: DataReader, start: int, stop: int, buffer: Buffer) -> Iterator[int]:

@@ -5,6 +5,7 @@ Every rank computes the same plan, so that no plan is sent. `engine/planning.py`
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import numpy as np
 
 from shardwise.boxes import Box, find_uncovered_tensors
 from shardwise.boxes.box import IntArray, check_table_size, padded_rows
-from shardwise.errors import FormatError, LayoutError, MismatchError
+from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
 from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
@@ -122,6 +123,21 @@ class SavePlan:
     piece_groups: tuple[PieceGroup, ...]
 
     @cached_property
+    def digest(self) -> bytes:
+        """A digest of the files of all ranks, which differs if two ranks plan differently."""
+        digest = hashlib.blake2b(digest_size=16)
+        names = self.world, self.tensors, self.per_rank
+        digest.update(msgspec.msgpack.encode(names))
+        rows = self.rows
+        columns = [self.writers, rows.rank, rows.tensor, rows.start, rows.offset, rows.shape]
+        for group in self.piece_groups:
+            columns += [group.tensors, group.ranks, group.box, group.within, group.shape]
+            columns += [group.layout, group.starts]
+        for column in columns:
+            digest.update(str(column.shape).encode() + np.ascontiguousarray(column).tobytes())
+        return digest.digest()
+
+    @cached_property
     def pieces(self) -> PieceTable:
         """The pieces that this rank writes."""
         return self.pieces_of(self.rank)
@@ -131,9 +147,13 @@ class SavePlan:
 
         Args:
             rank: this rank, or another one that holds equal boxes.
+
+        Raises:
+            StateError: the fragments of this rank are not those in the plan.
         """
         low, high = np.searchsorted(self.rows.rank, [rank, rank + 1]).tolist()
         rows = slice(low, high)
+        tensor = [self.rows.tensor[rows]]
         start, fragment = [self.rows.start[rows]], [self.rows.fragment[rows]]
         offset, shape = [self.rows.offset[rows]], [self.rows.shape[rows]]
         for group in self.piece_groups:
@@ -143,11 +163,20 @@ class SavePlan:
                 box = tuple(group.box[i].tolist())
                 found = [self._fragment_at[tensor, box] for tensor in group.tensors.tolist()]
                 fragment.append(np.array(found, np.int64))
+                tensor.append(group.tensors)
                 offset.append(np.tile(group.offset[i], (t, 1)))
                 shape.append(np.tile(group.shape, (t, 1)))
         order = np.argsort(np.concatenate(start), kind="stable")
         columns = np.concatenate(fragment), np.concatenate(offset), np.concatenate(shape)
-        return piece_table(self.description, *(column[order] for column in columns))
+        table = piece_table(self.description, *(column[order] for column in columns))
+        names = [self.tensors[i].name for i in np.concatenate(tensor)[order].tolist()]
+        own = [self.description.structure.names[i] for i in self.description.tensor[table.fragment]]
+        if names != own or table.start[:-1].tolist() != np.concatenate(start)[order].tolist():
+            raise StateError(
+                f"rank {self.rank} would write other pieces than the plan of the save says. This "
+                "is a bug of shardwise: report it, with the shapes and placements of the tensors"
+            )
+        return table
 
     @cached_property
     def _fragment_at(self) -> dict[tuple[int, tuple[int, ...]], int]:
@@ -182,7 +211,7 @@ class SavePlan:
 class PlanCache:
     """Plans of earlier saves, for later saves of a state with the same structure.
 
-    The key is a digest of the structures and coordinates of all ranks, and the rank.
+    The key is a digest of the plan, the structures and the coordinates of all ranks, and the rank.
 
     Structures have names, dtypes, shapes, rules and ties, so that a changed state is planned again.
     A plan does not depend on addresses of tensors in memory. A save uses the cache only if every
