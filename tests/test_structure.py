@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=340,
-    statements=34590,
+    statements=34670,
     modules_of_api=85,
-    statements_of_api=8790,
+    statements_of_api=8840,
     record_types=281,
-    names_across_packages=377,  # the ports are used from everywhere
+    names_across_packages=383,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=69,
 )
