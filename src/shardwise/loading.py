@@ -24,7 +24,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.opening import OpenOptions, agree_on_place, open_any
-from shardwise.plugins import call_plugin, find_plugins
+from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
@@ -154,8 +154,12 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
     """Return the first strategy that a plug-in returns, or else shardwise's own."""
     if group.size == 1:
         return ReadAlone()
-    for entry in find_plugins(READ_STRATEGIES).values():
-        strategy = call_plugin(entry, ReadStrategy, group, read_once)  # type: ignore[type-abstract]
+    for entry in find_plugins(READ_STRATEGIES):
+        try:
+            strategy = call_plugin(entry, ReadStrategy, group, read_once)  # type: ignore[type-abstract]
+        except PluginError as error:
+            ignore_failure(error)
+            continue
         if strategy is not None:
             return strategy
     from shardwise.sharing.strategy import ReadTogether  # other loads need not import it

@@ -1,55 +1,126 @@
-"""Find what other packages add to the ports of shardwise, by entry points."""
+"""Find what other packages add to the ports of shardwise, by entry points.
+
+A package that is broken disturbs only programs that use it. `SHARDWISE_PLUGINS=off` ignores all of
+them, and `SHARDWISE_PLUGINS=one,two` all but the packages of these names.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
 
 from shardwise.errors import ShardwiseError, StateError
 
 T = TypeVar("T")
+SWITCH = "SHARDWISE_PLUGINS"
+_ADVICE = (
+    f"update or uninstall the package, or set {SWITCH} to the names of the packages to use, "
+    f"separated by commas, or to {SWITCH}=off"
+)
+
+log = logging.getLogger("shardwise")
 
 
-def find_plugins(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group, such as `shardwise.stores`, by name. Import none of them.
+class PluginError(StateError):
+    """The code of another package, which an entry point names, has failed."""
+
+
+def find_plugins(group: str) -> Sequence[EntryPoint]:
+    """Return the entry points of a group, such as `shardwise.stores`. Import none of them.
+
+    They are sorted by name and package. Packages can use the same name.
+    """
+    return _find_plugins(group, tuple(sys.path), os.environ.get(SWITCH, ""))
+
+
+def find_plugin(group: str, name: str) -> EntryPoint | None:
+    """Return the entry point of a name; None if there is none.
 
     Raises:
-        StateError: two packages have an entry point of the same name.
+        StateError: two packages have an entry point of this name.
     """
-    return _find_plugins(group, tuple(sys.path))
+    found = [entry for entry in find_plugins(group) if entry.name == name]
+    if len(found) > 1:
+        packages = " and ".join(f"{package_of(entry)} ({entry.value})" for entry in found)
+        raise StateError(f"several packages provide {group} {name!r}: {packages}; {_ADVICE}")
+    return found[0] if found else None
 
 
 @lru_cache
-def _find_plugins(group: str, search_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+def _find_plugins(group: str, search_path: tuple[str, ...], switch: str) -> Sequence[EntryPoint]:
     """Find the entry points on a search path. This reads the metadata of all installed packages."""
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
-        other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            raise StateError(
-                f"two packages provide {group} {entry.name!r}: {_package(other)} ({other.value}) "
-                f"and {_package(entry)} ({entry.value}); uninstall one of them"
-            )
-    return found
+    if switch == "off":
+        return ()
+    wanted = {_normalized(name) for name in switch.split(",") if name.strip()}
+    found = {
+        (entry.name, entry.value): entry
+        for entry in _entry_points(group)
+        if not wanted or _normalized(package_of(entry)) in wanted
+    }
+    return sorted(found.values(), key=lambda entry: (entry.name, package_of(entry)))
+
+
+def _entry_points(group: str) -> Iterator[EntryPoint]:
+    """Yield the entry points of all packages whose metadata can be read."""
+    try:
+        yield from entry_points(group=group)
+    except Exception:  # some package has entry points that nobody can read
+        for package in distributions():
+            try:
+                yield from package.entry_points.select(group=group)
+            except Exception as error:  # noqa: PERF203 - rare
+                _warn_once(
+                    f"the entry points of the package {package.name} cannot be read: "
+                    f"{type(error).__name__}: {error}; shardwise ignores the package"
+                )
+
+
+def _normalized(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package.strip()).lower()
 
 
 def load_plugin(entry: EntryPoint) -> Any:
     """Import the object of an entry point.
 
     Raises:
-        StateError: the import fails. The error names the package.
+        PluginError: the import fails. The error names the package.
     """
     try:
         return entry.load()
-    except Exception as error:
-        raise StateError(
-            f"the package {_package(entry)} provides {entry.group} {entry.name!r}, but its "
-            f"{entry.value} cannot be imported: {type(error).__name__}: {error}; update or "
-            "uninstall the package"
+    except (Exception, SystemExit) as error:
+        raise PluginError(
+            f"the package {package_of(entry)} provides {entry.group} {entry.name!r}, but its "
+            f"{entry.value} cannot be imported: {type(error).__name__}: {error}; {_ADVICE}"
         ) from error
+
+
+def failure_of(entry: EntryPoint, error: BaseException) -> PluginError:
+    """Return the error of a plug-in that has failed."""
+    return PluginError(
+        f"the package {package_of(entry)} provides {entry.group} {entry.name!r}, but "
+        f"{entry.value} failed: {type(error).__name__}: {error}; {_ADVICE}"
+    )
+
+
+def ignore_failure(error: StateError) -> None:
+    """Log once that a plug-in is ignored, because it has failed where it is not needed."""
+    _warn_once(f"ignored: {error}")
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Return the name of the package that provides an entry point."""
+    return entry.dist.name if entry.dist is not None else "(unknown)"
 
 
 def call_plugin(entry: EntryPoint, kind: type[T], *arguments: object) -> T | None:
@@ -61,7 +132,7 @@ def call_plugin(entry: EntryPoint, kind: type[T], *arguments: object) -> T | Non
         arguments: the arguments of the function.
 
     Raises:
-        StateError: the import or the call fails, or the function returns something else. The error
+        PluginError: the import or the call fails, or the function returns something else. The error
             names the package.
         ShardwiseError, OSError: the function raised it.
     """
@@ -70,19 +141,12 @@ def call_plugin(entry: EntryPoint, kind: type[T], *arguments: object) -> T | Non
         made = function(*arguments)
     except (ShardwiseError, OSError):
         raise
-    except Exception as error:
-        raise StateError(
-            f"the package {_package(entry)} provides {entry.group} {entry.name!r}, but "
-            f"{entry.value} failed: {type(error).__name__}: {error}; correct or uninstall it"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise failure_of(entry, error) from error
     if made is not None and not isinstance(made, kind):
-        raise StateError(
-            f"the package {_package(entry)} provides {entry.group} {entry.name!r}, but "
+        raise PluginError(
+            f"the package {package_of(entry)} provides {entry.group} {entry.name!r}, but "
             f"{entry.value} returned a {type(made).__name__} instead of a {kind.__name__}: see the "
             "page of this port in the documentation"
         )
     return made
-
-
-def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "(unknown)"

@@ -149,25 +149,6 @@ def test_the_example_is_found_by_its_entry_point(tmp_path: Path) -> None:
         sw.open(folder)
 
 
-def test_a_reader_that_cannot_be_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import nothing_of_this_name"
-    install(tmp_path / "packages", "broken_reader", "broken", code, monkeypatch)
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(sw.StateError, match=r"package broken_reader .*nothing_of_this_name"):
-        sw.open(tmp_path / "a.pt")
-
-
-def test_the_key_of_a_reader_of_shardwise_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path / "packages", "mine", "dcp", "READER = None", monkeypatch)
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(sw.StateError, match="mine:READER is registered as a reader of 'dcp'"):
-        sw.open(tmp_path / "a.pt")
-
-
 def test_a_value_of_another_kind_is_refused(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "a.pt")
     assert FileTree(tmp_path).load("a.pt", kind=list) == [1]

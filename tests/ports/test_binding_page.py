@@ -70,5 +70,5 @@ def test_the_package_passes_the_suite(package: Path) -> None:
 def test_a_package_that_cannot_be_imported_is_named(package: Path) -> None:
     (package / "rowtables" / "checkpoints.py").write_text("import nowhere\n")
     done = run(package, "-c", SCRIPT)
-    assert "StateError: the package rowtables provides shardwise.bindings" in done.stderr
+    assert "PluginError: the package rowtables provides shardwise.bindings" in done.stderr
     assert "No module named 'nowhere'" in done.stderr

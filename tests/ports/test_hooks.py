@@ -151,14 +151,6 @@ def test_an_error_of_shardwise_ends_the_call_and_any_other_is_logged(
     assert sw.open(tmp_path / "root").step == 2, "the step was saved"
 
 
-def test_a_hook_that_cannot_be_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path / "packages", "broken_hook", "import nothing_of_this_name", monkeypatch)
-    with pytest.raises(sw.StateError, match=r"package broken_hook provides .*nothing_of_this_name"):
-        sw.Checkpointer(tmp_path / "root", memory=None)
-
-
 def test_a_hook_may_stay_out_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "packages", "absent_hook", "def make_hook(run): return None", monkeypatch)
     with sw.Checkpointer(tmp_path / "root", memory=None) as checkpointer:

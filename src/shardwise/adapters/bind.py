@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from operator import attrgetter
 from typing import Any, cast
 
@@ -19,7 +20,15 @@ from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.manifest.manifest import check_name
-from shardwise.plugins import find_plugins, load_plugin
+from shardwise.plugins import (
+    SWITCH,
+    PluginError,
+    failure_of,
+    find_plugins,
+    ignore_failure,
+    load_plugin,
+    package_of,
+)
 from shardwise.ports.binding import Bind, Binding, Context
 from shardwise.state.local_state import LocalState, Shards
 from shardwise.state.per_rank import PerRankValue, Stateful
@@ -38,7 +47,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
     """Return bindings for all values in a state dict: modules first, then optimizers, then others.
 
     Raises:
-        StateError: a value cannot be saved, or a package that binds values cannot be imported.
+        StateError: a value cannot be saved, or the package that binds it has failed.
     """
     if not isinstance(state, MutableMapping):
         raise StateError(
@@ -46,10 +55,8 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             '{"model": model, "optimizer": optimizer}'
         )
     bindings: list[Binding] = []
-    functions: list[Bind] = []  # those of plugins come first
-    for module, plugin in find_plugins(GROUP).items():
-        if module in sys.modules:
-            functions.append(load_plugin(plugin))
+    plugins = [plugin for plugin in find_plugins(GROUP) if plugin.name in sys.modules]
+    functions: list[Bind] = [partial(_bind_by_plugins, plugins=plugins)] if plugins else []
     for module, adapter in _BUILT_IN.items():
         if module in sys.modules:
             functions.append(import_module(f"shardwise.adapters.{adapter}").bind)
@@ -154,6 +161,48 @@ def _bind_object(
             name, value.state_dict, value.load_state_dict, allow_pickle=context.allow_pickle
         )
     return None
+
+
+def _bind_by_plugins(
+    name: str, value: object, context: Context, plugins: Sequence[EntryPoint]
+) -> Binding | None:
+    """Return the binding that a package makes for an object; None if none does.
+
+    A package that fails is ignored, unless the object belongs to the module that it binds.
+
+    Raises:
+        StateError: the package of the object's module fails, or several packages bind the object.
+    """
+    made: dict[str, Binding] = {}
+    for plugin in plugins:
+        try:
+            function = load_plugin(plugin)
+            try:
+                binding = function(name, value, context)
+            except ShardwiseError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise failure_of(plugin, error) from error
+        except PluginError as error:  # noqa: PERF203 - few plug-ins
+            if _is_of_module(value, plugin.name):
+                raise
+            ignore_failure(error)
+        else:
+            if binding is not None:
+                made[package_of(plugin)] = binding
+    if len(made) > 1:
+        raise StateError(
+            f"{name}: the packages {' and '.join(made)} both bind this {type(value).__name__}: "
+            f"uninstall one of them, or set {SWITCH} to the names of the packages to use"
+        )
+    return next(iter(made.values()), None)
+
+
+def _is_of_module(value: object, module: str) -> bool:
+    """Return whether a module of Python defines the class of an object, or of a part of a model."""
+    parts: list[object] = [part for each in modules_in(value) or () for part in each.modules()]
+    classes = {cls for part in parts or [value] for cls in type(part).__mro__}
+    return any(f"{cls.__module__}.".startswith(f"{module}.") for cls in classes)
 
 
 def _is_nested_state(value: object) -> bool:

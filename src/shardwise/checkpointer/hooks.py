@@ -9,7 +9,7 @@ from shardwise.divergence.comparison import ReplicaComparison
 from shardwise.engine.group import Group
 from shardwise.errors import ShardwiseError
 from shardwise.events import Recorder, Sink
-from shardwise.plugins import call_plugin, find_plugins
+from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
 from shardwise.ports.hooks import GROUP, MakeHook, RestoreReport, Run, RunHook
 
 log = logging.getLogger("shardwise")
@@ -51,10 +51,15 @@ def make_other_hooks(run: Run, make_hooks: Iterable[MakeHook]) -> list[RunHook]:
         make_hooks: make the hooks that the user passed. Those of other packages come after them.
 
     Raises:
-        StateError: the hook of a package cannot be imported or made.
+        ShardwiseError: of a hook of the user, or raised by the function of a package. Other
+            failures of packages are logged, because the program may not need their hooks.
     """
     made = [make(run) for make in make_hooks]
-    made += [call_plugin(each, RunHook, run) for each in find_plugins(GROUP).values()]
+    for entry in find_plugins(GROUP):
+        try:
+            made.append(call_plugin(entry, RunHook, run))
+        except PluginError as error:  # noqa: PERF203 - few plug-ins
+            ignore_failure(error)
     return [hook for hook in made if hook is not None]
 
 

@@ -30,7 +30,15 @@ from shardwise.formats.reader import Builder, Reader
 from shardwise.manifest.layout import Layout, StoredFile, StoredFiles
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.manifest.validate import validate_layout
-from shardwise.plugins import find_plugins, load_plugin
+from shardwise.plugins import (
+    PluginError,
+    failure_of,
+    find_plugin,
+    find_plugins,
+    ignore_failure,
+    load_plugin,
+    package_of,
+)
 from shardwise.store import Store, name_of
 
 if TYPE_CHECKING:
@@ -88,16 +96,23 @@ def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
     Args:
         tree: leave out readers of shardwise that cannot recognise files with these names.
 
+    Readers of other packages that cannot be used are left out, with a warning.
+
     Raises:
         CheckpointNotFoundError: the place of the files does not exist.
-        StateError: the reader of another package cannot be imported, or has the key of another one.
     """
     names = None if tree is None else "\n".join(tree.sizes)
-    return {
-        key: _load_reader(point)
-        for key, point in _find_points().items()
-        if names is None or any(part in names for part in _PARTS_OF_NAMES.get(key, ("",)))
+    readers = {
+        point.name: _load_reader(point)
+        for point in _BUILT_IN
+        if names is None or any(part in names for part in _PARTS_OF_NAMES.get(point.name, ("",)))
     }
+    for key in dict.fromkeys(point.name for point in find_plugins(GROUP)):
+        try:
+            readers[key] = _reader_of_plugin(key)
+        except StateError as error:  # noqa: PERF203 - few plug-ins
+            ignore_failure(error)
+    return readers
 
 
 @lru_cache
@@ -105,59 +120,87 @@ def _load_reader(point: EntryPoint) -> Reader:
     reader = load_plugin(point)
     if not isinstance(reader, Reader):
         raise StateError(
-            f"{point.value} is registered as a reader, but is a {type(reader).__name__}: name a "
-            "Reader(name, recognise, read)"
+            f"the package {package_of(point)} provides {GROUP} {point.name!r}, but {point.value} "
+            f"is a {type(reader).__name__}: name a Reader(name, recognise, read)"
         )
     return reader
 
 
-def _find_points() -> Mapping[str, EntryPoint]:
-    """Return all readers, by key."""
-    points = {point.name: point for point in _BUILT_IN}
-    for key, point in find_plugins(GROUP).items():
-        if key in points:
-            raise StateError(
-                f"{point.value} is registered as a reader of {key!r}, which shardwise reads "
-                "itself: rename the entry point, or uninstall its package"
-            )
-        points[key] = point
-    return points
+def _reader_of_plugin(key: str) -> Reader:
+    """Return the reader of another package.
+
+    Raises:
+        StateError: it cannot be imported, or has the key of another reader.
+    """
+    point = find_plugin(GROUP, key)
+    if point is None:
+        known = ", ".join(load_readers())
+        raise StateError(f"format={key!r}: unknown format; known formats are {known}")
+    if any(each.name == key for each in _BUILT_IN):
+        raise StateError(
+            f"{point.value} of the package {package_of(point)} is registered as a reader of "
+            f"{key!r}, which shardwise reads itself: rename the entry point, or uninstall the "
+            "package"
+        )
+    return _load_reader(point)
 
 
 def _reader_of(key: str) -> Reader:
     """Return a reader by its key. Readers of other packages need not work for this."""
-    point = _find_points().get(key)
-    if point is not None:
-        return _load_reader(point)
-    readers = load_readers()
-    if key not in readers:
-        raise StateError(f"format={key!r}: unknown format; known formats are {', '.join(readers)}")
-    return readers[key]
+    for point in _BUILT_IN:
+        if point.name == key:
+            return _load_reader(point)
+    return load_readers()[key] if key in load_readers() else _reader_of_plugin(key)
 
 
 def _recognises(key: str, reader: Reader, tree: FileTree) -> bool:
+    """Return whether a reader recognises the files.
+
+    Raises:
+        StateError: the reader has a bug. The error names its package, if it is not shardwise.
+    """
     try:
         return reader.recognise(tree)
     except (ShardwiseError, OSError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        point = find_plugin(GROUP, key)
+        if point is not None:
+            raise failure_of(point, error) from error
         raise StateError(
             f"{tree}: the reader {key!r} failed to recognise the files: {type(error).__name__}: "
-            f"{error}; correct or uninstall its package, or pass format="
+            f"{error}; pass format="
         ) from error
 
 
 def find_readers(tree: FileTree) -> dict[str, Reader]:
     """Return the readers that recognise the files; several, if there are several checkpoints.
 
+    Readers of other packages that fail are left out, with a warning.
+
     Raises:
         CheckpointNotFoundError: the place does not exist.
     """
-    found = {
-        key: reader for key, reader in load_readers(tree).items() if _recognises(key, reader, tree)
-    }
+    found = {}
+    for key, reader in load_readers(tree).items():
+        try:
+            if _recognises(key, reader, tree):
+                found[key] = reader
+        except PluginError as error:  # noqa: PERF203 - few plug-ins
+            ignore_failure(error)
     overridden = {key for reader in found.values() for key in reader.overrides}
     return {key: reader for key, reader in found.items() if key not in overridden}
+
+
+def _failures_of_plugins(tree: FileTree) -> str:
+    """Return why readers of other packages could not look at the files, one sentence for each."""
+    failures = []
+    for key in dict.fromkeys(point.name for point in find_plugins(GROUP)):
+        try:
+            _recognises(key, _reader_of_plugin(key), tree)
+        except ShardwiseError as error:  # noqa: PERF203 - few plug-ins
+            failures.append(f". Not asked: {error}")
+    return "".join(failures)
 
 
 def formats_at(store: Store) -> str:
@@ -294,7 +337,7 @@ def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
         contents = f": it contains {files}{', …' if len(tree.sizes) > 5 else ''}"
     return (
         f"{tree} is not a checkpoint of a known format ({known}){contents}"
-        f"{_suggest_checkpoints_below(tree)}"
+        f"{_suggest_checkpoints_below(tree)}{_failures_of_plugins(tree)}"
     )
 
 

@@ -133,9 +133,9 @@ def _open_remote(url: str, scheme: str) -> Store:
         from shardwise.store.hdfs import open_hdfs
 
         return open_hdfs(url)
-    from shardwise.plugins import call_plugin, find_plugins
+    from shardwise.plugins import call_plugin, find_plugin
 
-    plugin = find_plugins(PLUGINS).get(scheme)
+    plugin = find_plugin(PLUGINS, scheme)
     if plugin is not None:
         store = call_plugin(plugin, Store, url)  # type: ignore[type-abstract]
         if store is None:

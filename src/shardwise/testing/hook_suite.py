@@ -91,4 +91,4 @@ class HookSuite:
     def _installed(hook: RunHook) -> AbstractContextManager[object]:
         """Install the hook, as the entry point of a package would."""
         entry = SimpleNamespace(load=lambda: lambda run: hook)
-        return mock.patch.object(hooks, "find_plugins", return_value={"hook": entry})
+        return mock.patch.object(hooks, "find_plugins", return_value=[entry])

@@ -63,7 +63,7 @@ class ReadStrategySuite:
             return report
 
         entry = SimpleNamespace(load=lambda: lambda group, read_once: self.strategy(group))
-        with patch("shardwise.loading.find_plugins", lambda _: {"tested": entry}):
+        with patch("shardwise.loading.find_plugins", lambda _: [entry]):
             return run_ranks_and_catch(RANKS, load_rank)
 
     @pytest.fixture
