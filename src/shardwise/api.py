@@ -87,7 +87,7 @@ def save(
         MismatchError: values, shapes, dtypes or the place differ between ranks.
         LayoutError: the shards of a tensor overlap or leave gaps.
         CheckpointExistsError: `place` already has a checkpoint, or is the root of a run.
-        StoreError, OSError: the storage failed on this rank.
+        StoreError: the storage failed on this rank.
         RankError: another rank failed.
     """
     recorder = Recorder(on_event)

@@ -183,6 +183,30 @@ def user_code(name: str, call: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def storage_errors(place: object) -> Iterator[None]:
+    """Make errors of the system in the block, such as `PermissionError`, errors of the storage.
+
+    Args:
+        place: where the block reads or writes, for the message.
+
+    Raises:
+        StoreError: the block raised an `OSError`. `errno` is kept.
+    """
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except OSError as error:
+        shown = f"{type(error).__name__}: {text_of(error)}"
+        failure = StoreError(
+            f"{place}: {shown}. Check that this user may write there, and that the file system is "
+            "mounted and has space"
+        )
+        failure.errno = error.errno
+        raise failure from error
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return the names of ranks, ascending: `rank 3`, or `ranks 1-4, 7 and more`."""
     ranges: list[tuple[int, int]] = []

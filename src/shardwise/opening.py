@@ -10,9 +10,9 @@ import difflib
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
@@ -23,6 +23,7 @@ from shardwise.errors import (
     StateError,
     StoreError,
     StoreUnavailableError,
+    storage_errors,
 )
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import (
@@ -80,6 +81,8 @@ class OpenOptions:
 
 
 DEFAULT_OPTIONS = OpenOptions()
+MOST_CHOICES = 5
+"""How often a step is chosen, if retention removes each before it is opened."""
 
 
 def agree_on_place(
@@ -127,10 +130,8 @@ def open_any(
     own, directory, manifest, encoded = None, "", None, b""
     with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
         if group.rank == 0:
-            directory = _choose_step_directory(store, options.step)
+            directory, manifest = _open_chosen_step(store, options.step, cleanup)
             place = store.at(directory) if directory else store
-            cleanup.enter_context(lock_for_reading(place, MANIFEST))
-            manifest = _find_manifest(place)
             if manifest is not None and options.format is not None:
                 raise StateError(
                     f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
@@ -158,6 +159,38 @@ def open_any(
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else options.spec.apply(str(files), layout)
+
+
+def _open_chosen_step(store: Store, step: Choice, cleanup: ExitStack) -> tuple[str, bytes | None]:
+    """Choose the step of a root, and read its manifest.
+
+    If retention removes the step before it is opened, another one is chosen, unless the user has
+    chosen the step by its number.
+
+    Args:
+        store: the place.
+        step: as for `open`.
+        cleanup: keeps the checkpoint from being removed until it closes.
+
+    Returns:
+        The name of the directory of the step, or "" if the place is not the root of a run; and the
+        result of `_find_manifest`.
+    """
+    directory = _choose_step_directory(store, step)
+    for _ in range(MOST_CHOICES):
+        place = store.at(directory) if directory else store
+        with ExitStack() as lock:
+            lock.enter_context(lock_for_reading(place, MANIFEST))
+            with suppress(CheckpointNotFoundError):
+                manifest = _find_manifest(place)
+                cleanup.push(lock.pop_all())
+                return directory, manifest
+        if not directory or isinstance(step, SupportsIndex):
+            break
+        directory = _choose_step_directory(store, step)
+    place = store.at(directory) if directory else store
+    cleanup.enter_context(lock_for_reading(place, MANIFEST))
+    return directory, _find_manifest(place)
 
 
 def _find_manifest(store: Store) -> bytes | None:
@@ -342,8 +375,10 @@ def refuse_as_destination(store: Store) -> None:
     Raises:
         CheckpointExistsError: the place has a foreign checkpoint, or checkpoints of a run.
         StateError: the path is a file.
+        StoreError: the place cannot be listed.
     """
-    names = _names_at(store)
+    with storage_errors(store):
+        names = _names_at(store)
     if names == []:
         return
     if formats := _formats_at(store, names):

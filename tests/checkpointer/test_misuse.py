@@ -89,7 +89,7 @@ def test_a_file_in_the_place_of_a_step_is_named(
     memory = sw.Memory(dir=tmp_path / "node") if in_memory else None
     (tmp_path / "step-00000005").write_text("notes")
     with sw.Checkpointer(tmp_path, memory=memory) as cp:
-        with pytest.raises(NotADirectoryError, match=said):
+        with pytest.raises(sw.StoreError, match=said):
             cp.save(5, {"t": 1}, overwrite=overwrite)
         cp.save(6, {"t": 1})
     with pytest.raises(NotADirectoryError, match=said):

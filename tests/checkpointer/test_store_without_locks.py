@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailab
 from shardwise.manifest.manifest import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.retention import committed_steps
+from shardwise.store import LocalStore
 from shardwise.store.retry import Retry, RetryingStore
 from tests.memory_store import MemoryStore, Server
 from tests.tools.wrapped_store import WrappedStore
@@ -259,3 +261,49 @@ def test_agents_need_a_root_that_they_can_open(root: MemoryStore, tmp_path: Path
     with pytest.raises(StoreError, match="pass a path or URL, or save synchronously"):
         sw.Checkpointer(root, memory=sw.Memory(dir=str(tmp_path)))
     assert not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def removals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories of steps that retention removes after they were chosen."""
+    names: list[str] = []
+    lock = LocalStore.lock
+
+    def lock_late(
+        self: LocalStore, key: str, *, shared: bool = False
+    ) -> AbstractContextManager[bool]:
+        if shared and self.path.name in names:
+            names.remove(self.path.name)
+            sw.remove(self.path)
+        return lock(self, key, shared=shared)
+
+    monkeypatch.setattr(LocalStore, "lock", lock_late)
+    return names
+
+
+@pytest.mark.parametrize("step", ["newest", sw.Best("loss", "max")])
+@pytest.mark.parametrize("removed", [1, 2, 3])
+def test_another_step_is_chosen_if_retention_removes_the_chosen_one(
+    tmp_path: Path, removals: list[str], step: Any, removed: int
+) -> None:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        for i in range(1, 5):
+            checkpointer.save(i, {"t": torch.tensor([float(i)])}, metrics={"loss": i})
+    removals[:] = [step_directory(i) for i in range(4, 4 - removed, -1)]
+    state = {"t": torch.zeros(1)}
+    sw.load(tmp_path, state, step=step)
+    assert state["t"].tolist() == [4 - removed]
+    removals[:] = [step_directory(4 - removed)]
+    if removed < 3:
+        assert sw.open(tmp_path, step=step)["t"][:].tolist() == [3 - removed]
+
+
+def test_a_step_that_the_user_has_chosen_is_not_replaced_by_another(
+    tmp_path: Path, removals: list[str]
+) -> None:
+    with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
+        for i in (1, 2):
+            checkpointer.save(i, {"t": torch.ones(1)})
+    removals[:] = [step_directory(2)]
+    with pytest.raises(sw.CheckpointNotFoundError, match="step-00000002"):
+        sw.open(tmp_path, step=2)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.ports.store import open_store
-from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
+from shardwise.ports.store import Store, open_store
+from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 from tests.faults.scenario import (
     assert_values,
     leftovers,
@@ -54,12 +54,15 @@ def save_on_ranks(place: Path, seed: int, victim: int, fault: Fault) -> list[obj
 
 
 def assert_refused(outcomes: list[object], victim: int, number: int, *, where: str) -> None:
-    """The victim says why; the others say whose fault it is."""
+    """The victim says why. The others say whose fault it is, or repeat what rank 0 says."""
+    own = str(outcomes[victim])
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, OSError | sw.ShardwiseError), where
         if rank == victim:
-            assert isinstance(outcome, OSError), where
+            assert isinstance(outcome, sw.StoreError), where
             assert outcome.errno == number, where
+        elif victim == 0 and isinstance(outcome, sw.StoreError):
+            assert str(outcome).endswith(own.partition(": ")[2]), where
         else:
             assert isinstance(outcome, sw.RankError), where
             assert not isinstance(outcome, sw.LostRankError), where
@@ -285,3 +288,48 @@ def test_a_clean_save_is_what_the_sweep_counts(gang: Gang, place: Path) -> None:
     """The counting itself: every rank that writes is seen to write."""
     for seen in gang.run(save_step, place, 1, OLD, 0, None, world=WORLD):
         assert [s for s in seen if s.startswith("write_at r0000")]
+
+
+class _Failing(WrappedStore):
+    """A store of which one operation raises an error of the system."""
+
+    def __init__(self, store: Store, failing: str, error: OSError) -> None:
+        super().__init__(store)
+        self._failing, self._error = failing, error
+
+    def at(self, name: str) -> WrappedStore:
+        return _Failing(self.store.at(name), self._failing, self._error)
+
+    def run(self, operation: str, path: str, act: Callable[[], T]) -> T:
+        if operation == self._failing:
+            raise self._error
+        return act()
+
+
+@pytest.mark.parametrize("operation", ["list", "stat", "create", "write_at", "commit", "publish"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EROFS, "Read-only file system"),
+        TimeoutError("no answer"),
+    ],
+)
+def test_an_error_of_the_system_is_an_error_of_the_storage_on_all_ranks(
+    tmp_path: Path, operation: str, error: OSError
+) -> None:
+    store = _Failing(open_store(tmp_path / "saved"), operation, error)
+
+    def save(group: ThreadGroup) -> list[object]:
+        part = sw.Box((group.rank,), (1,)), torch.ones(1)
+        state = {"w": sw.Shards((2,), torch.float32, [part])}
+        with pytest.raises(sw.ShardwiseError) as caught:
+            sw.save(store, state, group=group)
+        return [type(caught.value), str(caught.value), getattr(caught.value, "errno", None)]
+
+    for kind, text, number in run_ranks(2, save):
+        assert kind in (sw.StoreError, sw.RankError)
+        assert f"{tmp_path / 'saved'}: {type(error).__name__}: {error}" in str(text)
+        if kind is sw.StoreError:
+            assert number in (error.errno, None)  # None: what rank 0 says of itself

@@ -29,7 +29,7 @@ from shardwise.engine.shared_structures import digest_of, encode_structure, shar
 from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
 from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource
-from shardwise.errors import StateError, StoreError
+from shardwise.errors import StateError, StoreError, storage_errors
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import (
     MANIFEST,
@@ -106,9 +106,12 @@ class SaveRequest:
 
         Raises:
             CheckpointExistsError: the place has a checkpoint.
+            StoreError: the place cannot be listed.
         """
         may_exist = not self.overwrite and (steps is None or self.step in steps)
-        if may_exist and MANIFEST in self.store.list():
+        with storage_errors(self.store):
+            exists = may_exist and MANIFEST in self.store.list()
+        if exists:
             raise exists_error(self.store)
 
     def check_room(self, nbytes: int) -> None:

@@ -18,7 +18,7 @@ from shardwise.engine.replica_watch import ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, values_of
 from shardwise.engine.shared_structures import digest_of
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import MismatchError, StoreError
+from shardwise.errors import MismatchError, StoreError, storage_errors
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
@@ -200,14 +200,16 @@ def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
 
     Raises:
         CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
-        StoreError, OSError: the place cannot be locked.
+        StoreError: the place cannot be locked.
     """
     store = request.store
-    request.check_place()
-    remove_leftovers(store)
-    abort_uploads(store)
-    cleanup.callback(_remove_if_empty, store)
-    if not cleanup.enter_context(lock_save(store, request.save_id, range(LOCK_ATTEMPTS))):
+    with storage_errors(store):
+        request.check_place()
+        remove_leftovers(store)
+        abort_uploads(store)
+        cleanup.callback(_remove_if_empty, store)
+        is_locked = cleanup.enter_context(lock_save(store, request.save_id, range(LOCK_ATTEMPTS)))
+    if not is_locked:
         raise StoreError(
             f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
             "place is writable and that no other process removes files there"
@@ -230,7 +232,7 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
     is_written = False
 
     def publish(files: _Files) -> None:
-        with recorder.stage("publish") as stage:
+        with recorder.stage("publish") as stage, storage_errors(request.store):
             retries = count_retries(request.store)
             table = _table_of(files, planned.save_id)
             manifest, overwrite = planned.manifest(table), request.overwrite
@@ -246,7 +248,7 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
             if planned.sample is not None:
                 with recorder.stage("compare_replicas", planned.sample.nbytes):
                     planned.sample.checksum_state()
-            with recorder.stage("write") as stage:
+            with recorder.stage("write") as stage, storage_errors(request.store):
                 source, retries = planned.source(), count_retries(request.store)
                 if source is not None:
                     own = write_data_file(request.store, source, request.arena)
