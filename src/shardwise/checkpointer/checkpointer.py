@@ -89,7 +89,7 @@ class Checkpointer:
             its usual effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job,
             and `save` returns. `"return"`: `save` returns.
         on_failure: the reaction if storage fails during a save. `"raise"`: raise on all ranks.
-            `"warn"`: log the error and return None from `save`.
+            `"warn"`: log the error; `save` returns None, or the handle of a snapshot.
         on_divergence: the reaction if ranks that should hold the same bytes do not: `"warn"`,
             `"raise"` at the next save or at the end, or `"ignore"`. Or a dict from patterns of
             names to reactions: the first match decides.
@@ -330,7 +330,8 @@ class Checkpointer:
 
         Returns:
             A handle; or None if the step was not due, no slot was free for its snapshot, or
-            storage failed with `on_failure="warn"`.
+            storage failed with `on_failure="warn"`. If a snapshot was due too, the handle is that
+            of the snapshot, and its `result` raises.
 
         Raises:
             TypeError: `step` and `state` are swapped.

@@ -109,10 +109,12 @@ class Saving:
         self._found_steps = []
         previous, self._unsaved_call = self._unsaved_call, None
         call = _SaveCall(step, state, metrics, overwrite)
-        handle = self._save_or_log(call, durable=True) if durable else None
+        handle, failure = self._save_or_log(call, durable=True) if durable else (None, "")
         is_saved = handle is not None
         if not is_saved and self._settings.is_snapshot_step(step):
-            handle = self._save_or_log(call, durable=False)
+            handle, _ = self._save_or_log(call, durable=False)
+            if handle is not None:
+                handle.failure = failure
         if self._settings.save_at_end and not is_saved:
             self._unsaved_call = call
             if previous is None or previous.state is not state:
@@ -190,10 +192,14 @@ class Saving:
             call = replace(call, metrics=metrics)
         self._save_or_log(call, durable=True)
 
-    def _save_or_log(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
-        """Save a step. With `on_failure="warn"`, log failures of storage and return None."""
+    def _save_or_log(self, call: _SaveCall, *, durable: bool) -> tuple[SaveHandle | None, str]:
+        """Save a step. With `on_failure="warn"`, log failures of storage.
+
+        Returns:
+            The handle, if any; and why storage failed, the same on all ranks.
+        """
         if self._settings.on_failure == "raise":
-            return self._save(call, durable=durable)
+            return self._save(call, durable=durable), ""
         while earlier := self._saver.take_failure():
             self._hooks.call("failed", earlier)
             log.error("an earlier save failed; the training continues: %s", earlier)
@@ -218,8 +224,8 @@ class Saving:
         if reason:
             if self._group.rank == 0:
                 log.error("step %s is not saved; the training continues: %s", call.step, reason)
-            return None
-        return handle
+            return None, reason
+        return handle, ""
 
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings

@@ -144,9 +144,9 @@ class PendingSave:
             return False
 
     def is_persisted(self) -> bool:
-        """Return whether the checkpoint is durable."""
+        """Return whether the checkpoint is durable, also if it was for memory only at first."""
         with suppress(StoreError):
-            return self.is_durable and self.outcome("persist") is not None
+            return self.outcome("persist") is not None
         return False
 
     def outcome(self, stage: str) -> StageOutcome | None:
@@ -272,7 +272,7 @@ class PendingSaves:
 
     def _is_new(self, save: PendingSave) -> bool:
         """Return whether a save is durable, and `take_saved` did not return it yet."""
-        return save.save_id not in self._told and save.is_persisted()
+        return save.save_id not in self._told and save.is_durable and save.is_persisted()
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not raised yet.
