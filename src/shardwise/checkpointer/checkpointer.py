@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -342,9 +343,12 @@ class Checkpointer:
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
+        began = time.perf_counter()  # before ranks wait for each other
         signal_number = self._find_signal()
         durable = force or signal_number > 0 or self._settings.is_durable_step(step)
-        handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
+        handle = self._saving.save(
+            step, state, metrics, durable=durable, overwrite=overwrite, began=began
+        )
         if signal_number and self._signals is not None:
             self._saving.wait_until_durable(handle)
             self._signals.act_on_signal(signal_number, self._group)

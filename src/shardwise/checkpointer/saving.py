@@ -39,12 +39,13 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True, slots=True)
 class _SaveCall:
-    """The arguments of a call of `Checkpointer.save`."""
+    """The arguments of a call of `Checkpointer.save`, and when it began (`Recorder`)."""
 
     step: int
     state: State
     metrics: Mapping[str, float] | None
     overwrite: bool
+    began: float | None
 
 
 class Saving:
@@ -92,11 +93,13 @@ class Saving:
         *,
         durable: bool,
         overwrite: bool,
+        began: float,
     ) -> SaveHandle | None:
         """Save a step, then remove checkpoints that the rules of `keep` drop.
 
         Args:
             step, state, metrics, overwrite: as for `Checkpointer.save`.
+            began: when that was called, in seconds of `time.perf_counter`.
             durable: whether to save to the root. If False, save to memory, if a snapshot is due.
 
         Returns:
@@ -108,7 +111,7 @@ class Saving:
             refuse_steps_of_another_run(self._settings.root, intact)
         self._found_steps = []
         previous, self._unsaved_call = self._unsaved_call, None
-        call = _SaveCall(step, state, metrics, overwrite)
+        call = _SaveCall(step, state, metrics, overwrite, began)
         handle, failure = self._save_or_log(call, durable=True) if durable else (None, "")
         is_saved = handle is not None
         if not is_saved and self._settings.is_snapshot_step(step):
@@ -173,6 +176,7 @@ class Saving:
         call, self._unsaved_call = self._unsaved_call, None
         if call is None:
             return
+        call = replace(call, began=None)
         removes_old = self._settings.keep.has_rules or self._settings.mirror is not None
         if self._saver.persist(call.step, removes_old=removes_old):
             return
@@ -231,7 +235,7 @@ class Saving:
         settings = self._settings
         step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
         watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
-        recorder = Recorder(settings.on_event, watcher)
+        recorder = Recorder(settings.on_event, watcher, call.began)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
         overwrite = call.overwrite or is_damaged
 

@@ -123,10 +123,14 @@ class PendingSave:
     def events(self) -> tuple[Event, ...]:
         """Return the stages that have ended: this node's part of them, if its record still exists.
 
-        The wall clocks of the agent and of this process are the same.
+        The first one is the copy, if it went on in the background. The wall clocks of the agent and
+        of this process are the same.
         """
         now = time.perf_counter() - time.time()
         found: list[Event] = []
+        copying = self.copying
+        if copying is not None and copying.is_background and copying.ended:
+            found.append(Event("copy", copying.began, copying.ended - copying.began))
         for stage in self.stages:
             outcome, ended_at = read_stage_of_node(self.place, stage, self.save_id)
             outcome = outcome or self._outcomes.get(stage)
