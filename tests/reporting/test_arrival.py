@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.events import Event, OperationRecord
@@ -60,11 +64,6 @@ def test_arrival_is_on_the_page_and_in_the_trace(tmp_path: Path) -> None:
 
 
 def save_late(root: Path, memory: sw.Memory | None, options: dict[str, Any]) -> None:
-    import time
-
-    import torch
-    import torch.distributed as dist
-
     with sw.Checkpointer(root, memory=memory, **options) as cp:
         cp.save(1, {"w": torch.ones(9)})
         dist.barrier()
@@ -78,8 +77,6 @@ def save_late(root: Path, memory: sw.Memory | None, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("case", ["direct", "background", "signals", "warn"])
 def test_a_save_to_which_a_rank_came_late(gang: Gang, tmp_path: Path, shm: Path, case: str) -> None:
     """Also if the ranks met before the save itself, to ask each other for signals."""
-    import signal
-
     memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1) if case == "background" else None
     options: dict[str, Any] = {}
     if case == "signals":
