@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.scale_states import Job
 from shardwise.engine.buffers import Arena
-from shardwise.engine.group import Combine, Group
+from shardwise.engine.group import Combine, Decode, Group
 from shardwise.engine.planning import (
     PlannedSave,
     SaveRequest,
@@ -100,7 +100,7 @@ class ReplayGroup:
             return b""
         return data
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
         """Return the reply of rank 0, and pass it on."""
         if self.rank == 0:
             self._replies[self.rounds :] = [data]
@@ -109,6 +109,7 @@ class ReplayGroup:
             self.bytes_received += len(data)
         self.rounds += 1
         self.bytes_sent += len(data) * self._fan_out
+        decode(data)
         return data
 
 

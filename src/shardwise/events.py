@@ -90,14 +90,22 @@ class Recorder:
     Args:
         sink: called with each event, if it is not None.
         watcher: called whenever the present stage changes, if it is not None.
+        began: when the operation began, in seconds of `time.perf_counter`; by default, now.
 
     Attributes:
         axes, save_id: as in `OperationRecord`.
     """
 
-    def __init__(self, sink: Sink | None = None, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        sink: Sink | None = None,
+        watcher: Watcher | None = None,
+        began: float | None = None,
+    ) -> None:
         self._sink, self._watcher = sink, watcher
-        self._started, self._clock = time.perf_counter(), time.time()
+        now = time.perf_counter()
+        self._started = now if began is None else began
+        self._clock = time.time() - (now - self._started)
         self._agreed: float | None = None
         self._seconds: dict[str, float] = {}
         self._running: list[RunningStage] = []

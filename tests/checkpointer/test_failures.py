@@ -124,17 +124,109 @@ def test_a_disk_that_fills_up_while_it_is_written(
     sw.open(root).verify()
 
 
-def test_a_step_that_storage_has_no_room_for_is_kept_in_memory(small: Path, shm: Path) -> None:
-    """And persisted at the end, when there is room."""
+@pytest.mark.parametrize("has_mirror", [False, True])
+def test_a_step_that_storage_has_no_room_for_is_kept_in_memory(
+    small: Path, shm: Path, tmp_path: Path, has_mirror: bool
+) -> None:
+    """And persisted at the end, when there is room. Until then, its handle is not durable."""
     memory = sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
-    with sw.Checkpointer(small / "run", memory=memory, on_failure="warn") as cp:
+    mirror = tmp_path / "mirror" if has_mirror else None
+    with sw.Checkpointer(small / "run", memory=memory, on_failure="warn", mirror=mirror) as cp:
         filler = fill_up(small)
         handle = cp.save(1, state(1))
         assert handle is not None
         handle.committed(20.0)
+        handle.protected(20.0)
         assert cp.steps() == []
+        assert handle.done()
+        assert not handle.durable
+        with pytest.raises(sw.StoreError, match=r"step 1 is not durable, .* no room for this save"):
+            handle.result()
+        why = "not durable, .* no room" if has_mirror else "no mirror="
+        with pytest.raises(sw.StoreError, match=why):
+            handle.mirrored()
         filler.unlink()
     assert cp.steps() == [1]
+    assert handle.durable
+    assert handle.result(20.0).step == 1
+    if has_mirror:
+        handle.mirrored(20.0)
+        assert sw.open(tmp_path / "mirror").step == 1
+
+
+def test_a_step_that_storage_has_no_room_for_at_the_end_either_is_not_durable(
+    small: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
+    with sw.Checkpointer(small / "run", memory=memory, on_failure="warn") as cp:
+        fill_up(small)
+        handle = cp.save(1, state(1))
+        assert handle is not None
+    assert "is not durable: step 1" in caplog.text or "a save failed: step 1" in caplog.text
+    assert cp.steps() == []
+    assert handle.done()
+    assert not handle.durable
+    with pytest.raises(sw.StoreError):
+        handle.result()
+
+
+def save_without_room(root: str, memory: sw.Memory) -> tuple[bool, bool, str]:
+    with sw.Checkpointer(root, memory=memory, on_failure="warn", save_at_end=False) as cp:
+        if dist.get_rank() == 0:
+            fill_up(Path(root).parent)
+        dist.barrier()
+        handle = cp.save(3, state(3) | {"mine": sw.PerRank(dist.get_rank())})
+        assert handle is not None
+        handle.committed(60.0)
+        try:
+            handle.result(60.0)
+        except sw.StoreError as error:
+            return handle.done(), handle.durable, str(error)
+    raise AssertionError("the step counts as durable")
+
+
+def test_on_all_ranks_a_step_that_is_only_in_memory_is_not_durable(
+    gang: Gang, small: Path, shm: Path
+) -> None:
+    memory = sw.Memory(dir=str(shm))
+    for done, durable, why in gang.run(save_without_room, str(small / "run"), memory, world=2):
+        assert done
+        assert not durable
+        assert "no room for this save" in why
+
+
+def test_a_handle_says_whether_its_step_is_in_the_root(tmp_path: Path, shm: Path) -> None:
+    """For each kind of save: with and without agents, for memory only, and removed later."""
+    root = tmp_path / "direct"
+    with sw.Checkpointer(root, memory=None, keep=sw.Keep(last=1)) as cp:
+        first, second = cp.save(1, state(1)), cp.save(2, state(2))
+        assert cp.steps() == [2]
+        for handle in (first, second):  # it was durable, and the rules removed it
+            assert handle is not None
+            assert handle.done()
+            assert handle.durable
+            assert handle.result() is handle.report
+
+    root, memory = tmp_path / "background", sw.Memory(dir=str(shm), when_full="wait", wait=20.0)
+    handles: dict[int, sw.SaveHandle | None] = {}
+    with sw.Checkpointer(root, memory=memory, save_every=2, keep=sw.Keep(last=1)) as cp:
+        for step in range(1, 8):
+            handles[step] = cp.save(step, state(step))
+            handle = handles[step]
+            assert handle is not None
+            if step != 6:  # nobody asks for this one until a newer one has replaced it
+                report = handle.result(60.0)
+                assert report.step == step
+                assert handle.done()
+                assert handle.durable == (step % 2 == 0)
+                assert (str(root) in report.path) == (step % 2 == 0)
+    assert cp.steps() == [7]  # saved at the end, so it has become durable
+    expected = {step: step % 2 == 0 or step == 7 for step in handles}
+    assert {step: handle and handle.durable for step, handle in handles.items()} == expected
+    for step, handle in handles.items():
+        assert handle is not None
+        assert handle.done()
+        assert handle.result(60.0).step == step
 
 
 def gone(operation: str) -> None:

@@ -718,6 +718,9 @@ def test_a_store_that_does_not_answer_is_named() -> None:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe\nexception raised from …")
 
+        def compare_set(self, key: str, expected: str, value: str) -> bytes:
+            raise RuntimeError("Broken pipe\nexception raised from …")
+
     for rank, error in outcomes(2, lambda group: None, store=Broken()).items():
         assert isinstance(error, LostRankError)
         assert error.failures == {
@@ -739,3 +742,236 @@ def test_a_forked_child_does_not_speak_for_its_parent() -> None:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         assert group.broadcast(b"x") == b"x"
+
+
+def hang(group: TreeGroup, rank: int, seconds: float) -> Any:
+    """What combining messages does on a rank whose storage hangs."""
+
+    def conclude(total: int) -> int:
+        time.sleep(seconds)
+        return total
+
+    with Round(group, "writing and publishing") as all_ranks:
+        return all_ranks.all_reduce(1, int, sum, conclude, int)
+
+
+def check_blamed(told: dict[int, Any], rank: int) -> None:
+    """All ranks but one say that this one did not answer, and name no other."""
+    for each, error in told.items():
+        if each != rank:
+            assert isinstance(error, LostRankError)
+            assert sorted(error.failures) == [rank], (each, error)
+            assert "did not answer" in error.failures[rank]
+
+
+@pytest.mark.parametrize(("late", "size"), [(2, 3), (1, 3), (4, 7), (1, 7), (6, 7)])
+def test_a_rank_that_was_late_is_not_blamed_for_another_that_hangs_later(
+    late: int, size: int, deep: None
+) -> None:
+    """Rank 0 has said for whom it waits; then it hangs itself, in the same round."""
+
+    def run(group: TreeGroup) -> None:
+        meet(group)
+        if group.rank == late:
+            time.sleep(2.5)
+        hang(group, 0, 12.0)
+
+    check_blamed(outcomes(size, run, timeout=timedelta(seconds=5)), 0)
+
+
+@pytest.mark.parametrize(("late", "stopped", "size"), [(2, 0, 3), (2, 0, 7), (3, 1, 7)])
+def test_a_rank_that_stops_while_it_waits_is_named(
+    late: int, stopped: int, size: int, deep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot say that nobody is missing any more. The others believe it for some seconds."""
+    send_and_receive, began = TreeGroup._send_and_receive, dict[int, float]()
+    over, others = threading.Event(), set(range(size)) - {stopped}
+
+    def stop(group: TreeGroup, seconds: float) -> None:
+        has_begun = began.get(group.rank, time.monotonic())
+        if group.rank == stopped and time.monotonic() - has_begun > 2.0 and not group._is_closed:
+            over.wait(60.0)
+        send_and_receive(group, seconds)
+
+    def run(group: TreeGroup) -> None:
+        meet(group)
+        began[group.rank] = time.monotonic()
+        if group.rank == late:
+            time.sleep(2.5)
+        try:
+            meet(group)
+        finally:
+            others.discard(group.rank)
+            if not others:
+                over.set()
+
+    monkeypatch.setattr(TreeGroup, "_send_and_receive", stop)
+    check_blamed(outcomes(size, run, timeout=timedelta(seconds=6)), stopped)
+
+
+def test_the_rank_that_is_missing_in_the_next_round_is_named(deep: None) -> None:
+    """What was said in one round does not count in the next."""
+
+    def run(group: TreeGroup) -> None:
+        if group.rank == 2:
+            time.sleep(2.5)
+        meet(group)
+        if group.rank == 1:
+            time.sleep(9.0)
+        meet(group)
+
+    check_blamed(outcomes(7, run, timeout=timedelta(seconds=4)), 1)
+
+
+def flood(group: TreeGroup, frame: bytes, seconds: float) -> None:
+    """Send the same bytes to the rank above, as fast as it takes them."""
+    assert group._above is not None
+    connection = group._above._connection
+    connection.setblocking(True)
+    connection.settimeout(0.5)
+    until = time.monotonic() + seconds
+    with suppress(OSError):
+        while time.monotonic() < until:
+            with suppress(TimeoutError):
+                connection.sendall(frame * 1000)
+
+
+@pytest.mark.parametrize("kind", [Kind.REDUCE, Kind.LEAVING, Kind.MISSING])
+def test_the_time_out_holds_against_endless_frames(kind: Kind) -> None:
+    """And they do not fill the memory."""
+    body = msgspec.msgpack.encode([]) if kind == Kind.MISSING else b""
+    frame = tree_links._HEAD.pack(b"swm1", kind, len(body)) + body
+    waiting: list[int] = []
+
+    def run(group: TreeGroup) -> float:
+        began = time.monotonic()
+        if group.rank == 1:
+            flood(group, frame, 8.0)
+        elif group.rank == 2:
+            time.sleep(8.0)
+        with suppress(LostRankError):
+            group.reduce(b"1", add)
+        waiting.extend(len(link.inbox) for link in group._links)
+        return time.monotonic() - began
+
+    told = outcomes(3, run, timeout=timedelta(seconds=2))
+    assert told[0] < 6.0, told
+    assert max(waiting) <= tree_links.MOST_WAITING
+
+
+def test_messages_that_wait_are_all_received(deep: None) -> None:
+    """A rank may run ahead of others. What they have no room for stays in the connection."""
+    count = tree_links.MOST_WAITING + 500
+
+    def run(group: TreeGroup) -> list[bytes]:
+        if group.rank:
+            time.sleep(0.5)
+        return [group.broadcast(b"%d" % number) for number in range(count)]
+
+    expected = [b"%d" % number for number in range(count)]
+    assert all(each == expected for each in outcomes(4, run).values())
+
+
+@pytest.mark.parametrize("sender", [1, 3, 4])
+@pytest.mark.parametrize("sent", [b"", b"\xc1", b"\x93\x01\x02", msgspec.msgpack.encode("x")])
+def test_a_message_that_cannot_be_decoded_names_its_sender(
+    sent: bytes, sender: int, deep: None
+) -> None:
+    def run(group: TreeGroup) -> None:
+        meet(group)
+        if group.rank == sender:
+            group.reduce(sent, lambda messages: sent)
+            group.broadcast(b"")
+        else:
+            meet(group)
+
+    for error in outcomes(7, run).values():
+        assert isinstance(error, RankError)
+        assert not isinstance(error, LostRankError)
+        assert sorted(error.failures) == [sender], error
+        assert "it sent a message that cannot be decoded" in error.failures[sender]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\xc1", msgspec.msgpack.encode([1])])
+def test_an_answer_that_cannot_be_decoded_names_its_sender(sent: bytes, deep: None) -> None:
+    def run(group: TreeGroup) -> None:
+        if group.rank:
+            meet(group)
+        else:
+            group.reduce(b"", lambda messages: b"")
+            group.broadcast(sent)
+            meet(group)
+
+    for error in outcomes(7, run).values():
+        assert isinstance(error, RankError)
+        assert sorted(error.failures) == [0], error
+        assert "it sent a message that cannot be decoded" in error.failures[0]
+
+
+@pytest.mark.parametrize("sender", [0, 1, 4])
+@pytest.mark.parametrize("how", ["all_reduce", "all_gather"])
+def test_a_value_of_another_type_names_its_sender(how: str, sender: int, deep: None) -> None:
+    """The ranks stay connected: their next round works."""
+
+    def run(group: TreeGroup) -> tuple[Any, list[int]]:
+        value: Any = "text" if group.rank == sender else 1
+        failure: Exception | None = None
+        try:
+            with Round(group, "adding") as all_ranks:
+                if how == "all_gather":
+                    all_ranks.all_gather(value, int)
+                else:
+                    all_ranks.all_reduce(value, int, sum)
+        except Exception as error:
+            failure = error
+        return failure, meet(group)
+
+    for error, met in outcomes(7, run).values():
+        assert isinstance(error, RankError)
+        assert sorted(error.failures) == [sender], error
+        assert "it sent a message that cannot be decoded" in error.failures[sender]
+        assert met == list(range(7))
+
+
+def test_an_answer_of_another_type_names_rank_0(deep: None) -> None:
+    def run(group: TreeGroup) -> list[int]:
+        with (
+            pytest.raises(RankError, match=r"rank 0: it sent a message that cannot be decoded"),
+            Round(group, "concluding") as all_ranks,
+        ):
+            all_ranks.all_reduce(1, int, sum, str, int)
+        with (
+            pytest.raises(RankError, match=r"rank 0: it sent a message that cannot be decoded"),
+            Round(group, "telling", rank0_only=True) as all_ranks,
+        ):
+            all_ranks.broadcast("text", int)
+        return meet(group)
+
+    assert set(map(tuple, outcomes(3, run).values())) == {(0, 1, 2)}
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_two_groups_that_connect_through_one_store_at_once_are_refused(
+    order: Sequence[int],
+) -> None:
+    """Ranks 0 and 1 of one job, and of another (2 and 3)."""
+    store = dist.HashStore()
+
+    def run(number: int) -> Any:
+        time.sleep(0.2 * order.index(number))
+        with TreeGroup(store, number % 2, 2, timeout=timedelta(seconds=20)) as group:
+            return meet(group)
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(run, number) for number in range(4)]
+    for job in jobs:
+        error = job.exception()
+        assert isinstance(error, RankError)
+        assert "give each TreeGroup a PrefixStore of its own" in str(error)
+
+
+@pytest.mark.parametrize("left", [b"", b"none"])
+def test_any_text_in_the_store_does_no_harm_to_a_rank_that_listens(left: bytes) -> None:
+    store = dist.HashStore()
+    store.set("0", left.decode())
+    assert outcomes(2, meet, store=store) == {0: [0, 1], 1: [0, 1]}

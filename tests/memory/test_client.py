@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -11,8 +12,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -329,6 +332,51 @@ def test_over_tls(tmp_path: Path) -> None:
             with calling(info, tls=tls.for_client()) as other, pytest.raises(StoreError):
                 other.list_failing()
         assert not one.wakes
+
+
+def test_the_wrong_certificate_is_named(tmp_path: Path) -> None:
+    """That of the agent, or that of this process: of another authority, or none at all."""
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    node, stranger = ours.issue("node"), theirs.issue("stranger")
+    with serve(tmp_path / "home", tls=node.for_server()) as one:
+        info = running_agent(one.port, scheme="https")
+        with (
+            calling(info, tls=stranger.for_client()) as other,
+            pytest.raises(StoreError, match="The certificate of that agent is not accepted"),
+        ):
+            other.list_failing()
+        foreign = Tls(certificate=stranger.certificate, key=stranger.key, ca=node.ca)
+        without = ssl.create_default_context(cafile=str(node.ca))
+        without.check_hostname = False
+        for context in (foreign.for_client(), without):
+            with (
+                calling(info, tls=context) as other,
+                pytest.raises(StoreError, match=r"That agent .*refused? .*certificate of this"),
+            ):
+                other.list_failing()
+
+
+def test_what_scrapes_metrics_over_tls_needs_a_certificate(tmp_path: Path) -> None:
+    """As docs/telemetry.md says: curl with `--cert`, `--key` and `--cacert`, and the token."""
+    node = Authority(tmp_path / "ours").issue("node")
+    with serve(tmp_path / "home", tls=node.for_server()) as one:
+        info = running_agent(one.port, scheme="https")
+        url = urlsplit(info.url)
+        context = ssl.create_default_context(cafile=str(node.ca))
+        context.check_hostname = False
+        for has_certificate in (False, True):
+            if has_certificate:
+                context.load_cert_chain(node.certificate, node.key)
+            request = HTTPSConnection(url.hostname or "", url.port, context=context, timeout=20)
+            headers = {"Authorization": f"Bearer {info.token}"}
+            try:
+                request.request("GET", "/metrics", headers=headers)
+                status = request.getresponse().status
+            except OSError:
+                status = 0
+            finally:
+                request.close()
+            assert status == (200 if has_certificate else 0)
 
 
 def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None:

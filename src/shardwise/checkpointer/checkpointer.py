@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +90,7 @@ class Checkpointer:
             its usual effect on every rank. `"requeue"`: `scontrol requeue` runs for this Slurm job,
             and `save` returns. `"return"`: `save` returns.
         on_failure: the reaction if storage fails during a save. `"raise"`: raise on all ranks.
-            `"warn"`: log the error and return None from `save`.
+            `"warn"`: log the error; `save` returns None, or the handle of a snapshot.
         on_divergence: the reaction if ranks that should hold the same bytes do not: `"warn"`,
             `"raise"` at the next save or at the end, or `"ignore"`. Or a dict from patterns of
             names to reactions: the first match decides.
@@ -330,7 +331,8 @@ class Checkpointer:
 
         Returns:
             A handle; or None if the step was not due, no slot was free for its snapshot, or
-            storage failed with `on_failure="warn"`.
+            storage failed with `on_failure="warn"`. If a snapshot was due too, the handle is that
+            of the snapshot, and its `result` raises.
 
         Raises:
             TypeError: `step` and `state` are swapped.
@@ -341,9 +343,12 @@ class Checkpointer:
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
+        began = time.perf_counter()  # before ranks wait for each other
         signal_number = self._find_signal()
         durable = force or signal_number > 0 or self._settings.is_durable_step(step)
-        handle = self._saving.save(step, state, metrics, durable=durable, overwrite=overwrite)
+        handle = self._saving.save(
+            step, state, metrics, durable=durable, overwrite=overwrite, began=began
+        )
         if signal_number and self._signals is not None:
             self._saving.wait_until_durable(handle)
             self._signals.act_on_signal(signal_number, self._group)

@@ -16,6 +16,9 @@ class SaveHandle:
     A save goes through these stages: staged (copied to host memory), committed (complete on all
     nodes), protected (copies or parity made) and persisted (durable in the root).
 
+    If storage fails at a save with `on_failure="warn"`, and a snapshot was taken instead, `result`
+    and `mirrored` raise, while `committed` and `protected` wait for the snapshot.
+
     Args:
         report: the report of the work so far.
         pending: the stages to come; None if the save is durable.
@@ -23,6 +26,7 @@ class SaveHandle:
 
     Attributes:
         report: the report of the work so far.
+        failure: why storage failed at the save, so that only a snapshot was taken; usually "".
     """
 
     def __init__(
@@ -34,17 +38,27 @@ class SaveHandle:
         self.report = report
         self._pending = pending
         self._mirror = mirror
+        self.failure = ""
 
     def __repr__(self) -> str:
         return f"<SaveHandle of step {self.report.step}>"
+
+    @property
+    def durable(self) -> bool:
+        """Whether the checkpoint has become durable in the root; this does not wait.
+
+        It stays True if the rules of `keep` remove the checkpoint later. A snapshot for memory only
+        becomes durable if it is persisted after all: at the end of the run, or by a rescue.
+        """
+        return self._pending is None or self._pending.is_persisted()
 
     def done(self) -> bool:
         """Return whether the save has ended.
 
         A save ends when the checkpoint is durable, when a snapshot for memory only is protected, or
-        when a stage fails.
+        when a stage fails. `result` then returns or raises at once.
         """
-        if self._pending is None:
+        if self._pending is None or self.failure:
             return True
         try:
             outcomes = [self._pending.outcome(stage) for stage in self._pending.stages]
@@ -102,11 +116,22 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable; if it is for memory only, until it is protected.
 
+        A save is for memory only if its step is not due in the root. `durable` says whether the
+        checkpoint is in the root.
+
         Raises:
             StoreError, TimeoutError: as for `committed`. `timeout` applies to each stage.
+            StoreError: the step was due in the root, but storage failed, so only a snapshot of it
+                was taken.
         """
         if (pending := self._hurry_copy()) is None:
             return self.report
+        if self.failure and not self.durable:
+            raise StoreError(
+                f"step {self.report.step} is not durable, because storage failed at the save: "
+                f"{self.failure}. Only memory has a snapshot of the step, for which committed() "
+                "and protected() wait"
+            )
         seconds = {stage: pending.wait_for(stage, timeout).seconds for stage in pending.stages}
         return replace(self.report, seconds=self.report.seconds | seconds)
 
@@ -118,10 +143,12 @@ class SaveHandle:
                 `timeout`, the mirror has failed for ten minutes.
             TimeoutError: `timeout` seconds have passed. The message says why the mirror fails.
         """
-        is_durable = self._pending is None or self._pending.is_durable
-        if self._mirror is None or not is_durable:
+        is_for_root = self._pending is None or self._pending.is_durable or bool(self.failure)
+        if self._mirror is None or not (is_for_root or self.durable):
             why = (
-                "the Checkpointer has no mirror=" if is_durable else "this save is for memory only"
+                "the Checkpointer has no mirror="
+                if self._mirror is None
+                else "this save is for memory only"
             )
             raise StoreError(f"step {self.report.step} is not mirrored: {why}")
         self.result(timeout)

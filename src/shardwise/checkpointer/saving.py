@@ -39,12 +39,13 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True, slots=True)
 class _SaveCall:
-    """The arguments of a call of `Checkpointer.save`."""
+    """The arguments of a call of `Checkpointer.save`, and when it began (`Recorder`)."""
 
     step: int
     state: State
     metrics: Mapping[str, float] | None
     overwrite: bool
+    began: float | None
 
 
 class Saving:
@@ -92,11 +93,13 @@ class Saving:
         *,
         durable: bool,
         overwrite: bool,
+        began: float,
     ) -> SaveHandle | None:
         """Save a step, then remove checkpoints that the rules of `keep` drop.
 
         Args:
             step, state, metrics, overwrite: as for `Checkpointer.save`.
+            began: when that was called, in seconds of `time.perf_counter`.
             durable: whether to save to the root. If False, save to memory, if a snapshot is due.
 
         Returns:
@@ -108,11 +111,13 @@ class Saving:
             refuse_steps_of_another_run(self._settings.root, intact)
         self._found_steps = []
         previous, self._unsaved_call = self._unsaved_call, None
-        call = _SaveCall(step, state, metrics, overwrite)
-        handle = self._save_or_log(call, durable=True) if durable else None
+        call = _SaveCall(step, state, metrics, overwrite, began)
+        handle, failure = self._save_or_log(call, durable=True) if durable else (None, "")
         is_saved = handle is not None
         if not is_saved and self._settings.is_snapshot_step(step):
-            handle = self._save_or_log(call, durable=False)
+            handle, _ = self._save_or_log(call, durable=False)
+            if handle is not None:
+                handle.failure = failure
         if self._settings.save_at_end and not is_saved:
             self._unsaved_call = call
             if previous is None or previous.state is not state:
@@ -171,6 +176,7 @@ class Saving:
         call, self._unsaved_call = self._unsaved_call, None
         if call is None:
             return
+        call = replace(call, began=None)
         removes_old = self._settings.keep.has_rules or self._settings.mirror is not None
         if self._saver.persist(call.step, removes_old=removes_old):
             return
@@ -190,10 +196,14 @@ class Saving:
             call = replace(call, metrics=metrics)
         self._save_or_log(call, durable=True)
 
-    def _save_or_log(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
-        """Save a step. With `on_failure="warn"`, log failures of storage and return None."""
+    def _save_or_log(self, call: _SaveCall, *, durable: bool) -> tuple[SaveHandle | None, str]:
+        """Save a step. With `on_failure="warn"`, log failures of storage.
+
+        Returns:
+            The handle, if any; and why storage failed, the same on all ranks.
+        """
         if self._settings.on_failure == "raise":
-            return self._save(call, durable=durable)
+            return self._save(call, durable=durable), ""
         while earlier := self._saver.take_failure():
             self._hooks.call("failed", earlier)
             log.error("an earlier save failed; the training continues: %s", earlier)
@@ -218,14 +228,14 @@ class Saving:
         if reason:
             if self._group.rank == 0:
                 log.error("step %s is not saved; the training continues: %s", call.step, reason)
-            return None
-        return handle
+            return None, reason
+        return handle, ""
 
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
         step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
         watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
-        recorder = Recorder(settings.on_event, watcher)
+        recorder = Recorder(settings.on_event, watcher, call.began)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
         overwrite = call.overwrite or is_damaged
 

@@ -13,6 +13,19 @@ from shardwise.events import Recorder
 
 TIMEOUT = timedelta(minutes=10)
 Combine = Callable[[list[bytes]], bytes]
+Decode = Callable[[bytes], object]
+
+
+class UndecodableError(ValueError):
+    """A message of another rank cannot be decoded.
+
+    Attributes:
+        index: its place among the messages that were to be combined.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        self.index = index
+        super().__init__(f"it sent a message that cannot be decoded: {reason}")
 
 
 class Group(Protocol):
@@ -54,15 +67,20 @@ class Group(Protocol):
         Args:
             data: what this rank adds.
             combine: makes one message of several. It must be associative, and must not depend on
-                the order of the messages.
+                the order of the messages. It may raise `UndecodableError`.
 
         Returns:
             The combined data on rank 0, and `b""` on other ranks.
         """
         ...
 
-    def broadcast(self, data: bytes) -> bytes:
-        """Send rank 0's data to all ranks, and return it."""
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
+        """Send rank 0's data to all ranks, and return it.
+
+        Args:
+            data: the data; ignored on other ranks.
+            decode: gets the data on each rank. If it cannot decode them, all ranks raise an error.
+        """
         ...
 
     def part(self, ranks: Sequence[int], cleanup: ExitStack) -> Group:
@@ -105,10 +123,10 @@ class TimedGroup:
         with self._recorder.waiting():
             return self._group.reduce(data, combine)
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
         """See `Group.broadcast`."""
         with self._recorder.waiting():
-            received = self._group.broadcast(data)
+            received = self._group.broadcast(data, decode)
         self._recorder.note_agreement()
         return received
 
@@ -135,8 +153,9 @@ class SoloGroup:
         """Return the data of the only rank."""
         return data
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
         """Return the data."""
+        decode(data)
         return data
 
     def part(self, ranks: Sequence[int], cleanup: ExitStack) -> SoloGroup:

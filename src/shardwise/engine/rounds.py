@@ -24,8 +24,8 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from shardwise import errors
-from shardwise.decoding import prepare_decoding
-from shardwise.engine.group import Group
+from shardwise.decoding import DECODE_ERRORS, prepare_decoding
+from shardwise.engine.group import Group, UndecodableError
 from shardwise.errors import (
     MOST_RANKS_SHOWN,
     LostRankError,
@@ -160,13 +160,13 @@ class Round:
             self._is_over = True
             return [message]
         encoded = self.all_reduce(
-            [(self._group.rank, msgspec.msgpack.encode(message))],
-            list[tuple[int, bytes]],
+            [(self._group.rank, self._group.number, msgspec.msgpack.encode(message))],
+            list[tuple[int, int, bytes]],
             concatenate,
-            lambda messages: [data for _, data in sorted(messages)],
-            list[bytes],
+            lambda messages: [(number, data) for _, number, data in sorted(messages)],
+            list[tuple[int, bytes]],
         )
-        return [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+        return [self._decode_of(number, data, kind) for number, data in encoded]
 
     @overload
     def all_reduce(self, message: T, kind: Any, combine: Callable[[Sequence[T]], T]) -> T: ...
@@ -209,16 +209,15 @@ class Round:
             return combined if conclude is None else conclude(combined)
 
         def combine_data(parts: Sequence[bytes]) -> bytes:
-            messages = [msgspec.msgpack.decode(each, type=kind) for each in parts]
-            return msgspec.msgpack.encode(combine(messages))
+            return msgspec.msgpack.encode(combine(_decode_each(parts, kind)))
 
         def conclude_data(data: bytes) -> bytes:
             if conclude is None:
                 return data
-            return msgspec.msgpack.encode(conclude(msgspec.msgpack.decode(data, type=kind)))
+            return msgspec.msgpack.encode(conclude(self._decode_of(0, data, kind)))
 
         data = self._exchange(msgspec.msgpack.encode(message), combine_data, conclude_data)
-        result: T | R = msgspec.msgpack.decode(data, type=kind if conclude is None else result_kind)
+        result: T | R = self._decode_of(0, data, kind if conclude is None else result_kind)
         return result
 
     def require_equal(self, value: str, summary: str) -> None:
@@ -260,8 +259,17 @@ class Round:
             return value
         encoded = msgspec.msgpack.encode(value) if self._group.rank == 0 else b""
         data = self._exchange(encoded, lambda _: encoded)
-        shared: T = msgspec.msgpack.decode(data, type=kind)
+        shared: T = self._decode_of(0, data, kind)
         return shared
+
+    def _decode_of(self, number: int, data: bytes, kind: Any) -> Any:
+        """Decode what a rank has sent to all ranks."""
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except DECODE_ERRORS as error:
+            raise RankError(
+                self._operation, {number: str(UndecodableError(0, str(error)))}
+            ) from error
 
     def _exchange(
         self,
@@ -325,11 +333,14 @@ class Round:
         """
 
         def combine_encoded(encoded: Sequence[bytes]) -> bytes:
+            messages = _decode_each(encoded, _Message)
+            combined = _combine(messages)
             try:
-                messages = [msgspec.msgpack.decode(each, type=_Message) for each in encoded]
-                combined = _combine(messages)
                 if combined.has_data:
                     combined.data = combine([each.data for each in messages])
+            except UndecodableError as error:
+                sender = min(messages[error.index].operations.values(), default=0)
+                combined = self._message(failures={sender: str(error)}, failed=1)
             except Exception as error:  # the caller raises it, after the other ranks know
                 raised.append(error)
                 combined = self._message(error=_encode_error(error))
@@ -341,9 +352,12 @@ class Round:
 
     def _broadcast(self, reply: _Message) -> _Message:
         data = msgspec.msgpack.encode(reply) if self._group.rank == 0 else b""
+        decoded: list[_Message] = []
         with self._naming_the_operation():
-            data = self._group.broadcast(data)
-        return msgspec.msgpack.decode(data, type=_Message)
+            self._group.broadcast(
+                data, lambda each: decoded.append(msgspec.msgpack.decode(each, type=_Message))
+            )
+        return decoded[0]
 
     @contextmanager
     def _naming_the_operation(self) -> Iterator[None]:
@@ -354,6 +368,21 @@ class Round:
             operation = f"{self._operation}: {error.operation}"
             named = type(error)(operation, error.failures, count=error.count)
             raise named.with_traceback(error.__traceback__) from error.__cause__
+
+
+def _decode_each(messages: Sequence[bytes], kind: Any) -> list[Any]:
+    """Decode messages of ranks.
+
+    Raises:
+        UndecodableError: says which message cannot be decoded.
+    """
+    decoder, decoded = msgspec.msgpack.Decoder(kind), list[Any]()
+    try:
+        for each in messages:
+            decoded.append(decoder.decode(each))
+    except DECODE_ERRORS as error:
+        raise UndecodableError(len(decoded), str(error)) from error
+    return decoded
 
 
 def unite(messages: Sequence[dict[K, T]]) -> dict[K, T]:

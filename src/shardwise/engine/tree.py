@@ -25,10 +25,16 @@ import torch.distributed as dist
 
 from shardwise.deadline import Deadline
 from shardwise.decoding import DECODE_ERRORS
-from shardwise.engine.group import TIMEOUT, Combine
+from shardwise.engine.group import TIMEOUT, Combine, Decode, UndecodableError
 from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
 from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
-from shardwise.engine.tree_rendezvous import Check, RankListener, connect_upwards, nothing
+from shardwise.engine.tree_rendezvous import (
+    SHARED_CHECK_SECONDS,
+    Check,
+    RankListener,
+    connect_upwards,
+    nothing,
+)
 from shardwise.errors import LostRankError, RankError, StateError, name_ranks
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 FAN_OUT = 32
 OPERATION = "exchanging messages"
 REPORT_SECONDS = 1.0
-"""How often a rank that waits tells others for whom."""
+"""How often a rank that waits tells others for whom. It also tells them when it no longer waits."""
 LONGER_SECONDS = 3.0
 """How much longer to wait for the rank above, which knows better than this rank who is missing."""
 MOST_MISSING = 64
@@ -65,6 +71,13 @@ def descendants_of(rank: int, size: int) -> Iterator[range]:
     while low < size:
         yield range(low, min(high, size))
         low, high = FAN_OUT * low + 1, FAN_OUT * high + 1
+
+
+def is_in_subtree(rank: int, top: int, fan_out: int) -> bool:
+    """Return whether a rank is `top`, or sends its messages through it."""
+    while rank > top:
+        rank = (rank - 1) // fan_out
+    return rank == top
 
 
 _Missing = list[tuple[int, str]]
@@ -108,6 +121,7 @@ class TreeGroup:
         if not 0 <= rank < size:
             raise StateError(f"rank={rank}, size={size}: expected a rank from 0 to size - 1")
         self.rank, self.size, self.timeout = rank, size, timeout
+        self._fan_out = FAN_OUT
         self._store, self._numbers = store, range(size) if numbers is None else numbers
         self.number = self._numbers[rank]
         self._above: Link | None = None
@@ -183,7 +197,10 @@ class TreeGroup:
                 parts = [data, *(link.inbox.popleft() for link in below)]
                 senders = [self.rank, *(link.rank for link in below)]
                 size, largest = max(zip(map(len, parts), senders, strict=True))
-                data = combine(parts)
+                try:
+                    data = combine(parts)
+                except UndecodableError as error:
+                    self._refuse_message(senders[error.index], error)
                 self._check_size(
                     data,
                     f"its message, combined with those of the {self._count_below()} ranks below "
@@ -197,7 +214,7 @@ class TreeGroup:
             self._run(lambda: above.missing() if above.is_sending else [], are_ending=True)
             return b""
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
         """Send rank 0's data to all ranks, and return it."""
         self._check_open()
         with self._closing_on_error():
@@ -205,6 +222,11 @@ class TreeGroup:
             if (above := self._above) is not None:
                 self._run(lambda: [] if above.inbox else above.missing(), longer=LONGER_SECONDS)
                 data = above.inbox.popleft()
+            try:
+                decode(data)
+            except DECODE_ERRORS as error:
+                sender = self.rank if above is None else above.rank
+                self._refuse_message(sender, UndecodableError(0, str(error)))
             below = self._below.values()
             for link in below:
                 link.put(Kind.BROADCAST, data)
@@ -261,6 +283,11 @@ class TreeGroup:
             )
             self._fail(Failure(self._operation, {self.number: reason}, is_lost=False))
 
+    def _refuse_message(self, sender: int, error: UndecodableError) -> NoReturn:
+        """Fail on all ranks because of what a rank has sent."""
+        reason = f"{error}. Use the same version of shardwise on all hosts"
+        self._fail(Failure(self._operation, {self._numbers[sender]: reason}, is_lost=False))
+
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
         """Close the connections, and keep the reason, if the block fails or is interrupted."""
@@ -282,7 +309,7 @@ class TreeGroup:
             each for link in self._below.values() if not link.inbox for each in link.missing()
         ]
         if self._operation == CONNECTING:
-            return [] if self._listener is None else [(each, "") for each in self._listener.missing]
+            return [] if self._listener is None else self._listener.awaited()
         return missing
 
     def _run(
@@ -318,7 +345,9 @@ class TreeGroup:
                 self._report(missing)
                 next_report = Deadline(REPORT_SECONDS)
             pause = min(deadline.seconds_left(), next_report.seconds_left())
+            pause = pause if self._listener is None else min(pause, SHARED_CHECK_SECONDS)
             self._send_and_receive(pause)
+        self._retract()
 
     def _look_for_lost_ranks(self, deadline: Deadline) -> None:
         """Fail if a rank of this group is lost, while this rank waits for a part of the group.
@@ -345,7 +374,8 @@ class TreeGroup:
         poll = select.poll()
         links = {link.fileno(): link for link in self._links if not link.ended}
         for fd, link in links.items():
-            poll.register(fd, select.POLLIN | (select.POLLOUT if link.is_sending else 0))
+            receives = 0 if link.is_full else select.POLLIN
+            poll.register(fd, receives | (select.POLLOUT if link.is_sending else 0))
         for connection in [] if self._listener is None else self._listener.sockets():
             poll.register(connection, select.POLLIN)
         for fd, events in poll.poll(1000 * seconds):
@@ -359,9 +389,11 @@ class TreeGroup:
         try:
             for link in listener.accept():
                 self._below[link.rank] = link
+            is_done = listener.is_done
+            listener.check_is_alone(at_once=is_done)
         except RankError as error:
             self._fail(Failure.of(error))
-        if not listener.missing:
+        if is_done:
             self._listener = None
             listener.close()
 
@@ -369,6 +401,7 @@ class TreeGroup:
         """Act on what another rank says about failed and missing ranks."""
         while link.news:
             kind, data = link.news.popleft()
+            is_old, link.old_news = link.old_news > 0, max(0, link.old_news - 1)
             try:
                 if kind == Kind.FAILED:
                     failure = msgspec.msgpack.decode(data, type=Failure)
@@ -377,19 +410,40 @@ class TreeGroup:
                     link.has_left = True
                     continue
                 missing = msgspec.msgpack.decode(data, type=_Missing)[:MOST_MISSING]
-                link.reported = [each for each in missing if 0 <= each[0] < self.size]
+                known = [each for each in missing if self._can_know(link, each[0])]
+                link.report([] if is_old else known)
             except DECODE_ERRORS:
                 link.end("it sent an invalid message")
                 link.inbox.clear()
 
+    def _can_know(self, link: Link, rank: int) -> bool:
+        """Return whether a rank of the tree can be missing for the other end of a connection.
+
+        Each side knows best for which ranks of its own part of the tree it waits.
+        """
+        is_below = is_in_subtree(
+            rank, self.rank if link is self._above else link.rank, self._fan_out
+        )
+        return 0 <= rank < self.size and is_below != (link is self._above)
+
     def _report(self, missing: _Missing) -> None:
-        """Tell other ranks for whom this rank waits, if they do not know yet."""
+        """Tell other ranks for whom this rank waits; again, because old news are not believed."""
+        below = [each for each in missing if is_in_subtree(each[0], self.rank, self._fan_out)]
         for other in self._links:
-            news = missing if other is self._above else [*self._missing_above(), *missing]
-            news = sorted(set(news))[:MOST_MISSING]
-            if news != other.told and not other.ended:
-                other.told = news
-                other.put(Kind.MISSING, msgspec.msgpack.encode(news))
+            news = below if other is self._above else [*self._missing_above(), *missing]
+            self._tell_missing(other, sorted(set(news))[:MOST_MISSING])
+
+    def _tell_missing(self, other: Link, news: _Missing) -> None:
+        if (news or other.told) and not other.ended and not other.is_sending:
+            other.told = news
+            other.put(Kind.MISSING, msgspec.msgpack.encode(news))
+
+    def _retract(self) -> None:
+        """Tell others that no rank is missing any more, before this rank does something else."""
+        for other in self._links:
+            if other.told:
+                self._tell_missing(other, [])
+                other.send_and_receive(can_receive=False)
 
     def _missing_above(self) -> _Missing:
         return [] if self._above is None else self._above.reported

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections import deque
 from contextlib import suppress
 from enum import IntEnum
@@ -22,6 +23,12 @@ MOST_REASONS, MOST_TEXT = 16, 500
 """Of how many failed ranks the reasons are told, and the most characters of each."""
 CHUNK = 1 << 20
 """The most bytes to receive at once. Memory grows with what arrives, not with what is announced."""
+MOST_CHUNKS = 256
+"""How often to receive before the other connections, and the time-out, have their turn."""
+MOST_WAITING = 1024
+"""How many messages may wait until this rank takes them. The others stay in the connection."""
+FRESH_SECONDS = 3.0
+"""How long to believe what a rank has said about missing ranks. While it waits, it repeats it."""
 _HEAD = struct.Struct("<4sBxxxQ")
 _MAGIC = b"swm1"
 
@@ -83,10 +90,10 @@ class Link:
     Attributes:
         inbox: the data that has arrived, and was not taken yet.
         news: the messages about failed and missing ranks that were not taken yet.
+        old_news: how many of these were sent before the last data: their ranks are not missing now.
         bytes_sent, bytes_received: the bytes of all messages.
         ended: why the connection has ended; empty if it has not.
         has_left: whether the other rank has said that it leaves.
-        reported: the ranks that the other rank waits for, with their hosts, as it last said.
         told: the ranks that this rank waits for, as the other rank was last told.
     """
 
@@ -94,11 +101,13 @@ class Link:
         self.rank, self.host = rank, host
         self.inbox = deque[bytes]()
         self.news = deque[tuple[Kind, bytes]]()
+        self.old_news = 0
         self.bytes_sent = self.bytes_received = 0
         self.ended = ""
         self.has_left = False
-        self.reported: list[tuple[int, str]] = []
         self.told: list[tuple[int, str]] = []
+        self._reported: list[tuple[int, str]] = []
+        self._reported_at = 0.0
         self._connection = connection
         self._outgoing = deque[memoryview]()
         self._head, self._body = bytearray(), bytearray()
@@ -120,6 +129,21 @@ class Link:
         """Whether the connection has ended, but the other rank did not leave after a message."""
         return bool(self.ended) and not (self.has_left and self.inbox)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so many messages wait that no more are received."""
+        return len(self.inbox) >= MOST_WAITING or sum(map(len, self.inbox)) > MOST_BYTES
+
+    @property
+    def reported(self) -> list[tuple[int, str]]:
+        """The ranks that the other rank waits for, with their hosts; none if it does not say so."""
+        is_fresh = time.monotonic() - self._reported_at < FRESH_SECONDS
+        return self._reported if is_fresh else []
+
+    def report(self, missing: list[tuple[int, str]]) -> None:
+        """Note the ranks that the other rank waits for."""
+        self._reported, self._reported_at = missing, time.monotonic()
+
     def missing(self) -> list[tuple[int, str]]:
         """Return the ranks without which the other rank cannot send its message."""
         return self.reported or [(self.rank, self.host)]
@@ -128,6 +152,8 @@ class Link:
         """Send a message from now on. If the connection has ended, do nothing."""
         if self.ended:
             return
+        if kind in {Kind.REDUCE, Kind.BROADCAST}:
+            self.told = []  # the other rank forgets it when the message arrives
         self._outgoing += (memoryview(_HEAD.pack(_MAGIC, kind, len(data))), memoryview(data))
         self.bytes_sent += len(data)
 
@@ -165,7 +191,9 @@ class Link:
                 self._outgoing.popleft()
 
     def _receive(self) -> None:
-        while not self.ended:
+        for _ in range(MOST_CHUNKS):
+            if self.ended or self.is_full:
+                return
             announced = self._announced
             missing = _HEAD.size - len(self._head) if announced is None else announced[1]
             if announced is not None:
@@ -202,7 +230,8 @@ class Link:
         self.bytes_received += size
         if kind in {Kind.REDUCE, Kind.BROADCAST}:
             self.inbox.append(data)
-            self.reported, self.told = [], []
+            self.report([])
+            self.old_news = len(self.news)
         else:
             self.news.append((kind, data))
 

@@ -4,6 +4,10 @@ Each rank that has ranks below it listens, and puts its address and a secret tok
 under its rank. The ranks below wait for the address, connect, and give the token. Other processes
 are rejected. What an earlier, failed attempt left in the store does no harm: nobody answers
 there, or the token is wrong, and the ranks look into the store again.
+
+Two groups that connect through one store at the same time would mix their ranks. So a rank that
+listens looks whether its address is still in the store: if it is not, another group has replaced
+it, and both fail.
 """
 
 from __future__ import annotations
@@ -51,6 +55,10 @@ STALE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 2.0
 """How long to wait for an answer before looking into the store for a newer address."""
 LONGER_SECONDS = 10.0
+SHARED_CHECK_SECONDS = 0.25
+"""How often a rank that listens looks whether its address is still in the store."""
+SHARED_PATIENCE = 1.0
+"""How long a rank that has replaced an address waits until its owner objects, if that is alive."""
 _NO_ENDPOINT = "none"
 """What stores return for a key that they do not have, if it is compared and set to this."""
 CONNECT, ACCEPTED, REFUSED, DUPLICATE = 0, 1, 2, 3
@@ -163,14 +171,52 @@ class RankListener:
         self._cleanup = ExitStack()
         (host, port), self._socket = listen_for_ranks(self._cleanup, store)
         self._socket.setblocking(False)
+        self._own = _encode(_Endpoint(host, port, self._token))
+        self._next_check = Deadline(SHARED_CHECK_SECONDS)
         try:
-            self._put(_Endpoint(host, port, self._token))
+            found = self._store.compare_set(_key(rank), "", self._own)
+            if found != self._own.encode():
+                self._store.set(_key(rank), self._own)
+            # What was there was left by an earlier attempt, or belongs to another group.
+            is_alone = found == self._own.encode() or _is_told(found)
+            self._objections = Deadline(0.0 if is_alone else SHARED_PATIENCE)
         except RuntimeError as error:
             self._cleanup.close()
             raise _lost_store(store, self._numbers[rank], error) from error
 
-    def _put(self, endpoint: _Endpoint) -> None:
-        self._store.set(_key(self._rank), msgspec.json.encode(endpoint).decode())
+    def awaited(self) -> list[tuple[int, str]]:
+        """Return the ranks that are missing; this rank, while others may object to its address."""
+        waits = not (self.missing or self.is_done)
+        return [(self._rank, "")] if waits else [(each, "") for each in self.missing]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all ranks below have connected, and no other group has used this address."""
+        return not self.missing and self._objections.has_passed()
+
+    def check_is_alone(self, *, at_once: bool = False) -> None:
+        """Look, from time to time or at once, whether another group has replaced the address.
+
+        Raises:
+            RankError: it has.
+            LostRankError: the store does not answer.
+        """
+        if not (at_once or self._next_check.has_passed()):
+            return
+        self._next_check = Deadline(SHARED_CHECK_SECONDS)
+        try:
+            # At once: nobody needs the address any more, so that a later group does not find it.
+            wanted = "" if at_once else self._own
+            found = self._store.compare_set(_key(self._rank), self._own, wanted).decode()
+        except RuntimeError as error:
+            raise _lost_store(self._store, self._numbers[self._rank], error) from error
+        if found not in (wanted, self._own):
+            reason = (
+                f"on host {socket.gethostname()}, process {os.getpid()}, it connects through a "
+                "store that another group uses at the same time as the same rank: give each "
+                "TreeGroup a PrefixStore of its own, and end the processes of earlier jobs"
+            )
+            raise RankError(OPERATION, {self._numbers[self._rank]: reason})
 
     def sockets(self) -> list[socket.socket]:
         """Return the sockets on which something may arrive."""
@@ -245,11 +291,11 @@ class RankListener:
         Args:
             failure: what ranks that come later are told.
         """
-        with suppress(RuntimeError):  # the store may be gone, or cannot delete
+        with suppress(RuntimeError):  # the store may be gone
             if failure is None:
-                self._store.delete_key(_key(self._rank))
+                self._store.compare_set(_key(self._rank), self._own, "")
             else:
-                self._put(_Endpoint(failure=failure.shortened()))
+                self._store.set(_key(self._rank), _encode(_Endpoint(failure=failure.shortened())))
         for connection in list(self._pending):
             self._reject(connection)
         self._cleanup.close()
@@ -375,10 +421,7 @@ class _Lookup:
             if not self._store.check([key]):
                 return _Endpoint()
             # If the rank has removed its endpoint since, `get` would wait, for up to half an hour.
-            found = self._store.compare_set(key, _NO_ENDPOINT, _NO_ENDPOINT)
-            if found == _NO_ENDPOINT.encode():
-                return _Endpoint()
-            return msgspec.json.decode(found, type=_Endpoint)
+            return _decode(self._store.compare_set(key, _NO_ENDPOINT, _NO_ENDPOINT))
         except RuntimeError as error:
             raise _lost_store(self._store, self._number, error) from error
         except msgspec.DecodeError as error:
@@ -434,3 +477,21 @@ def _lost_store(store: Store, number: int, error: RuntimeError) -> LostRankError
 
 def _key(rank: int) -> str:
     return f"{rank}"
+
+
+def _encode(endpoint: _Endpoint) -> str:
+    return msgspec.json.encode(endpoint).decode()
+
+
+def _is_told(found: bytes) -> bool:
+    """Return whether the store has no address, but why there is none."""
+    with suppress(msgspec.DecodeError):
+        return not _decode(found).port
+    return False
+
+
+def _decode(found: bytes) -> _Endpoint:
+    """Return the endpoint in the store, which may have none."""
+    if found in {b"", _NO_ENDPOINT.encode()}:
+        return _Endpoint()
+    return msgspec.json.decode(found, type=_Endpoint)

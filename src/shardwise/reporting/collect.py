@@ -213,7 +213,8 @@ class _File:
         return f"{self.directory}/{self.name}"
 
     def read(self) -> Telemetry | None:
-        return read_file(self.directory, self.name)
+        telemetry = read_file(self.directory, self.name)
+        return None if telemetry is None else telemetry.with_arrival()
 
 
 class _Reader:

@@ -94,6 +94,7 @@ class Slowdown:
 
 def compare_operations(this: Telemetry, other: Telemetry) -> Slowdown:
     """Return the stages, ranks and hosts that differ between two saves."""
+    this, other = this.with_arrival(least=0), other.with_arrival(least=0)
     found: list[Difference] = []
     for name in dict.fromkeys(stage.name for each in (this, other) for stage in each.stages):
         found += _compare_stage(this, other, name)
@@ -125,7 +126,7 @@ def _compare_stage(this: Telemetry, other: Telemetry, name: str) -> Iterator[Dif
     further = own - reference - max(change, 0.0)
     with np.errstate(invalid="ignore"):
         slow = (further >= least) & (further >= LEAST_CHANGE_OF_RANK * reference)
-    for group, at in group_ranks(this, slow):
+    for group, at in group_ranks(this, slow, further):
         slowest = int(at[own[at].argmax()])
         reason = _reason(_at(stage, at), before if rows is None else _at(before, rows[at]))
         yield Difference(name, group, float(reference[slowest]), float(own[slowest]), reason)

@@ -47,15 +47,19 @@ class RankGroup:
         return f"{ranks} on {self.hosts[0]}" if self.hosts else ranks
 
 
-def group_ranks(telemetry: Telemetry, chosen: Mask) -> list[tuple[RankGroup, IntArray]]:
+def group_ranks(
+    telemetry: Telemetry, chosen: Mask, excess: npt.NDArray[np.float64]
+) -> list[tuple[RankGroup, IntArray]]:
     """Return the chosen ranks in groups, each with the rows of its ranks.
 
     A host or a coordinate is a group if at least two ranks, and at least three of four ranks there,
-    are chosen. The largest group is taken first, and then the largest of the others. Ranks that are
-    left form groups of one.
+    are chosen. The group that explains most is taken first: that with the largest sum of `excess`,
+    times the share of its ranks that are chosen. Then the same among the ranks that are left. Those
+    that remain form groups of one.
 
     Args:
         chosen: for each row of the telemetry, whether it is chosen.
+        excess: for each row, how much there is to explain; only that of chosen rows counts.
 
     Returns:
         At most 100 groups.
@@ -63,31 +67,39 @@ def group_ranks(telemetry: Telemetry, chosen: Mask) -> list[tuple[RankGroup, Int
     left = chosen.copy()
     groups: list[tuple[str, IntArray]] = []
     while left.any() and len(groups) < MOST_GROUPS:
-        best = max(_candidates(telemetry, left), key=lambda each: len(each[1]), default=None)
+        candidates = _candidates(telemetry, chosen, np.where(left, excess, 0.0))
+        best = max(candidates, key=lambda each: each[0], default=None)
         if best is None:
             break
-        groups.append(best)
-        left[best[1]] = False
+        _, name, here = best
+        groups.append((name, np.flatnonzero(left & here)))
+        left &= ~here
     alone = np.flatnonzero(left)[: MOST_GROUPS - len(groups)]
     groups += [("", np.array([row])) for row in alone]
     return [(_describe(telemetry, name, rows), rows) for name, rows in groups]
 
 
-def _candidates(telemetry: Telemetry, left: Mask) -> Iterator[tuple[str, IntArray]]:
-    """Yield the largest host, and the largest coordinate of each axis. Hosts come first."""
+def _candidates(
+    telemetry: Telemetry, chosen: Mask, excess: npt.NDArray[np.float64]
+) -> Iterator[tuple[float, str, Mask]]:
+    """Yield the host that explains most, and so the coordinate of each axis. Hosts come first.
+
+    Each comes with what it explains, its name, and its rows.
+    """
     columns = [("", telemetry.host), *zip(telemetry.axes, telemetry.coordinates, strict=True)]
     for axis, column in columns:
         known = column != NOT_RUN
         values, index = np.unique(column, return_inverse=True)
         if axis and len(values) < 2:
             continue  # all ranks have the same coordinate
-        here = np.bincount(index[left & known], minlength=len(values))
-        total = np.bincount(index[known], minlength=len(values))
-        here[(here < 2) | (here < LEAST_SHARE * total)] = 0
-        at = int(here.argmax())
-        if here[at]:
+        here = np.bincount(index[chosen & known], minlength=len(values))
+        share = here / np.maximum(np.bincount(index[known], minlength=len(values)), 1)
+        explained = np.bincount(index[known], excess[known], minlength=len(values)) * share
+        explained[(here < 2) | (share < LEAST_SHARE)] = 0.0
+        at = int(explained.argmax())
+        if explained[at] > 0.0:
             name = f"{axis}={values[at]}" if axis else telemetry.hosts[int(values[at])]
-            yield name, np.flatnonzero(left & known & (index == at))
+            yield float(explained[at]), name, known & (index == at)
 
 
 def _describe(telemetry: Telemetry, name: str, rows: IntArray) -> RankGroup:

@@ -166,7 +166,7 @@ def _reader(collected: Collected, problems: list[str]) -> Read:
 def _wrong_clocks(telemetry: Telemetry) -> list[str]:
     """Return which ranks had clocks that differed from that of the first rank by a second."""
     off = np.abs(telemetry.clock) / 1e6
-    found = group_ranks(telemetry, off >= LEAST_CLOCK_ERROR)
+    found = group_ranks(telemetry, off >= LEAST_CLOCK_ERROR, off)
     return [
         f"the clock of {group.label} was off by {format_seconds(float(off[rows].max()))} from that "
         f"of rank {telemetry.ranks[0]}: synchronize the clocks of the hosts, for example with NTP"

@@ -9,6 +9,9 @@ straggler of a stage if its self time is
 For example, 63 ranks write for 12 s, and one for 31 s. The save takes 38 s, so the last one is a
 straggler of `write`: 31 s is more than 18 s, and 19 s longer than the median.
 
+Arrival is a stage, too: the time by which a rank entered the operation later than the first one.
+The others wait for it in their first round, and these waits do not count as their work.
+
 With an even number of ranks, the median is the smaller one of the two in the middle. So one of two
 ranks can be a straggler.
 """
@@ -63,7 +66,7 @@ class Straggler:
 def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
     """Return the stragglers of an operation, the largest loss of time first; at most 100."""
     found = []
-    for stage in telemetry.stages:
+    for stage in telemetry.with_arrival().stages:
         own = stage.self_seconds
         if np.isnan(own).all():
             continue
@@ -74,7 +77,7 @@ def find_stragglers(telemetry: Telemetry) -> list[Straggler]:
                 *(stage.name, group, float(own[rows].max()), median),
                 retries=int(stage.retries[rows].sum()),
             )
-            for group, rows in group_ranks(telemetry, slow)
+            for group, rows in group_ranks(telemetry, slow, own - median)
         ]
     return sorted(found, key=lambda each: -each.excess)[:MOST_STRAGGLERS]
 

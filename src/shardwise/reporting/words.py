@@ -38,16 +38,17 @@ def format_time(started: str) -> str:
     moment = parse_time(started)
     if moment is None:
         return started
-    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def parse_time(started: str) -> datetime | None:
-    """Return an ISO 8601 time, in UTC unless it says otherwise; None for other text."""
+    """Return an ISO 8601 time in UTC; None for other text, and if no year fits."""
     try:
         moment = datetime.fromisoformat(started)
-    except ValueError:
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+        return moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
         return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -20,6 +20,11 @@ from shardwise.boxes.box import IntArray
 
 OPERATIONS = ("save", "snapshot", "restore")
 STAGES_OF_AGENTS = ("commit", "protect", "persist")
+ARRIVAL = "arrival"
+"""The stage before all others: from the time when the first rank entered the operation until a rank
+entered it. It is not recorded, but follows from `Telemetry.began`."""
+LEAST_ARRIVAL = 50_000
+"""Microseconds. If all ranks arrive within this time, there is nothing to show."""
 MOST_RANKS = 2**20
 NOT_RUN = -1
 """The start of a stage that a rank has not run, and the coordinate of a rank outside of a mesh."""
@@ -137,7 +142,17 @@ class Telemetry:
         rows = np.flatnonzero(stage.has_run)
         if stage.by_agents:
             rows = rows[np.unique(self.host[rows], return_index=True)[1]]
-        return int(column[rows].sum())
+        return int(column[rows].sum(dtype=np.float64))  # integers could overflow
+
+    def with_arrival(self, least: int = LEAST_ARRIVAL) -> Telemetry:
+        """Return this table with the stage `ARRIVAL`, if the last rank came that late."""
+        lateness = np.clip(self.began, 0, None)
+        if int(lateness.max(initial=0)) < least or self.stage(ARRIVAL) is not None:
+            return self
+        zeros = np.zeros(len(lateness), np.int64)
+        names = np.zeros(len(lateness), "S1")
+        arrival = StageColumns(ARRIVAL, zeros, lateness, zeros, zeros, zeros, names)
+        return replace(self, stages=(arrival, *self.stages))
 
     def stage(self, name: str) -> StageColumns | None:
         """Return a stage by its name; None if no rank has run it."""

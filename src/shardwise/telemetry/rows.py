@@ -120,15 +120,48 @@ def _stages_of(record: OperationRecord) -> Iterable[StageColumns]:
 def align(table: Telemetry) -> Telemetry:
     """Return a table whose times are relative to the start: when the first rank entered.
 
-    The clocks become offsets from that of the lowest rank in the table.
+    The clocks become offsets from that of the lowest rank in the table. Stages of agents begin when
+    the stage before them has ended on their host; the time until they can work is a wait.
     """
     began = table.began - table.began.min()
-    stages = [
-        replace(stage, start=np.where(stage.has_run, stage.start + began, NOT_RUN))
+    stages = {
+        stage.name: replace(stage, start=np.where(stage.has_run, stage.start + began, NOT_RUN))
         for stage in table.stages
-    ]
+    }
+    for name, before in _STAGE_BEFORE.items():
+        if name in stages and before in stages:
+            stages[name] = _count_waits(stages[name], stages[before], table.host)
     clock = table.clock - table.clock[0]
-    return replace(table, began=began, clock=clock, stages=sort_stages(stages))
+    return replace(table, began=began, clock=clock, stages=sort_stages(stages.values()))
+
+
+_STAGE_BEFORE = {"commit": "copy", "protect": "commit", "persist": "commit"}
+
+
+def _count_waits(stage: StageColumns, before: StageColumns, host: IntArray) -> StageColumns:
+    """Return a stage of agents that begins when the stage before it has ended on the host.
+
+    It waits until the stage before has ended on the whole host, and until the first agent has begun
+    the stage, because a leader requests it from all agents. If an agent begins later than that, it
+    is late itself.
+    """
+    runs = stage.has_run & before.has_run
+    if not runs.any():
+        return stage
+    ready = np.full(int(host.max()) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(ready, host[runs], (before.start + before.duration)[runs])
+    end, ready = stage.start + stage.duration, ready[host]
+    start = np.where(runs, np.clip(np.minimum(stage.start, ready), 0, None), stage.start)
+    can_work = np.maximum(ready, stage.start[runs].min())
+    # A wait within the work: the agent had begun, but a rank of its host had not copied its part.
+    late = np.clip(np.minimum(end, ready) - stage.start, 0, None)
+    early = np.clip(np.minimum(stage.start, can_work) - start, 0, None)
+    return replace(
+        stage,
+        start=start,
+        duration=np.where(runs, end - start, stage.duration),
+        waited=np.where(runs, stage.waited + late + early, stage.waited),
+    )
 
 
 def encode_message(tables: Iterable[Telemetry]) -> bytes:

@@ -149,9 +149,10 @@ def describe(table: Telemetry) -> str:
     """Return one line about an operation, which names the slowest rank of its longest stage."""
     step = "" if table.step is None else f" of step {table.step}"
     text = f"{table.operation}{step}: {table.seconds:.2f} s on {table.world_size} ranks"
-    if not table.stages:
+    stages = table.with_arrival().stages
+    if not stages:
         return text
-    stage = max(table.stages, key=lambda each: each.slowest[1])
+    stage = max(stages, key=lambda each: each.slowest[1])
     row, seconds = stage.slowest
     nbytes = f" ({format_bytes(int(stage.bytes[row]))})" if stage.bytes[row] else ""
     host = table.hosts[table.host[row]]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import TypeVar
 
-from shardwise.engine.group import Combine
+from shardwise.engine.group import Combine, Decode
 from shardwise.errors import LostRankError, RankError
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class ThreadGroup:
         self._wait_for_all()
         return combined
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, decode: Decode = bytes) -> bytes:
         """Return rank 0's data on all ranks."""
         if self.rank == 0:
             self._table.parts[0] = data
@@ -111,6 +111,7 @@ class ThreadGroup:
         received = self._table.parts[0]
         self.bytes_received += len(received) if self.rank else 0
         self._wait_for_all()
+        decode(received)
         return received
 
     def part(self, ranks: Sequence[int], cleanup: ExitStack) -> ThreadGroup:

@@ -75,14 +75,16 @@ class Cluster:
         """Return the directory of a node."""
         return self.shm / f"node{node}"
 
-    def open(self) -> sw.Checkpointer:
+    def open(self, *, save_at_end: bool = False) -> sw.Checkpointer:
         """Open the run's Checkpointer on this rank."""
         directory = self.directory(self.node())
         directory.mkdir(exist_ok=True)
         given = {"dir": str(directory), "when_full": "wait", "wait": WAIT, **self.options}
         memory = sw.Memory(**given)
         snapshots.MOST_FAN_OUT = self.fan_out  # type: ignore[attr-defined]
-        return sw.Checkpointer(self.root, save_every=self.every, memory=memory, save_at_end=False)
+        return sw.Checkpointer(
+            self.root, save_every=self.every, memory=memory, save_at_end=save_at_end
+        )
 
 
 class Logged(logging.Handler):

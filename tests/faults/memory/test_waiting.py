@@ -72,6 +72,67 @@ def test_an_agent_that_is_stopped_is_not_waited_for_forever(
     assert steps_in(root) == [1]
 
 
+def end_beside_a_stopped_agent(
+    cluster: Cluster, stopped: int, seconds: float | None
+) -> tuple[str, float, bool]:
+    """The agent of a node is stopped when the training ends, and goes on after some seconds, or
+    after the end: what this says, after how long, and whether the last save counts as durable."""
+    cp = cluster.open(save_at_end=True)
+    values, state, _ = begin(cp, cluster.columns, "rows")
+    for step in (1, 2):
+        train(values, step)
+        state["step"] = step
+        handle = cp.save(step, state)
+    assert handle is not None
+    handle.protected(SECONDS)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        signal_agents(cluster.directory(stopped), signal.SIGSTOP)
+        go_on = (cluster.directory(stopped), signal.SIGCONT)
+        if seconds is not None:
+            threading.Timer(seconds, signal_agents, go_on).start()
+    dist.barrier()
+    said, took = timed(cp.close)
+    dist.barrier()
+    signal_agents(cluster.directory(stopped), signal.SIGCONT)
+    return said, took, handle.durable
+
+
+@pytest.mark.parametrize("stopped", mostly_long([1, 0], [1]))
+def test_the_end_of_a_training_waits_for_a_silent_agent_as_a_save_does(
+    gang: Gang, root: Path, shm: Path, stopped: int
+) -> None:
+    """Only the rescue after a lost trainer waits less."""
+    cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": 60.0})
+    for said, took, durable in gang.run(
+        end_beside_a_stopped_agent, cluster, stopped, 20.0, world=2
+    ):
+        assert said == ""
+        assert took > 15.0
+        assert durable
+    assert steps_in(root) == [2]
+
+
+def save_again_at_the_end(cluster: Cluster) -> int | None:
+    with cluster.open() as cp:
+        _, state, went = begin(cp, cluster.columns, "rows")
+        assert cp.save(went.step or 0, state, force=True) is not None
+    return went.step
+
+
+@pytest.mark.long
+def test_an_end_that_fails_says_how_to_persist_the_last_snapshot(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    cluster = Cluster(root=root, shm=shm, nodes=2, options={"wait": 2.0})
+    (said, _, _), (other, *_) = gang.run(end_beside_a_stopped_agent, cluster, 1, None, world=2)
+    assert "start the training again, and after restore(), save(2, state, force=True)" in said
+    assert other
+    assert steps_in(root) == []
+    assert gang.run(save_again_at_the_end, cluster, world=2) == [2, 2]
+    assert steps_in(root) == [2]
+
+
 def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
     """What a training raises, and logs, whose agent is stopped for longer than slots last."""
     cp = cluster.open()

@@ -215,10 +215,19 @@ class _LeaderSave:
 
     def _ask(self, stage: str) -> Replies:
         """Request a stage from all nodes that take part in it, and return the combined replies."""
-        save_id = self.pending.save_id
-        is_rescue = self.place.has(records.save_record("rescue", save_id))
-        wait = min(self.pending.wait, RESCUE_TIMEOUT) if is_rescue else self.pending.wait
+        wait = min(self.pending.wait, RESCUE_TIMEOUT) if self._is_rescue() else self.pending.wait
         return self._send_to_top(request_for_stage(self.pending, stage, wait))
+
+    def _is_rescue(self) -> bool:
+        """Return whether an agent has requested to persist this save, because a trainer was lost.
+
+        At the normal end of a run, rank 0 requests it, without the name of a node.
+        """
+        name = records.save_record("rescue", self.pending.save_id)
+        with suppress(StoreError):  # a damaged record shortens no wait
+            request = read_record(self.place.path / name, StageOutcome)
+            return request is not None and bool(request.node)
+        return False
 
     def _send_to_top(self, request: SubtreeRequest) -> Replies:
         infos = agents_of(self.pending, self.place.run)
@@ -286,8 +295,10 @@ class _LeaderSave:
         if assembly.step is None:
             reasons = "; ".join(reason for _, reason in assembly.skipped)
             raise StoreError(
-                f"step {step}: the files of lost nodes cannot be persisted: {reasons}; save a "
-                "newer step"
+                f"step {step}: the files of nodes that do not answer cannot be persisted: "
+                f"{reasons}; save a newer step. If the training has ended, the snapshot stays in "
+                "the memory of its nodes for a day: resume or end their agents, start the training "
+                f"again, and after restore(), save({step}, state, force=True) persists it"
             )
         copier = FileCopier(self.pending.budget)
         with closing(AssembledStore(assembly, run, node, tls, threads=READ_THREADS)) as source:

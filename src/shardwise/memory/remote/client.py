@@ -211,7 +211,8 @@ class AgentClient:
                 f"{request}: {what} in {limit:.3g} s: lost or overloaded; see the log of its agent"
             ) from error
         except (OSError, HTTPException) as error:
-            raise StoreError(f"{request}: {error or type(error).__name__}") from error
+            hint = "" if self._tls is None or response is not None else _tls_problem(error)
+            raise StoreError(f"{request}: {error or type(error).__name__}{hint}") from error
         finally:
             if connection is not None:
                 self._give_back(connection, response)
@@ -305,6 +306,25 @@ def _dial(host: str, port: int, deadline: Deadline, aborted: threading.Event) ->
                 raise
         timeout = min(2 * timeout, LONGEST_ATTEMPT)
     raise ConnectionAbortedError(_ABORTED)
+
+
+def _tls_problem(error: Exception) -> str:
+    """Return which certificate is wrong, or may be, if a request over TLS has failed like this."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            ". The certificate of that agent is not accepted: Tls(ca=…) of this process must have "
+            "signed it, and it must be valid now"
+        )
+    # Since TLS 1.3, a server refuses the certificate of a client after the handshake, and some
+    # close the connection before the client has read why.
+    is_alert = isinstance(error, ssl.SSLError) and "alert" in str(error).lower()
+    if is_alert or isinstance(error, (*_CLOSED_BY_AGENT, HTTPException)):
+        return (
+            f". That agent {'refuses' if is_alert else 'may have refused'} the certificate of this "
+            "process: Tls(ca=…) of the agent must have signed Tls(certificate=…) of this process, "
+            "and it must be valid now"
+        )
+    return ""
 
 
 def _make_error(request: str, response: HTTPResponse) -> OSError:

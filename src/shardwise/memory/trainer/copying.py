@@ -123,17 +123,25 @@ class CopyProgress:
         done: set once the copy has succeeded or failed.
         failure: the reason why this rank's file was not staged; "" if the file was staged, or the
             copy is not done yet.
+        began, ended: when the copy began and ended, in seconds of `time.perf_counter`; `ended` is
+            0.0 until then.
     """
 
     def __init__(self, total: int, slack: Slack | None) -> None:
         self._slack = slack
         self._pace = None if slack is None else Pace(total, slack.seconds_to_spread())
         self._start = time.monotonic()
+        self.began, self.ended = time.perf_counter(), 0.0
         self._process = os.getpid()
         self._at_full_speed = threading.Event()
         self.all_queued = threading.Event()
         self.done = threading.Event()
         self.failure = ""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the training goes on during the copy."""
+        return self._slack is not None
 
     def belongs_to_parent_process(self) -> bool:
         """Return whether this process was forked from the one that makes the copy."""
@@ -162,7 +170,7 @@ class CopyProgress:
 
     def finish(self, failure: str) -> None:
         """Mark the copy as done. `failure` says why it failed, or is ""."""
-        self.failure = failure
+        self.failure, self.ended = failure, time.perf_counter()
         self.all_queued.set()
         self.done.set()
 

@@ -123,10 +123,14 @@ class PendingSave:
     def events(self) -> tuple[Event, ...]:
         """Return the stages that have ended: this node's part of them, if its record still exists.
 
-        The wall clocks of the agent and of this process are the same.
+        The first one is the copy, if it went on in the background. The wall clocks of the agent and
+        of this process are the same.
         """
         now = time.perf_counter() - time.time()
         found: list[Event] = []
+        copying = self.copying
+        if copying is not None and copying.is_background and copying.ended:
+            found.append(Event("copy", copying.began, copying.ended - copying.began))
         for stage in self.stages:
             outcome, ended_at = read_stage_of_node(self.place, stage, self.save_id)
             outcome = outcome or self._outcomes.get(stage)
@@ -144,9 +148,9 @@ class PendingSave:
             return False
 
     def is_persisted(self) -> bool:
-        """Return whether the checkpoint is durable."""
+        """Return whether the checkpoint is durable, also if it was for memory only at first."""
         with suppress(StoreError):
-            return self.is_durable and self.outcome("persist") is not None
+            return self.outcome("persist") is not None
         return False
 
     def outcome(self, stage: str) -> StageOutcome | None:
@@ -272,7 +276,7 @@ class PendingSaves:
 
     def _is_new(self, save: PendingSave) -> bool:
         """Return whether a save is durable, and `take_saved` did not return it yet."""
-        return save.save_id not in self._told and save.is_persisted()
+        return save.save_id not in self._told and save.is_durable and save.is_persisted()
 
     def raise_failure(self) -> None:
         """Raise the first failure that was not raised yet.
