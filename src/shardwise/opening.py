@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import (
@@ -34,23 +38,28 @@ from shardwise.manifest.manifest import (
     step_directory,
     step_of_directory,
 )
+from shardwise.manifest.step_names import step_in_path
 from shardwise.manifest.validate import layout_of_manifest
-from shardwise.retention import Choice, choose_step, parse_choice
+from shardwise.retention import Best, Choice, choose_step, parse_choice
 from shardwise.state.tensors import is_instance
 from shardwise.store import (
     Files,
+    LocalStore,
     Store,
     exists,
     is_file,
     lock_for_reading,
     name_of,
     parent_of,
+    resolve_links,
 )
 
 if TYPE_CHECKING:
     from shardwise.formats.specification import Specification
 
-MOST_STEPS_EXAMINED = 64
+MOST_STEPS_EXAMINED, MOST_STEPS_SHOWN = 64, 5
+TRACKER, LARGEST_TRACKER = "latest_checkpointed_iteration.txt", 100
+"""The file with which Megatron-LM and verl name the newest step of a root."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -65,7 +74,7 @@ class OpenOptions:
         spec: the specification of how to assemble the tensors.
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
-        step: the selected step, if the place is the root of a run.
+        step: the selected step, if the place is the root of a run; else the step of the checkpoint.
     """
 
     spec: Specification | None = None
@@ -125,10 +134,12 @@ def open_any(
         ShardwiseError: as for `shardwise.open`.
     """
     own, directory, manifest, encoded = None, "", None, b""
+    steps = _Steps(None, None)
     with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
         if group.rank == 0:
-            directory = _choose_step_directory(store, options.step)
+            directory = _choose_directory(store, options)
             place = store.at(directory) if directory else store
+            steps = _find_steps(place, options.step, is_chosen=directory != "")
             cleanup.enter_context(lock_for_reading(place, MANIFEST))
             manifest = _find_manifest(place)
             if manifest is not None and options.format is not None:
@@ -142,8 +153,8 @@ def open_any(
                     from shardwise.formats.opening import encode_layout
 
                     encoded = encode_layout(own)
-        directory, manifest, encoded = all_ranks.broadcast(
-            (directory, manifest, encoded), tuple[str, bytes | None, bytes]
+        directory, manifest, encoded, steps = all_ranks.broadcast(
+            (directory, manifest, encoded, steps), tuple[str, bytes | None, bytes, _Steps]
         )
     store = store.at(directory) if directory else store
     with Round(group, "checking a checkpoint"):
@@ -154,6 +165,7 @@ def open_any(
             from shardwise.formats.opening import check_layout
 
             files, layout = check_layout(store, own or encoded)
+        layout = _with_step(layout, steps, store)
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
@@ -244,22 +256,92 @@ def _describe_missing(store: Store) -> str:
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
-def _choose_step_directory(store: Store, step: Choice) -> str:
+def _choose_directory(store: Store, options: OpenOptions) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
-    if step != "newest":
-        step = parse_choice(step)
+    step = parse_choice(options.step)
     try:
         names = store.list()
     except NotADirectoryError:
         names = []
     if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
         return step_directory(choose_step(store, step))
-    if step != "newest" and names:
+    if isinstance(step, Best):
         raise StateError(
             f"step={step!r}: {store} is not the root of a run, which has a directory for each "
             "step; to read a checkpoint itself, leave out step="
         )
-    return ""
+    has_file_names = options.spec is not None and options.spec.files is not None
+    return "" if has_file_names else _find_foreign_directory(store, names, step)
+
+
+def _find_foreign_directory(store: Store, names: Sequence[str], step: object) -> str:
+    """Return the directory of a step, or of its tensors, in a place of another library, or "".
+
+    Megatron-LM and verl keep the newest step in a file of the root, and NeMo has all tensors of a
+    step in a folder.
+
+    Raises:
+        FormatError: the directory of the step is missing.
+    """
+    if {"weights", "context"} <= {*names}:
+        return "weights"
+    if TRACKER not in names or any(n == ".metadata" or n.startswith("mp_rank_") for n in names):
+        return ""
+    text = str(step)
+    if step == "newest":
+        text = store.read(TRACKER, limit=LARGEST_TRACKER).decode(errors="replace").strip()
+    wanted = text
+    if text.isascii() and text.isdigit():
+        wanted = f"iter_{int(text):07d}"
+        if f"global_step_{int(text)}" in names:
+            wanted = f"global_step_{int(text)}"
+    if wanted in names:
+        # The reader of Megatron-LM's old format reads whole roots.
+        is_old = any(name.startswith("mp_rank_") for name in store.at(wanted).list())
+        return "" if is_old and step == "newest" else wanted
+    steps = sorted(name for name in names if name.startswith(("iter_", "global_step_")))
+    existing = ", ".join(steps[-MOST_STEPS_SHOWN:])
+    says = f"{TRACKER} says {text!r}, and" if step == "newest" else f"step={text}:"
+    raise FormatError(
+        f"{store}: {says} {wanted[:40]} is missing: copy it from a complete copy of the checkpoint"
+        + (f", or open one of the iterations that exist: {existing}" if existing else "")
+    )
+
+
+@prepare_decoding
+class _Steps(msgspec.Struct, array_like=True):
+    """The step that the caller states for a checkpoint, and that in its path; None if unknown."""
+
+    stated: int | None
+    in_path: int | None
+
+
+def _find_steps(place: Store, step: Choice, *, is_chosen: bool) -> _Steps:
+    paths = [place, resolve_links(place)] if type(place) is LocalStore else [place]
+    in_paths = {
+        each
+        for path in paths
+        if (each := step_in_path(str(path).partition("?")[0].split("/"))) is not None
+    }
+    stated = operator.index(step) if not is_chosen and not isinstance(step, (str, Best)) else None
+    return _Steps(stated, in_paths.pop() if len(in_paths) == 1 else None)
+
+
+def _with_step(layout: Layout, steps: _Steps, store: Store) -> Layout:
+    """Return a layout with the step that it records, or else that the caller states, or its path.
+
+    Raises:
+        StateError: the caller states a step, and the checkpoint records one.
+    """
+    if layout.step is None:
+        step = steps.in_path if steps.stated is None else steps.stated
+        return layout if step is None else replace(layout, step=step)
+    if steps.stated is not None:
+        raise StateError(
+            f"step={steps.stated}: {store} is not the root of a run, which has a directory for "
+            f"each step, but a checkpoint that records its step, {layout.step}: leave out step="
+        )
+    return layout
 
 
 def raise_for_missing_root(store: Store) -> NoReturn:
@@ -312,6 +394,9 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
         return ""
     from shardwise.formats.opening import formats_at
 
+    with suppress(FormatError):  # a read of the checkpoint reports the error
+        directory = _find_foreign_directory(store, names or (), "newest")
+        store = store.at(directory) if directory else store
     return formats_at(store)
 
 
