@@ -329,11 +329,11 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
 ) -> None:
     """What Megatron-Core saved as `dp_reshardable`, in the same model parallelism."""
     case, place = BUCKETED[kind], str(tmp_path / "saved")
-    before = on_ranks(workers, 4, "save_buckets", case, place)
+    before = on_ranks(workers, 4, "save_with_megatron", case, place, "dp_reshardable")
     for world in (2, 4):
         again = str(tmp_path / f"on-{world}")
         stepped = {**case, "stepped": world // 4}
-        after = on_ranks(workers, world, "resume_buckets", stepped, place, again)
+        after = on_ranks(workers, world, "resume_of_megatron", stepped, place, again)
         wanted = before[0]["expected"]
         assert {*after[0]["expected"]} == {*wanted}
         for name, tensor in wanted.items():
@@ -343,4 +343,32 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
         assert losses[1] == pytest.approx(losses[0], abs=1e-5 if kind == "float32" else 1e-3)
     other = {**case, "tp": 1, "pp": 1, "ep": 1}
     with pytest.raises(GangError, match=r"saved as dp_reshardable.*, but this optimizer"):
-        on_ranks(workers, 2, "resume_buckets", other, place, str(tmp_path / "other"))
+        on_ranks(workers, 2, "resume_of_megatron", other, place, str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("sharding", ["fully_reshardable", ""])
+def test_chained_optimizers_of_experts_continue(
+    workers: HostedGang, tmp_path: Path, sharding: str
+) -> None:
+    """With expert parallelism, Megatron-Core writes the param groups as `{0: …, 1: …}`."""
+    case = {"bf16": True, "distributed": bool(sharding), **MOE}
+    place = str(tmp_path / "saved")
+    before = on_ranks(workers, 2, "save_with_megatron", {**case, "ep": 2}, place, sharding)
+    groups = sw.open(place)["optimizer.param_groups"]
+    kinds = {(g["value"]["is_expert_parallel"], g["value"]["weight_decay"]) for g in groups}
+    assert kinds == {(False, 0.01), (False, 0.0), (True, 0.01)}
+    for world, ep in ((1, 1), (4, 2)):
+        again, other = str(tmp_path / f"on-{world}"), {**case, "ep": ep, "stepped": ep - 1}
+        other["distributed"] = not sharding
+        after = on_ranks(workers, world, "resume_of_megatron", other, place, again)
+        for name, tensor in before[0]["expected"].items():
+            assert torch.equal(after[0]["expected"][name], tensor), name
+        lr = groups[0]["value"]["lr"]
+        for group in sw.open(again)["optimizer.param_groups"]:
+            assert (group["value"]["weight_decay"], group["value"]["lr"]) in {(0.01, lr), (0.0, lr)}
+            decays = [
+                not name.endswith(("norm.weight", "norm_weight")) for name in group["members"]
+            ]
+            assert {*decays} == {group["value"]["weight_decay"] > 0}
+        losses = [next(each["after"] for each in of if each["after"]) for of in (before, after)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-3)

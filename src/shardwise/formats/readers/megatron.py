@@ -258,50 +258,89 @@ def _add_param_groups(
     if not parameters:
         return
     optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
-    torch_optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    saved_groups = torch_optimizer.get(GROUPS) if isinstance(torch_optimizer, dict) else None
-    groups = _assign_to_groups(saved_groups, parameters) if isinstance(saved_groups, list) else None
+    saved_groups = _read_groups(optimizer)
+    groups = _assign_to_groups(saved_groups, parameters)
     if groups is None:
         builder.left_out.append(
             f"optimizer.{GROUPS}: the files do not say which parameters are in which group; set "
             f"its hyperparameters yourself, and load with skip=['optimizer.{GROUPS}']"
         )
+        steps = {repr(group.get("step")): group.get("step") for group in saved_groups}
+        step = steps.popitem()[1] if len(steps) == 1 else None
+        _add_steps(builder, [ParamGroup(tuple(parameters), {"step": step})])
         return
-    state = torch_optimizer.get("state") if isinstance(torch_optimizer, dict) else None
+    _add_steps(builder, groups)
+    plain = [
+        ParamGroup(
+            group.names,
+            {k: v for k, v in group.hyperparameters.items() if not isinstance(v, StoredArray)},
+        )
+        for group in groups
+    ]
+    builder.add_groups(plain, f"optimizer.{GROUPS}")
+
+
+def _read_groups(optimizer: object) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer, or of all optimizers in a chain.
+
+    Megatron-Core chains an optimizer of dense parameters and one of experts, for example. Its state
+    is then `{0: …, 1: …}`. A step count that a whole optimizer has becomes that of its groups.
+    """
+    if isinstance(optimizer, dict) and optimizer and all(type(key) is int for key in optimizer):
+        optimizer = [optimizer[key] for key in sorted(optimizer)]
+    if isinstance(optimizer, list):
+        return [group for each in optimizer for group in _read_groups(each)]
+    torch_optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    if not isinstance(torch_optimizer, dict):
+        return []
+    state, groups = torch_optimizer.get("state"), torch_optimizer.get(GROUPS)
     common_step = state.get("common_step") if isinstance(state, dict) else None
+    return [
+        group if "step" in group or common_step is None else {**group, "step": common_step}
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict)
+    ]
+
+
+def _add_steps(builder: Builder, groups: Sequence[ParamGroup]) -> None:
     for group in groups:
-        step = group.hyperparameters.get("step", common_step)
+        step = group.hyperparameters.get("step")
         for name in group.names:
             if isinstance(step, StoredArray):
                 builder.add_array(f"optimizer.{name}.step", step)
             elif isinstance(step, (int, float)):
                 builder.add_number(f"optimizer.{name}.step", step)
-    builder.add_groups(groups, f"optimizer.{GROUPS}")
 
 
 def _assign_to_groups(
-    saved_groups: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
+    saved_groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, tuple[int, ...]]
 ) -> list[ParamGroup] | None:
     """Assign parameters to groups by Megatron-Core's default rule; None if it is not sufficient.
 
     Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
-    group_by_key: dict[tuple[bool, bool], dict[str, Any]] = {}
+    group_by_key: dict[tuple[bool, bool], Mapping[str, Any]] = {}
     for group in saved_groups:
-        if not isinstance(group, dict) or group.get("is_decoupled_lr"):
+        if group.get("is_decoupled_lr"):
             return None
         group_key = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))
-        if group_key in group_by_key:
+        # Optimizers of several chunks of the model have the same groups.
+        if _settings(group_by_key.setdefault(group_key, group)) != _settings(group):
             return None
-        group_by_key[group_key] = group
     has_experts = any(of_experts for _, of_experts in group_by_key)
     names: dict[tuple[bool, bool], list[str]] = {group_key: [] for group_key in group_by_key}
     for name, shape in parameters.items():
+        of_expert = has_experts and ".experts." in name
         without_decay = len(shape) == 1 or name.endswith(".bias")
-        group_key = without_decay and len(group_by_key) > 1, has_experts and ".experts." in name
+        divided = {(False, of_expert), (True, of_expert)} <= names.keys()
+        group_key = without_decay if divided else (True, of_expert) in names, of_expert
         if group_key not in names:
             return None
         names[group_key].append(name)
     return [
         ParamGroup(tuple(members), group_by_key[group_key]) for group_key, members in names.items()
     ]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
