@@ -393,7 +393,7 @@ def test_masters_that_contradict_their_weights_are_not_read(
         if name.endswith("|weight")
     }
     names = {new: old for old, new in RENAMED.items()}
-    target = {"model": {}}
+    target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
     for name in found:
         if name.startswith("model."):
             target["model"][name.removeprefix("model.")] = torch.zeros_like(found[name][...])
