@@ -61,13 +61,13 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "epoch": 0}  # "epoch" is new
 
     def start(_: object) -> sw.LoadReport:
-        return sw.load(options.dcp, {"app": {"model": model, "optim": optimizer}})
+        # step=: the tutorial does not save the step.
+        app = {"model": model, "optim": optimizer}
+        return sw.load(options.dcp, {"app": app}, step=options.dcp_step)
 
     # With memory=None each save waits for the disk. By default, saves run in the background.
     with sw.Checkpointer(options.root, save_every=5, memory=None, start_from=start) as checkpointer:
-        step = checkpointer.restore(state)
-        if step is None:  # the tutorial does not save the step
-            step = options.dcp_step
+        step = checkpointer.restore(state) or 0
         while step < options.steps:
             train_step(model, optimizer, step)
             step += 1

@@ -24,7 +24,7 @@ LAYERS = (
     ("listing", "loading", "partial_save"),
     ("convert",),
     ("checkpoint", "opening"),
-    ("saved_tensor",),
+    ("foreign_steps", "saved_tensor"),
     ("notebook", "resizing", "telemetry"),
     ("sharing",),
     ("ports",),

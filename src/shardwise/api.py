@@ -169,6 +169,18 @@ def load(
         resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
         staging_bytes=staging_bytes, spec=spec, skip_unknown=skip_unknown, format=format,
         step=step)  # fmt: skip
+    return load_place(place, state, options, group=group, on_event=on_event)
+
+
+def load_place(
+    place: Place,
+    state: State,
+    options: LoadOptions,
+    *,
+    group: dist.ProcessGroup | Group | None,
+    on_event: Sink | None,
+) -> LoadReport:
+    """Load a checkpoint; see `load`."""
     get_store, recorder = partial(open_place, place), Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks:
         return load_state(get_store, state, options, ranks, recorder)
@@ -194,7 +206,8 @@ def open(  # noqa: A001 - shardwise.open
 
     Args:
         place: a directory or store with a checkpoint, also a foreign one, or the root of a run.
-        step: the checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`.
+        step: the checkpoint of a root: a step number, `"newest"`, or `sw.Best("loss")`. If the
+            place is itself a checkpoint that does not record its step, a number states it.
         verify: check the checksum of every byte that is read. Foreign checkpoints have no such
             checksums; `Checkpoint.verify` compares tensors that they store several times.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
@@ -206,7 +219,7 @@ def open(  # noqa: A001 - shardwise.open
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or the root lacks the selected one.
         FormatError: the manifest is invalid, or the format is unknown.
-        StateError: an option is invalid, or `step` is given and the place is not a root.
+        StateError: an option is invalid, or `step` is given and the files record a step.
         MismatchError: the specification does not fit the checkpoint.
     """
     options = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)

@@ -20,6 +20,7 @@ from shardwise.engine.load import LoadReport, RankReads, ReadAlone, plan_reads
 from shardwise.engine.match import MatchReport, agree_on_match, make_report, match_targets
 from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round
+from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
@@ -52,7 +53,11 @@ class _PositionalGroup(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(OpenOptions):
-    """How to open a checkpoint and to load it; see `shardwise.load`."""
+    """How to open a checkpoint and to load it; see `shardwise.load`.
+
+    Attributes:
+        needs_step: refuse to load an optimizer from a checkpoint whose step is unknown.
+    """
 
     strict: bool = True
     only: Sequence[str] = ()
@@ -64,6 +69,7 @@ class LoadOptions(OpenOptions):
     allow_pickle: bool = False
     read_once: bool | None = None
     staging_bytes: int | None = None
+    needs_step: bool = False
 
     @property
     def settings(self) -> str:
@@ -86,8 +92,7 @@ def load_state(
 
     Args:
         get_store: returns the store of the place. A failure on a rank is raised on all ranks.
-        state, options, group: what to fill, how, and the ranks that load.
-        recorder: gets an event for each stage.
+        state, options, group, recorder: what to fill, how, the ranks, and what gets the events.
 
     Raises:
         ShardwiseError: as for `shardwise.load`.
@@ -104,15 +109,16 @@ def load_state(
             store, layout = open_any(place, group, cleanup, options)
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
+            path, strict = str(store), options.strict
             with Round(group, "matching names") as all_ranks:
                 targets, own = _match(bindings, saved, selection, state, options, group.rank)
                 recorder.axes = mesh_axes(targets.tensors)
-                unexpected = agree_on_match(
-                    all_ranks, own, str(store), saved, state, strict=options.strict
-                )
+                unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)
         arena = Arena(options.staging_bytes, store.traits)
         with recorder.stage("plan"):
             with Round(group, "planning a load"):
+                if layout.step is None and options.needs_step:
+                    refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
                 reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
             fill = strategy.agree(reads, group, cleanup)
@@ -123,7 +129,7 @@ def load_state(
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
     return LoadReport(
-        path=str(store),
+        path=path,
         step=layout.step,
         bytes_needed=reads.bytes_needed,
         bytes_read=reads.bytes_read,
@@ -135,6 +141,34 @@ def load_state(
         seconds=recorder.seconds(),
         record=recorder.record(),
     )
+
+
+def refuse_unknown_step(path: str, optimizers: Sequence[str]) -> None:
+    """Refuse to continue a training from a checkpoint whose step is unknown.
+
+    Args:
+        path: the path of the checkpoint.
+        optimizers: the names of the optimizers that are loaded. Without any, the training starts.
+
+    Raises:
+        StateError: there are optimizers.
+    """
+    if optimizers:
+        raise StateError(
+            f"{path} has state of {', '.join(optimizers)}, but neither its files nor its path say "
+            "after which step it was saved, so the training would start at step 0 again: state the "
+            "step, with start_from=lambda state: sw.load("
+            f"{path!r}, state, step=…), or move the checkpoint to a directory such as step-500"
+        )
+
+
+def _loaded_optimizers(
+    bindings: Iterable[Binding], targets: LocalState, own: MatchReport
+) -> Sequence[str]:
+    """Return the optimizers that a load fills, also those that the state has as plain tensors."""
+    keys = {name.partition(".")[0] for name in targets.names() if name not in own.missing}
+    plain = sorted(key for key in keys if key.startswith("optim"))
+    return _names_of_optimizers(bindings, own.filled) or plain
 
 
 def _names_of_optimizers(bindings: Iterable[Binding], filled: Iterable[str]) -> tuple[str, ...]:

@@ -25,6 +25,14 @@ from shardwise.errors import (
     StoreUnavailableError,
     storage_errors,
 )
+from shardwise.foreign_steps import (
+    Steps,
+    find_foreign_directory,
+    find_steps,
+    is_named_as_step,
+    order_of_step,
+    with_step,
+)
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import (
     LARGEST_MANIFEST,
@@ -36,7 +44,7 @@ from shardwise.manifest.manifest import (
     step_of_directory,
 )
 from shardwise.manifest.validate import layout_of_manifest
-from shardwise.retention import Choice, choose_step, parse_choice
+from shardwise.retention import Best, Choice, choose_step, parse_choice
 from shardwise.state.tensors import is_instance
 from shardwise.store import (
     Files,
@@ -53,7 +61,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_NUMBER = re.compile(r"[0-9]{1,18}")
 
 log = logging.getLogger("shardwise")
 
@@ -66,7 +73,7 @@ class OpenOptions:
         spec: the specification of how to assemble the tensors.
         skip_unknown: skip pickled values of unknown classes instead of raising.
         format: the format to read if the directory has several.
-        step: the selected step, if the place is the root of a run.
+        step: the selected step, if the place is the root of a run; else the step of the checkpoint.
     """
 
     spec: Specification | None = None
@@ -128,10 +135,12 @@ def open_any(
         ShardwiseError: as for `shardwise.open`.
     """
     own, directory, manifest, encoded = None, "", None, b""
+    steps = Steps(None, None)
     with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
         if group.rank == 0:
-            directory, manifest = _open_chosen_step(store, options.step, cleanup)
+            directory, manifest = _open_chosen_step(store, options, cleanup)
             place = store.at(directory) if directory else store
+            steps = find_steps(place, options.step, is_chosen=directory != "")
             if manifest is not None and options.format is not None:
                 raise StateError(
                     f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
@@ -143,8 +152,8 @@ def open_any(
                     from shardwise.formats.opening import encode_layout
 
                     encoded = encode_layout(own)
-        directory, manifest, encoded = all_ranks.broadcast(
-            (directory, manifest, encoded), tuple[str, bytes | None, bytes]
+        directory, manifest, encoded, steps = all_ranks.broadcast(
+            (directory, manifest, encoded, steps), tuple[str, bytes | None, bytes, Steps]
         )
     store = store.at(directory) if directory else store
     with Round(group, "checking a checkpoint"):
@@ -155,13 +164,16 @@ def open_any(
             from shardwise.formats.opening import check_layout
 
             files, layout = check_layout(store, own or encoded)
+        layout = with_step(layout, steps, store)
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else options.spec.apply(str(files), layout)
 
 
-def _open_chosen_step(store: Store, step: Choice, cleanup: ExitStack) -> tuple[str, bytes | None]:
+def _open_chosen_step(
+    store: Store, options: OpenOptions, cleanup: ExitStack
+) -> tuple[str, bytes | None]:
     """Choose the step of a root, and read its manifest.
 
     If retention removes the step before it is opened, another one is chosen, unless the user has
@@ -169,14 +181,14 @@ def _open_chosen_step(store: Store, step: Choice, cleanup: ExitStack) -> tuple[s
 
     Args:
         store: the place.
-        step: as for `open`.
+        options: the options for reading the checkpoint.
         cleanup: keeps the checkpoint from being removed until it closes.
 
     Returns:
         The name of the directory of the step, or "" if the place is not the root of a run; and the
         result of `_find_manifest`.
     """
-    directory = _choose_step_directory(store, step)
+    directory = _choose_directory(store, options)
     for _ in range(MOST_CHOICES):
         place = store.at(directory) if directory else store
         with ExitStack() as lock:
@@ -185,9 +197,9 @@ def _open_chosen_step(store: Store, step: Choice, cleanup: ExitStack) -> tuple[s
                 manifest = _find_manifest(place)
                 cleanup.push(lock.pop_all())
                 return directory, manifest
-        if not directory or isinstance(step, SupportsIndex):
+        if not directory or isinstance(options.step, SupportsIndex):
             break
-        directory = _choose_step_directory(store, step)
+        directory = _choose_directory(store, options)
     place = store.at(directory) if directory else store
     cleanup.enter_context(lock_for_reading(place, MANIFEST))
     return directory, _find_manifest(place)
@@ -277,22 +289,22 @@ def _describe_missing(store: Store) -> str:
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
 
-def _choose_step_directory(store: Store, step: Choice) -> str:
+def _choose_directory(store: Store, options: OpenOptions) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
-    if step != "newest":
-        step = parse_choice(step)
+    step = parse_choice(options.step)
     try:
         names = store.list()
     except NotADirectoryError:
         names = []
     if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
         return step_directory(choose_step(store, step))
-    if step != "newest" and names:
+    if isinstance(step, Best):
         raise StateError(
             f"step={step!r}: {store} is not the root of a run, which has a directory for each "
             "step; to read a checkpoint itself, leave out step="
         )
-    return ""
+    has_file_names = options.spec is not None and options.spec.files is not None
+    return "" if has_file_names else find_foreign_directory(store, names, step)
 
 
 def raise_for_missing_root(store: Store) -> NoReturn:
@@ -317,22 +329,12 @@ def newest_foreign_step(root: Store) -> tuple[Store, str] | None:
     A checkpoint is a `.ckpt` file, or a directory or file that a training loop has numbered, such
     as `checkpoint-500` or `step10.pt`. The last number in the name is its step.
     """
-    numbered = [name for name in root.list() if _is_named_as_step(name)]
-    for name in sorted(numbered, key=_order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
+    numbered = [name for name in root.list() if is_named_as_step(name)]
+    for name in sorted(numbered, key=order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
         place = root.at(name)
         if formats := _formats_at(place, _names_at(place)):
             return place, formats
     return None
-
-
-def _is_named_as_step(name: str) -> bool:
-    has_number = _NUMBER.search(name) is not None and step_of_directory(name) is None
-    return has_number or name.endswith(".ckpt")
-
-
-def _order_of_step(name: str) -> tuple[int, str]:
-    numbers = _NUMBER.findall(name)
-    return int(numbers[-1]) if numbers else -1, name
 
 
 def _formats_at(store: Store, names: Sequence[str] | None) -> str:
@@ -345,6 +347,9 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
         return ""
     from shardwise.formats.opening import formats_at
 
+    with suppress(FormatError):  # a read of the checkpoint reports the error
+        directory = find_foreign_directory(store, names or (), "newest")
+        store = store.at(directory) if directory else store
     return formats_at(store)
 
 

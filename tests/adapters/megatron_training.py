@@ -116,15 +116,15 @@ def go_on(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     return found
 
 
-def save_buckets(case: dict[str, Any], place: str) -> dict[str, Any]:
-    """Train for two steps, save with Megatron-Core as `dp_reshardable`, and continue."""
+def save_with_megatron(case: dict[str, Any], place: str, sharding: str) -> dict[str, Any]:
+    """Train for two steps, save with Megatron-Core, and continue."""
     with built(case) as parts:
         chunks, optimizer, _ = parts
         train(*parts, range(2))
         of_model: dict[str, Any] = {}
         for number, chunk in enumerate(chunks):
             of_model[f"model{number}"] = unwrapped(chunk).sharded_state_dict()
-        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        metadata = {"distrib_optim_sharding_type": sharding} if sharding else {}
         of_optimizer = optimizer.sharded_state_dict(of_model, metadata=metadata)
         if dist.get_rank() == 0:
             Path(place).mkdir()
@@ -135,7 +135,7 @@ def save_buckets(case: dict[str, Any], place: str) -> dict[str, Any]:
     return found
 
 
-def resume_buckets(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
+def resume_of_megatron(case: dict[str, Any], place: str, again: str) -> dict[str, Any]:
     """Load such a checkpoint, save it as ours, and continue."""
     torch.manual_seed(8)
     with built(case) as parts:

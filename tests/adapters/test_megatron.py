@@ -329,11 +329,11 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
 ) -> None:
     """What Megatron-Core saved as `dp_reshardable`, in the same model parallelism."""
     case, place = BUCKETED[kind], str(tmp_path / "saved")
-    before = on_ranks(workers, 4, "save_buckets", case, place)
+    before = on_ranks(workers, 4, "save_with_megatron", case, place, "dp_reshardable")
     for world in (2, 4):
         again = str(tmp_path / f"on-{world}")
         stepped = {**case, "stepped": world // 4}
-        after = on_ranks(workers, world, "resume_buckets", stepped, place, again)
+        after = on_ranks(workers, world, "resume_of_megatron", stepped, place, again)
         wanted = before[0]["expected"]
         assert {*after[0]["expected"]} == {*wanted}
         for name, tensor in wanted.items():
@@ -343,4 +343,77 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
         assert losses[1] == pytest.approx(losses[0], abs=1e-5 if kind == "float32" else 1e-3)
     other = {**case, "tp": 1, "pp": 1, "ep": 1}
     with pytest.raises(GangError, match=r"saved as dp_reshardable.*, but this optimizer"):
-        on_ranks(workers, 2, "resume_buckets", other, place, str(tmp_path / "other"))
+        on_ranks(workers, 2, "resume_of_megatron", other, place, str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("sharding", ["fully_reshardable", ""])
+def test_chained_optimizers_of_experts_continue(
+    workers: HostedGang, tmp_path: Path, sharding: str
+) -> None:
+    """With expert parallelism, Megatron-Core writes the param groups as `{0: …, 1: …}`."""
+    case = {"bf16": True, "distributed": bool(sharding), **MOE}
+    place = str(tmp_path / "saved")
+    before = on_ranks(workers, 2, "save_with_megatron", {**case, "ep": 2}, place, sharding)
+    groups = sw.open(place)["optimizer.param_groups"]
+    kinds = {(g["value"]["is_expert_parallel"], g["value"]["weight_decay"]) for g in groups}
+    assert kinds == {(False, 0.01), (False, 0.0), (True, 0.01)}
+    for world, ep in ((1, 1), (4, 2)):
+        again, other = str(tmp_path / f"on-{world}"), {**case, "ep": ep, "stepped": ep - 1}
+        other["distributed"] = not sharding
+        after = on_ranks(workers, world, "resume_of_megatron", other, place, again)
+        for name, tensor in before[0]["expected"].items():
+            assert torch.equal(after[0]["expected"][name], tensor), name
+        lr = groups[0]["value"]["lr"]
+        for group in sw.open(again)["optimizer.param_groups"]:
+            assert (group["value"]["weight_decay"], group["value"]["lr"]) in {(0.01, lr), (0.0, lr)}
+            decays = [
+                not name.endswith(("norm.weight", "norm_weight")) for name in group["members"]
+            ]
+            assert {*decays} == {group["value"]["weight_decay"] > 0}
+        losses = [next(each["after"] for each in of if each["after"]) for of in (before, after)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_masters_that_contradict_their_weights_are_not_read(
+    workers: HostedGang, tmp_path: Path, bf16: bool
+) -> None:
+    """Megatron-Core 0.16.1 confuses masters if it pads its buckets; its weights are right."""
+    case = {"distributed": True, "bucket": 2000, "hidden": 20, "heads": 2, **LLAMA}
+    case |= {"bf16": bf16}
+    place = str(tmp_path / "saved")
+    before = on_ranks(workers, 2, "save_with_megatron", case, place, "fully_reshardable")
+    found = sw.open(place)
+    assert not [name for name in found if name.startswith(("module.", "optimizer."))]
+    (line,) = [line for line in found.left_out if line.startswith("optimizer.*: the master")]
+    assert "decoder.layers.0.mlp.linear_fc2.weight, " in line
+    weights = {
+        name.partition("|")[0]: tensor
+        for name, tensor in before[0]["expected"].items()
+        if name.endswith("|weight")
+    }
+    names = {new: old for old, new in RENAMED.items()}
+    target: dict[str, dict[str, torch.Tensor]] = {"model": {}}
+    for name in found:
+        if name.startswith("model."):
+            target["model"][name.removeprefix("model.")] = torch.zeros_like(found[name][...])
+    sw.load(place, target, only=["model.*"])
+    sw.export(place, tmp_path / "published", only=["model.*"])
+    published = sw.open(tmp_path / "published")
+    for key, tensor in target["model"].items():
+        own = next((key.replace(new, old) for new, old in names.items() if new in key), key)
+        assert torch.equal(tensor, weights.pop(own))
+        assert torch.equal(published[f"model.{key}"][...], tensor)
+    assert not weights
+    with pytest.raises(GangError, match="left out: the master weights of"):
+        on_ranks(workers, 1, "resume_of_megatron", case, place, str(tmp_path / "again"))
+
+
+def test_masters_of_padded_buckets_are_compared_wholly(workers: HostedGang, tmp_path: Path) -> None:
+    """Without several buckets, the same model is read with its masters and moments."""
+    case = {"distributed": True, "hidden": 20, "heads": 2, "bf16": True, **LLAMA}
+    place = str(tmp_path / "saved")
+    before = on_ranks(workers, 2, "save_with_megatron", case, place, "fully_reshardable")
+    after = on_ranks(workers, 1, "resume_of_megatron", case, place, str(tmp_path / "again"))
+    for name, tensor in before[0]["expected"].items():
+        assert torch.equal(after[0]["expected"][name], tensor), name

@@ -37,7 +37,11 @@ from tests.formats.comparing import assert_same
 from tests.multirank.models import Block, Model
 from tests.tools.gang import Gang
 
-KINDS = ("fsdp2", "fsdp2-hsdp", "tensors", "dtensors", "original", "hsdp", "hsdp-groups", "tied")
+KINDS = (
+    *("fsdp2", "fsdp2-hsdp", "tensors", "dtensors", "original", "hsdp", "hsdp-groups", "tied"),
+    "original-tied",
+)
+ON_ONE_RANK = ("tensors", "tied")
 FLAT = ("tensors", "dtensors", "hsdp", "hsdp-groups", "tied")
 WORLD = 4
 
@@ -48,14 +52,14 @@ def wrap(kind: str) -> nn.Module:
     """Return the model under FSDP2 or FSDP1, as verl and other trainers wrap it."""
     torch.manual_seed(0)
     model = Model()
-    shape = (2, 2) if "hsdp" in kind else (4,)
+    shape = (2, 2) if "hsdp" in kind else (dist.get_world_size(),)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
     if kind.startswith("fsdp2"):
         for block in model.blocks.values():
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    options: dict[str, Any] = {"use_orig_params": kind == "original"}
-    if kind == "tied":
+    options: dict[str, Any] = {"use_orig_params": "original" in kind}
+    if "tied" in kind:
         model.head.weight = model.embed.weight  # type: ignore[union-attr]
     if kind in ("dtensors", "hsdp"):
         options["device_mesh"] = mesh
@@ -80,9 +84,9 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def save_all(root: str) -> None:
+def save_all(root: str, kinds: tuple[str, ...]) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for kind in KINDS:
+    for kind in kinds:
         save(root, kind)
 
 
@@ -126,7 +130,8 @@ def save(root: str, kind: str) -> None:
 @pytest.fixture(scope="module")
 def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fsdp-ranks")
-    gang.run(save_all, str(root), world=WORLD)
+    gang.run(save_all, str(root), KINDS, world=WORLD)
+    gang.run(save_all, str(root / "one"), ON_ONE_RANK, world=1)
     return root
 
 
@@ -134,7 +139,7 @@ def place_of(saved: Path, kind: str) -> Path:
     return saved / kind / "global_step_8" / "actor"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(f"one/{kind}" for kind in ON_ONE_RANK)])
 def test_every_byte_is_read(saved: Path, kind: str) -> None:
     model, optimizer = torch.load(saved / f"{kind}.whole.pt")
     found = sw.open(place_of(saved, kind))
@@ -145,7 +150,7 @@ def test_every_byte_is_read(saved: Path, kind: str) -> None:
     assert sorted(tensors) == sorted(expected)
     for name, tensor in expected.items():
         assert_same(tensors[name][...], tensor)
-    assert (found.step, found.world_size) == (8, WORLD)
+    assert (found.step, found.world_size) == (8, 1 if kind.startswith("one/") else WORLD)
     assert found["scheduler"]["last_epoch"] == 2  # type: ignore[index]
     assert [line.partition(":")[0] for line in found.left_out] == [
         "huggingface/",

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -355,11 +356,21 @@ def resume_several(run: Run) -> None:
     for value, expected in zip(objects, saved, strict=True):
         torch.testing.assert_close(value.state_dict(), expected, rtol=0, atol=0)
     accelerator, objects = two_of_each(run, seed=1)
-    start = {"start_from": run.root / "stock"}
-    with sw.Checkpointer(run.root / "new", memory=None, save_at_end=False, **start) as checkpointer:
-        load_state(
-            accelerator, checkpointer, skip=["model_1.*", "optimizer_1.*", "rng", "accelerator.*"]
-        )
+    skip = ["model_1.*", "optimizer_1.*", "rng", "accelerator.*"]
+
+    def start(state: MutableMapping[str, Any]) -> sw.LoadReport:
+        return sw.load(run.root / "stock", state, step=5, skip=skip)
+
+    stock = run.root / "stock"  # without the step
+    with (
+        sw.Checkpointer(run.root / "unknown", memory=None, start_from=stock) as checkpointer,
+        pytest.raises(sw.StateError, match=r"start_from=.*step="),
+    ):
+        load_state(accelerator, checkpointer, skip=skip)
+    with sw.Checkpointer(
+        run.root / "new", memory=None, save_at_end=False, start_from=start
+    ) as checkpointer:
+        assert load_state(accelerator, checkpointer) == 5
     for index in (0, 2, 4, 5):
         torch.testing.assert_close(objects[index].state_dict(), saved[index], rtol=0, atol=0)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -43,7 +43,7 @@ from shardwise.engine.rounds import Round
 from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import OperationRecord, Recorder, Sink
-from shardwise.loading import State
+from shardwise.loading import LoadOptions, State
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
@@ -265,10 +265,6 @@ class Checkpointer:
                 self._saving.close()
                 self._release()
 
-    def _close_group(self) -> None:
-        if self._own_group is not None:
-            self._own_group.close()
-
     def _wait_at_exit(self) -> None:
         """Wait until this rank's saves are durable, and log failures; runs at process exit."""
         if self._closed:
@@ -279,7 +275,8 @@ class Checkpointer:
             log.error("a save to %s is not durable: %s", self._root, error)
 
     def _release(self) -> None:
-        self._close_group()
+        if self._own_group is not None:
+            self._own_group.close()
         if self._signals is not None:
             self._signals.stop()
 
@@ -403,17 +400,17 @@ class Checkpointer:
             CorruptionError: all checkpoints are damaged, or the selected one is. The state may be
                 partly written.
             MismatchError: checkpoint and state do not fit.
-            StateError: `step` is invalid, or `"best"` is given without `Keep(best=…)`.
+            StateError: `step` is invalid; or `start_from` has an optimizer, but not its step.
         """
         self._refuse_closed()
         options = self._settings
         recorder = Recorder(options.on_event, self._saver.make_watcher("restore", None))
         group = TimedGroup(self._group, recorder)
-        load = partial(
-            api.load, state=state, strict=strict, only=only, skip=skip, rename=rename,
-            cast=cast, spec=spec, read_once=read_once, allow_pickle=options.allow_pickle,
-            staging_bytes=options.staging_bytes, group=group, on_event=options.on_event,
-        )  # fmt: skip
+        how = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast, spec=spec,
+            read_once=read_once, allow_pickle=options.allow_pickle,
+            staging_bytes=options.staging_bytes)  # fmt: skip
+        load = partial(api.load_place, state=state, options=how, group=group,
+            on_event=options.on_event)  # fmt: skip
         self._saving.begin_restore()
         report, start_step = self._load_and_resume(step, state, load, recorder)
         with recorder.stage("rebuilding"):
@@ -454,7 +451,7 @@ class Checkpointer:
         self,
         step: Choice | Literal["best"],
         state: State,
-        load: Callable[[api.Place], LoadReport],
+        load: partial[LoadReport],
         recorder: Recorder,
     ) -> tuple[RestoreReport | None, int | None]:
         """Load a checkpoint, and record that the run is resumed from its step.
@@ -470,7 +467,9 @@ class Checkpointer:
             restored_step = start_step = report.step if report else None
             if report is None:
                 place = self._start_from
-                report, start_step = start(place, self._root, state, load, self._group)
+                how = replace(load.keywords["options"], needs_step=True)
+                start_load = partial(load, options=how)
+                report, start_step = start(place, self._root, state, start_load, self._group)
             self._saving.end_restore()
             with recorder.stage("rebuilding"):
                 self._saver.resume_from(restored_step)

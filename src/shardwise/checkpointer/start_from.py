@@ -11,7 +11,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointExistsError, StateError, add_note
-from shardwise.loading import State
+from shardwise.loading import State, refuse_unknown_step
 from shardwise.opening import newest_foreign_step
 from shardwise.ports.hooks import RestoreReport
 from shardwise.store import Store
@@ -37,7 +37,8 @@ def start(
 
     Raises:
         CheckpointExistsError: without `start_from`, the root has checkpoints of another library.
-        StateError: the function `start_from` did not return the report of `shardwise.load`.
+        StateError: the function `start_from` did not return the report of `shardwise.load`; or an
+            optimizer was loaded, and the step of the checkpoint is unknown.
     """
     if start_from is None:
         _refuse_foreign_steps(root, group)
@@ -50,6 +51,8 @@ def start(
                 f"start_from returned {loaded!r}: expected the report of sw.load; end the function "
                 "with `return sw.load(path, state)`"
             )
+        if loaded.step is None:  # `load` has refused this before it wrote anything; a function not
+            refuse_unknown_step(loaded.path, loaded.optimizers)
         has_optimizers = any(True for _ in torch_optimizers_in(state))
         continues = bool(loaded.optimizers) or not has_optimizers
         any_continues = all_ranks.all_reduce(continues, bool, any)

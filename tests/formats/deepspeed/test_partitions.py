@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import shardwise as sw
 from shardwise.errors import FormatError
 from shardwise.formats.readers.deepspeed.without_zero import assign_by_shape
 from shardwise.formats.readers.deepspeed.zero import (
@@ -85,3 +89,34 @@ def test_names_are_told_by_shapes_only_if_one_way_is_left() -> None:
     assert assign_by_shape(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
     assert assign_by_shape(parameters, [[(9,)]]) is None
     assert assign_by_shape(parameters, []) == []
+    whole: list[tuple[int, ...] | None] = [(2, 3), None, (4,), None, (2, 3)]
+    assert assign_by_shape(parameters, [whole]) == [["a", "frozen", "b", "c", "d"]]
+    assert assign_by_shape(parameters, [[(2, 3), None, (3,), None]]) is None  # frozen or b
+    assert assign_by_shape(parameters, [[None]]) is None
+
+
+def test_an_optimizer_over_frozen_parameters_is_read_without_zero(tmp_path: Path) -> None:
+    """Frozen parameters have no state. They are in the param group nevertheless."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.rand(4, 3)).square().sum().backward()
+    optimizer.step()
+    state = {"module": model.state_dict(), "buffer_names": [], "global_steps": 1}
+    state |= {"optimizer": optimizer.state_dict(), "dp_world_size": 1, "mp_world_size": 1}
+    (tmp_path / "global_step1").mkdir()
+    torch.save(state, tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("global_step1")
+    found = sw.open(tmp_path)
+    assert not [line for line in found.left_out if line.startswith("optimizer")]
+    fresh = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2))
+    fresh[1].requires_grad_(False)
+    again = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+    sw.load(tmp_path, {"model": fresh, "optimizer": again}, only=["model.*", "optimizer.*"])
+    assert again.param_groups[0]["lr"] == 0.25
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(again.state[other][key], value)
+        assert one.requires_grad or not again.state.get(other)

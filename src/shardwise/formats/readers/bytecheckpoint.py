@@ -10,7 +10,6 @@ from shardwise.formats.readers.dcp.reader import read_state
 
 PARTS = ("model", "optimizer")
 _EXTRA_STATE = re.compile(r"extra_state/extra_state_rank_(\d{1,7})\.pt")
-_STEP = re.compile(r"global_step_(\d{1,15})")
 
 
 def recognise(tree: FileTree) -> bool:
@@ -40,8 +39,6 @@ def read(tree: FileTree, builder: Builder) -> None:
         builder.left_out.append(
             f"extra_state of {len(ranks) - 1} ranks: only that of rank {ranks[0]} is read"
         )
-    step = _STEP.fullmatch(tree.name)
-    builder.step = int(step[1]) if step else None
 
 
 READER = Reader("ByteCheckpoint", recognise, read)

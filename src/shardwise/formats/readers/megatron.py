@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
+from operator import mul
 from typing import Any
+
+import torch
 
 from shardwise.formats.reader import (
     Builder,
+    FileRange,
     FileTree,
     FormatError,
     ParamGroup,
@@ -36,6 +41,7 @@ _OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+
 _OPTIMIZER_PREFIX = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MASTER_KEYS = ("fp32_param", "param")
 """Keys of master weights: of the mixed-precision optimizer, and of the distributed one."""
+_SAMPLED_BYTES, _FEWEST_SAMPLED, _MOST_BOXES = 2**24, 32, 64
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
@@ -76,6 +82,15 @@ def read(tree: FileTree, builder: Builder) -> None:
     recorded = metadata.extra_fields.get("mcore_data") or {}
     tensors = unflatten_optimizer(tensors, recorded, str(tree))
     tensors = unstack_layers(tensors, str(tree))
+    if wrong := find_wrong_masters(tree, tensors):
+        tensors = {name: t for name, t in tensors.items() if not _OPTIMIZER_STATE.fullmatch(name)}
+        builder.left_out.append(
+            f"optimizer.*: the master weights of {len(wrong)} parameters, such as "
+            f"{', '.join(wrong[:3])}, contradict the weights of the model in the same files, so "
+            "the moments are wrong as well: Megatron-Core 0.16 saves those of other parameters as "
+            "fully_reshardable if it pads its buckets. model.* has the weights of the model. Load "
+            "them with only=['model.*']; or save again without padding, or as dp_reshardable"
+        )
     parameters = _add_tensors(builder, tensors)
     _add_sharded_objects(builder, {k: value for k, value in values.items() if k != COMMON_ITEM})
     for key, value in common.items():
@@ -185,6 +200,83 @@ def unstack_layers(tensors: Mapping[str, StoredTensor], path: str) -> dict[str, 
     return unstacked
 
 
+def find_wrong_masters(tree: FileTree, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the parameters whose master weights contradict the weights of the model.
+
+    Elements at the beginning of each box of the masters are compared: all elements of a small
+    checkpoint, and at most `_SAMPLED_BYTES` of a large one. Rounding to the precision of the
+    weights, also to 8 bits, is no contradiction.
+    """
+    pairs = [
+        (match[2], master, tensors[match[2]])
+        for name, master in tensors.items()
+        if (match := _OPTIMIZER_STATE.fullmatch(name)) is not None
+        and match[1] in _MASTER_KEYS
+        and match[2] in tensors
+        and tensors[match[2]].shape == master.shape
+        and {master.dtype, tensors[match[2]].dtype} <= {"float32", "float16", "bfloat16"}
+    ]
+    boxes = sum(len(master.boxes) for _, master, _ in pairs)
+    longest = max(_FEWEST_SAMPLED, _SAMPLED_BYTES // (4 * max(boxes, 1)))
+    samples: list[tuple[str, StoredArray, StoredArray]] = []
+    for parameter, master, weights in pairs:
+        weights_at = dict(weights.boxes)
+        for offset, array in master.boxes:
+            candidates = [(offset, weights_at[offset])] if offset in weights_at else weights.boxes
+            runs = (_common_run(offset, array, *each, longest) for each in candidates[:_MOST_BOXES])
+            samples += [(parameter, *run) for run in runs if run is not None][:1]
+    arrays = {array for _, *pair in samples for array in pair}
+    by_file: dict[str, list[StoredArray]] = {}
+    for array in sorted(arrays, key=lambda array: array.start):
+        by_file.setdefault(array.file, []).append(array)
+
+    def read(file: FileRange) -> dict[StoredArray, torch.Tensor]:
+        ranges = [(a.start, a.shape[0] * a.itemsize) for a in by_file[file.name]]
+        return {
+            array: torch.frombuffer(bytearray(data), dtype=getattr(torch, array.dtype)).double()
+            for array, data in zip(by_file[file.name], file.read_ranges(ranges), strict=True)
+        }
+
+    values: dict[StoredArray, torch.Tensor] = {}
+    for found in tree.read_each(by_file, read).values():
+        values |= found
+    return list(dict.fromkeys(n for n, a, b in samples if _contradict(values[a], values[b])))
+
+
+def _common_run(
+    offset: tuple[int, ...],
+    array: StoredArray,
+    other_offset: tuple[int, ...],
+    other: StoredArray,
+    longest: int,
+) -> tuple[StoredArray, StoredArray] | None:
+    """Return the elements of two boxes that lie in a row from the offset of the first, or None."""
+    inner = tuple(a - b for a, b in zip(offset, other_offset, strict=True))
+    if any(not 0 <= at < n for at, n in zip(inner, other.shape, strict=True)) or 0 in array.shape:
+        return None
+    if array.shape == other.shape and _is_contiguous(array) and _is_contiguous(other):
+        count = prod(array.shape)
+    elif (array.stride[-1], other.stride[-1]) == (1, 1):
+        count = min(array.shape[-1], other.shape[-1] - inner[-1])
+    else:
+        count = 1
+    count = min(count, longest)
+    start = other.start + sum(map(mul, inner, other.stride)) * other.itemsize
+    return (
+        StoredArray.contiguous(array.file, array.start, array.dtype, (count,)),
+        StoredArray.contiguous(other.file, start, other.dtype, (count,)),
+    )
+
+
+def _is_contiguous(array: StoredArray) -> bool:
+    return array == StoredArray.contiguous(array.file, array.start, array.dtype, array.shape)
+
+
+def _contradict(masters: torch.Tensor, weights: torch.Tensor) -> bool:
+    size = weights.abs()
+    return bool(((masters - weights).abs() > size / 8 + size.max() / 64).any())
+
+
 def _read_common(tree: FileTree, builder: Builder, contents: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the state that all ranks share, from its file or its item.
 
@@ -258,50 +350,89 @@ def _add_param_groups(
     if not parameters:
         return
     optimizer = next((common[key] for key in ("optimizer", "optim") if key in common), None)
-    torch_optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    saved_groups = torch_optimizer.get(GROUPS) if isinstance(torch_optimizer, dict) else None
-    groups = _assign_to_groups(saved_groups, parameters) if isinstance(saved_groups, list) else None
+    saved_groups = _read_groups(optimizer)
+    groups = _assign_to_groups(saved_groups, parameters)
     if groups is None:
         builder.left_out.append(
             f"optimizer.{GROUPS}: the files do not say which parameters are in which group; set "
             f"its hyperparameters yourself, and load with skip=['optimizer.{GROUPS}']"
         )
+        steps = {repr(group.get("step")): group.get("step") for group in saved_groups}
+        step = steps.popitem()[1] if len(steps) == 1 else None
+        _add_steps(builder, [ParamGroup(tuple(parameters), {"step": step})])
         return
-    state = torch_optimizer.get("state") if isinstance(torch_optimizer, dict) else None
+    _add_steps(builder, groups)
+    plain = [
+        ParamGroup(
+            group.names,
+            {k: v for k, v in group.hyperparameters.items() if not isinstance(v, StoredArray)},
+        )
+        for group in groups
+    ]
+    builder.add_groups(plain, f"optimizer.{GROUPS}")
+
+
+def _read_groups(optimizer: object) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer, or of all optimizers in a chain.
+
+    Megatron-Core chains an optimizer of dense parameters and one of experts, for example. Its state
+    is then `{0: …, 1: …}`. A step count that a whole optimizer has becomes that of its groups.
+    """
+    if isinstance(optimizer, dict) and optimizer and all(type(key) is int for key in optimizer):
+        optimizer = [optimizer[key] for key in sorted(optimizer)]
+    if isinstance(optimizer, list):
+        return [group for each in optimizer for group in _read_groups(each)]
+    torch_optimizer = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    if not isinstance(torch_optimizer, dict):
+        return []
+    state, groups = torch_optimizer.get("state"), torch_optimizer.get(GROUPS)
     common_step = state.get("common_step") if isinstance(state, dict) else None
+    return [
+        group if "step" in group or common_step is None else {**group, "step": common_step}
+        for group in (groups if isinstance(groups, list) else ())
+        if isinstance(group, dict)
+    ]
+
+
+def _add_steps(builder: Builder, groups: Sequence[ParamGroup]) -> None:
     for group in groups:
-        step = group.hyperparameters.get("step", common_step)
+        step = group.hyperparameters.get("step")
         for name in group.names:
             if isinstance(step, StoredArray):
                 builder.add_array(f"optimizer.{name}.step", step)
             elif isinstance(step, (int, float)):
                 builder.add_number(f"optimizer.{name}.step", step)
-    builder.add_groups(groups, f"optimizer.{GROUPS}")
 
 
 def _assign_to_groups(
-    saved_groups: Sequence[Any], parameters: Mapping[str, tuple[int, ...]]
+    saved_groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, tuple[int, ...]]
 ) -> list[ParamGroup] | None:
     """Assign parameters to groups by Megatron-Core's default rule; None if it is not sufficient.
 
     Biases and one-dimensional parameters have no weight decay; experts have separate groups.
     """
-    group_by_key: dict[tuple[bool, bool], dict[str, Any]] = {}
+    group_by_key: dict[tuple[bool, bool], Mapping[str, Any]] = {}
     for group in saved_groups:
-        if not isinstance(group, dict) or group.get("is_decoupled_lr"):
+        if group.get("is_decoupled_lr"):
             return None
         group_key = group.get("wd_mult") == 0, bool(group.get("is_expert_parallel"))
-        if group_key in group_by_key:
+        # Optimizers of several chunks of the model have the same groups.
+        if _settings(group_by_key.setdefault(group_key, group)) != _settings(group):
             return None
-        group_by_key[group_key] = group
     has_experts = any(of_experts for _, of_experts in group_by_key)
     names: dict[tuple[bool, bool], list[str]] = {group_key: [] for group_key in group_by_key}
     for name, shape in parameters.items():
+        of_expert = has_experts and ".experts." in name
         without_decay = len(shape) == 1 or name.endswith(".bias")
-        group_key = without_decay and len(group_by_key) > 1, has_experts and ".experts." in name
+        divided = {(False, of_expert), (True, of_expert)} <= names.keys()
+        group_key = without_decay if divided else (True, of_expert) in names, of_expert
         if group_key not in names:
             return None
         names[group_key].append(name)
     return [
         ParamGroup(tuple(members), group_by_key[group_key]) for group_key, members in names.items()
     ]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

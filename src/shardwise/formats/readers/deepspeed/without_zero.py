@@ -76,7 +76,7 @@ def _infer_group_names(
     optimizer: OptimizerState, parameters: Mapping[str, Shape]
 ) -> list[list[str]] | None:
     """Return the names in each param group, if the shapes determine them."""
-    groups: list[list[Shape]] = [[] for _ in optimizer.hyperparameters or ()]
+    groups: list[list[Shape | None]] = [[] for _ in optimizer.hyperparameters or ()]
     if optimizer.partition_counts:
         size = sum(math.prod(shape) for shape in parameters.values())
         has_all = [master.shape for master in optimizer.masters] == [(size,)]
@@ -87,9 +87,8 @@ def _infer_group_names(
         shapes = [array.shape for array in state.values() if isinstance(array, StoredArray)]
         if optimizer.masters:
             shapes = [optimizer.masters[index].shape]
-        if not shapes:
-            return None
-        groups[group].append(max(shapes, key=len))
+        # A frozen parameter has no state. The order of the others tells which one it is.
+        groups[group].append(max(shapes, key=len) if shapes else None)
     return assign_by_shape(list(parameters.items()), groups)
 
 
@@ -128,7 +127,7 @@ def _add_parameters(
 
 
 def assign_by_shape(
-    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape]]
+    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]
 ) -> list[list[str]] | None:
     """Return the names of the members of groups, if their shapes allow exactly one assignment.
 
@@ -137,7 +136,7 @@ def assign_by_shape(
 
     Args:
         parameters: the name and the shape of each parameter, in the module's order.
-        groups: the shapes of the members of each group.
+        groups: the shapes of the members of each group; None for a member of any shape.
 
     Returns:
         The names in each group; None if there is no assignment, or more than one.
@@ -165,7 +164,7 @@ def assign_by_shape(
             continue  # in no group
         for index, group in enumerate(groups):
             longer = (*prefix[:index], prefix[index] + 1, *prefix[index + 1 :])
-            if ways_after.get(longer) and group[prefix[index]] == shape:
+            if ways_after.get(longer) and group[prefix[index]] in (shape, None):
                 names[index].append(name)
                 prefix = longer
                 break
@@ -173,10 +172,10 @@ def assign_by_shape(
 
 
 def _prefixes_before(
-    prefix: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape]]
+    prefix: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape | None]]
 ) -> Iterator[tuple[int, ...]]:
     """Yield the prefixes from which a parameter of this shape leads to `prefix`."""
     yield prefix
     for index, count in enumerate(prefix):
-        if count and groups[index][count - 1] == shape:
+        if count and groups[index][count - 1] in (shape, None):
             yield (*prefix[:index], count - 1, *prefix[index + 1 :])

@@ -7,6 +7,7 @@ a parameter, and each rank has a range of the flattened parameter, which may be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,6 +22,8 @@ from shardwise.formats.reader import (
 from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
+_MOST_CANDIDATES = 64
+_NUMBER = re.compile(r"\d+")
 
 
 class UnknownLayoutError(Exception):
@@ -96,19 +99,45 @@ def convert_flat_optimizers(
     parameters = _find_parameters(models)
     entry_count = len(optimizers[0][GROUPS][0][PARAMS])
     tied = _find_tied(models, parameters, builder)
-    for candidates in (parameters, parameters.without(tied)) if tied else (parameters,):
-        is_by_parameter = entry_count == len(candidates.names)
+    candidates = [parameters, parameters.without(tied)] if tied else [parameters]
+    found, problem = _find_entries(candidates, optimizers)
+    if not found and len(models) == 1:  # its plain tensors may be buffers
+        kinds: dict[str, set[str]] = {}
+        for name in parameters.names:
+            kinds.setdefault(_NUMBER.sub("*", name), set()).add(name)
+        candidates = [each.without(names) for each in candidates for names in kinds.values()]
+        found, _ = _find_entries(candidates[:_MOST_CANDIDATES], optimizers)
+        found = found if len(found) == 1 else []
+    if not found:
+        raise problem or UnknownLayoutError(
+            f"the {entry_count} flat parameters do not fit the {len(parameters.names)} parameters "
+            "of the model in exactly one way"
+        )
+    chosen, entries = found[0]
+    return [
+        _convert(optimizer, chosen, shard, entries)
+        for optimizer, shard in zip(optimizers, chosen.shard_of_rank, strict=True)
+    ]
+
+
+def _find_entries(
+    candidates: Sequence[_Parameters], optimizers: Sequence[Mapping[str, Any]]
+) -> tuple[list[tuple[_Parameters, _Entries]], UnknownLayoutError | None]:
+    """Return the sets of parameters that the entries fit; and why another one does not fit."""
+    entry_count = len(optimizers[0][GROUPS][0][PARAMS])
+    found: list[tuple[_Parameters, _Entries]] = []
+    problem: UnknownLayoutError | None = None
+    for parameters in candidates:
+        is_by_parameter = entry_count == len(parameters.names)
         find = _entries_of_parameters if is_by_parameter else _entries_of_flat_parameters
-        entries = find(candidates, optimizers)
+        try:
+            entries = find(parameters, optimizers)
+        except UnknownLayoutError as error:  # the optimizer may count tied parameters once
+            problem = error
+            continue
         if entries is not None:
-            return [
-                _convert(optimizer, candidates, shard, entries)
-                for optimizer, shard in zip(optimizers, candidates.shard_of_rank, strict=True)
-            ]
-    raise UnknownLayoutError(
-        f"the {entry_count} flat parameters do not fit the {len(parameters.names)} parameters of "
-        "the model in exactly one way"
-    )
+            found.append((parameters, entries))
+    return found, problem
 
 
 def _is_optimizer(state: Mapping[str, Any]) -> bool:
@@ -132,8 +161,14 @@ def _is_flat(value: object) -> bool:
 
 
 def _find_parameters(models: Sequence[Mapping[str, Any]]) -> _Parameters:
-    """Return the parameters, which are the sharded tensors: buffers are plain tensors."""
+    """Return the parameters, which are the sharded tensors: buffers are plain tensors.
+
+    On one rank, FSDP1 does not shard, and all tensors are plain.
+    """
     parts = {name: value for name, value in models[0].items() if isinstance(value, StoredPart)}
+    if not parts and len(models) == 1:
+        whole = {n: value for n, value in models[0].items() if isinstance(value, StoredArray)}
+        return _Parameters(tuple(whole), tuple(each.shape for each in whole.values()), (0,), 1)
     if not parts:
         raise UnknownLayoutError("the model's files have no sharded tensors")
     shards: list[int] = []
@@ -178,10 +213,15 @@ def _find_tied(
     return tied
 
 
-def _have_equal_first_elements(one: StoredPart, other: StoredPart, builder: Builder) -> bool:
-    return [box.shape for _, box in one.boxes] == [box.shape for _, box in other.boxes] and all(
-        builder.have_equal_first_elements(a, b)
-        for (_, a), (_, b) in zip(one.boxes, other.boxes, strict=True)
+def _have_equal_first_elements(
+    one: StoredPart | StoredArray, other: StoredPart | StoredArray, builder: Builder
+) -> bool:
+    arrays = [
+        [each] if isinstance(each, StoredArray) else [array for _, array in each.boxes]
+        for each in (one, other)
+    ]
+    return [array.shape for array in arrays[0]] == [array.shape for array in arrays[1]] and all(
+        builder.have_equal_first_elements(a, b) for a, b in zip(*arrays, strict=True)
     )
 
 

@@ -20,7 +20,6 @@ _FILE = re.compile(
 )
 MOST_RANKS = 1 << 17
 _MOST_LINES = 4
-_STEP = re.compile(r"(?:^|/)global_step_(\d{1,15})(?:/|$)")
 _STATE_KEYS = {MODEL: "model", OPTIMIZER: "optimizer", EXTRA_STATE: "extra_state"}
 _SCHEDULER, _RANDOM_STATE = "lr_scheduler", "rng"
 _PUBLISHED = "huggingface/"
@@ -67,7 +66,7 @@ def read(tree: FileTree, builder: Builder) -> None:
             for name, value in zip(files[kind], its_values, strict=True)
         ]
     )
-    builder.step, builder.world_size = _find_step(tree), max(map(len, files.values()))
+    builder.world_size = max(map(len, files.values()))
 
 
 READER = Reader("FSDP files of each rank (verl)", recognise, read, overrides=("torch-ranks",))
@@ -158,11 +157,3 @@ def _list_left_out(tree: FileTree, known: Collection[str]) -> list[str]:
             f"{published[0].removeprefix(_PUBLISHED)}"
         )
     return lines[:_MOST_LINES]
-
-
-def _find_step(tree: FileTree) -> int | None:
-    """Return the step, which verl writes into the path: `global_step_8/actor`."""
-    for place in (tree.name, tree.parent.rstrip("/").rpartition("/")[2]):
-        if (match := _STEP.search(place)) is not None:
-            return int(match[1])
-    return None
