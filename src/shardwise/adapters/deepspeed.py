@@ -67,6 +67,8 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
 class DeepSpeedOptimizerBinding(OptimizerBinding):
     """One of DeepSpeed's optimizers, which wrap a torch optimizer."""
 
+    is_inside_framework = True
+
     def __init__(self, name: str, optimizer: Any, context: Context) -> None:
         torch_optimizer = _torch_optimizer_of(optimizer)
         if torch_optimizer is None:

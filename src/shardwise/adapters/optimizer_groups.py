@@ -17,6 +17,8 @@ from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
 STEP = "step"
+OTHER_KEYS = "other_keys"
+"""The key in checkpoints under which a dict has the state whose keys are not plain names."""
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 """Keys of a param group that are not hyperparameters."""
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
@@ -31,9 +33,13 @@ class Group:
         optimizer: the optimizer.
         settings: the group itself, an item of `optimizer.param_groups`.
         parameters: its parameters.
+        states: the state of each parameter. Default: the state of the optimizer.
+        owned: the ids of the parameters that have state here. Default: all may have.
 
     Attributes:
         names: the names of all original parameters, each of them once.
+        states: the state of each parameter.
+        with_state: those of the parameters that may have state here.
         steps_are_in: where the optimizer counts its steps. torch's optimizers have a tensor for
             each parameter, DeepSpeed's an integer for each parameter, and those of Apex a number
             for each param group.
@@ -45,26 +51,26 @@ class Group:
         optimizer: Optimizer,
         settings: MutableMapping[str, Any],
         parameters: Sequence[Parameter],
+        states: MutableMapping[torch.Tensor, Any] | None = None,
+        owned: Collection[int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
         self.parameters = parameters
+        self.states = optimizer.state if states is None else states
+        self.with_state = [p for p in parameters if owned is None or id(p.tensor) in owned]
         names: dict[str, None] = {}
         for parameter in parameters:
             names.update(dict.fromkeys(parameter.names))
         self.names = tuple(names)
-        self.steps_are_in: Literal["tensors", "integers", "groups"] = "tensors"
         self.other_keys: Collection[str] = NOT_HYPERPARAMETERS
-        module = type(optimizer).__module__
-        if module.startswith("deepspeed.ops."):
-            self.steps_are_in = "integers"
-        elif module.startswith(("transformer_engine.", "apex.")):
-            self.steps_are_in = "groups"
+        self.steps_are_in = steps_are_in(optimizer)
+        if self.steps_are_in == "groups":
             self.other_keys = (*NOT_HYPERPARAMETERS, STEP)
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, object]:
         """Return the state of a parameter by dotted keys, with the step count as a tensor."""
-        state = dict(flatten_keys(self.optimizer.state.get(parameter, {})))
+        state = dict(flatten_keys(_with_plain_keys(self.states.get(parameter, {}))))
         if state and self.steps_are_in != "tensors":
             counters = state if self.steps_are_in == "integers" else self.settings
             count = counters.get(STEP)
@@ -83,7 +89,17 @@ class Group:
             self.settings[STEP] = (
                 current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
             )
-        self.optimizer.state[parameter] = nest_keys(state)
+        nested = nest_keys(state)
+        others = nested.pop(OTHER_KEYS, None)
+        self.states[parameter] = nested | others if isinstance(others, dict) else nested
+
+
+def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
+    """Return where an optimizer counts its steps; see `Group`."""
+    module = type(optimizer).__module__
+    if module.startswith("deepspeed.ops."):
+        return "integers"
+    return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
 
 def hyperparameters_of(
@@ -97,13 +113,29 @@ def hyperparameters_of(
 
 
 def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested dicts with dotted keys."""
+    """Yield the values of nested dicts with dotted keys.
+
+    A nested dict with other keys than plain names is one value.
+    """
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
+        if isinstance(value, Mapping) and value and name != OTHER_KEYS and all(map(_is_plain, value)):
             yield from flatten_keys(value, f"{name}.")
         else:
             yield name, value
+
+
+def _is_plain(key: object) -> bool:
+    return type(key) is str and key != "" and "." not in key
+
+
+def _with_plain_keys(state: Mapping[Any, object]) -> Mapping[str, object]:
+    """Return a parameter's state, with one dict for all state whose keys are not plain names."""
+    others = {k: v for k, v in state.items() if not _is_plain(k) or k == OTHER_KEYS}
+    if not others:
+        return state
+    plain = {key: value for key, value in state.items() if key not in others}
+    return plain | {OTHER_KEYS: others}
 
 
 def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:

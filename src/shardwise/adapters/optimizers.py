@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from shardwise.adapters.optimizer_groups import (
     find_prefix_problems,
     hyperparameters_of,
     settings_by_member,
+    steps_are_in,
 )
-from shardwise.adapters.values import missing_inside, tensors_inside
+from shardwise.adapters.optimizer_views import View, steps_of, view_of
+from shardwise.adapters.values import ComparedBinding, missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.ports.binding import Binding, Context
@@ -27,20 +29,31 @@ from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.tensors import Parameter, tensor_of_array
 
+SHARED, ENTRIES = "shared_state", "entries"
+"""The names below an optimizer's for state that belongs to no single parameter, and for what its
+`state_dict` returns besides state and param groups."""
+
 
 class OptimizerBinding(Binding):
     """One optimizer, or several that share the parameters of a model."""
 
     kind = "optimizer"
+    is_inside_framework: ClassVar[bool] = False
+    """Whether a framework holds the optimizer, and its state is read from attributes only."""
 
     def __init__(self, name: str, optimizers: Sequence[Optimizer], context: Context) -> None:
         self.name = name
-        self.optimizers = optimizers
+        self.optimizers = [step for each in optimizers for step in steps_of(each)]
+        self._given = optimizers
         self._bindings = context.bindings
         self._allow_pickle = context.allow_pickle
         self._groups_name = f"{name}.{GROUPS}"
-        # What `targets` leaves to `restore`: the groups, each parameter's state and whether the
-        # optimizer lacks some of it, the saved hyperparameters, and new tensors inside values.
+        self._views: list[View] = []
+        # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
+        # parameter's state and whether the optimizer lacks some of it, the saved hyperparameters,
+        # and new tensors inside values.
+        self._others: list[ComparedBinding] = []
+        self._removed: list[ComparedBinding] = []
         self._groups: Sequence[Group] = ()
         self._states: list[tuple[Group, Parameter, dict[str, object], bool]] = []
         self._settings: Mapping[str, JsonValue] = {}
@@ -51,7 +64,7 @@ class OptimizerBinding(Binding):
         local_state = LocalState()
         groups = self.find_groups()
         for group in groups:
-            for parameter in group.parameters:
+            for parameter in group.with_state:
                 if parameter.is_copy:
                     continue
                 is_empty = parameter.is_empty
@@ -66,6 +79,9 @@ class OptimizerBinding(Binding):
             value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
             grouped.append((group.names, value))
         local_state.grouped[self._groups_name] = grouped
+        for other in self._other_values():
+            if other.value:
+                local_state.add(other.local_state())
         return local_state
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
@@ -76,7 +92,7 @@ class OptimizerBinding(Binding):
         local_state, values = LocalState(), LocalState()
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
         for group in self._groups:
-            for parameter in group.parameters:
+            for parameter in group.with_state:
                 prefix = f"{self.name}.{parameter.representative_name}"
                 current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
@@ -100,6 +116,10 @@ class OptimizerBinding(Binding):
             local_state.problems += problems
         selected = selection.select_from(local_state)
         selected.add(values)
+        self._removed = []
+        self._others = self._others_to_load(saved, selection)
+        for other in self._others:
+            selected.add(other.targets(saved, selection))
         return selected
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
@@ -115,22 +135,28 @@ class OptimizerBinding(Binding):
                     )
             if plain_state or is_new:
                 group.write_state(parameter.tensor, state | plain_state)
-            if not group.optimizer.state.get(parameter.tensor):
-                group.optimizer.state.pop(parameter.tensor, None)
+            if not group.states.get(parameter.tensor):
+                group.states.pop(parameter.tensor, None)
         for group in self._groups:
             if group.steps_are_in == "groups" and not any(
-                group.optimizer.state.get(each.tensor) for each in group.parameters
+                group.states.get(each.tensor) for each in group.parameters
             ):
                 group.settings.pop(STEP, None)
             if self._groups_name in values and group.names:
                 self._set_hyperparameters(group)
+        for other in self._others:
+            other.restore(values)
+        for other in self._removed:
+            other.set_value({})
+        for view in self._views:
+            view.finish()
 
     def parameter_order(self) -> ParameterOrder | None:
         """Return the names and shapes of the parameters of each group.
 
         Return None if there are several optimizers or flattened parameters: their order is unknown.
         """
-        groups = self.find_groups() if len(self.optimizers) == 1 else []
+        groups = self.find_groups() if len(self._given) == 1 else []
         if any(len(parameter.flat) > 1 for group in groups for parameter in group.parameters):
             return None
         return [[each.name_and_shape for each in group.parameters] for group in groups] or None
@@ -142,8 +168,12 @@ class OptimizerBinding(Binding):
         otherwise.
         """
         ids: set[int] = set()
-        for optimizer in self.optimizers:
-            for settings in optimizer.param_groups:
+        self._views = []
+        for optimizer in self._given:
+            simple = self.is_inside_framework or steps_are_in(optimizer) != "tensors"
+            view = view_of(self.name, optimizer, simple=simple)
+            self._views.append(view)
+            for settings in view.groups:
                 if not isinstance(settings["params"], list):
                     raise StateError(
                         f"{self.name}: the entry 'params' of a param group is a "
@@ -161,8 +191,8 @@ class OptimizerBinding(Binding):
             for key, parameter in of_module.items():
                 parameters[key] = parameter if len(found) == 1 else parameter.add_prefix(module)
         groups = []
-        for optimizer in self.optimizers:
-            for settings in optimizer.param_groups:
+        for view in self._views:
+            for settings in view.groups:
                 members = []
                 for tensor in settings["params"]:
                     if id(tensor) not in parameters:
@@ -173,8 +203,40 @@ class OptimizerBinding(Binding):
                             "optimizer after all that replaces parameters, such as fully_shard"
                         )
                     members.append(parameters[id(tensor)])
-                groups.append(Group(optimizer, settings, members))
+                groups.append(Group(view.optimizer, settings, members, view.states, view.owned))
+            if not self.is_inside_framework:
+                view.refuse_stray_state()
         return groups
+
+    def _other_values(self) -> Iterator[ComparedBinding]:
+        """Yield the bindings of what belongs to no single parameter."""
+        for index, view in enumerate(self._views):
+            suffix = f".{index}" if len(self._views) > 1 else ""
+            tensors = (tensor for group in view.optimizer.param_groups for tensor in group["params"])
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            found = [(SHARED, view.shared, view.set_shared)]
+            if view.entries is not None:
+                found.append((ENTRIES, view.entries, view.set_entries))
+            for key, value, set_value in found:
+                name = f"{self.name}.{key}{suffix}"
+                yield ComparedBinding(
+                    name, value, set_value, device, allow_pickle=self._allow_pickle
+                )
+
+    def _others_to_load(self, saved: SavedNames, selection: Selection) -> list[ComparedBinding]:
+        """Return those that the target or the checkpoint have.
+
+        If the checkpoint is from before the first step, `restore` removes shared state.
+        """
+        found = []
+        is_trained = any(not key.startswith(GROUPS) for key in saved.names_below(self.name))
+        for each in self._other_values():
+            is_state = not each.name.startswith(f"{self.name}.{ENTRIES}")
+            if saved.has_object(each.name) or (each.value and (is_trained or not is_state)):
+                found.append(each)
+            elif each.value and selection.selects(each.name):
+                self._removed.append(each)
+        return found
 
     def _add_value(
         self, local_state: LocalState, parameter: Parameter, key: str, value: object
