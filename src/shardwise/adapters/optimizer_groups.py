@@ -119,7 +119,12 @@ def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple
     """
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name != OTHER_KEYS and all(map(_is_plain, value)):
+        if (
+            isinstance(value, Mapping)
+            and value
+            and name != OTHER_KEYS
+            and all(map(_is_plain, value))
+        ):
             yield from flatten_keys(value, f"{name}.")
         else:
             yield name, value
@@ -212,7 +217,7 @@ def find_group_problems(
                 break
         saved = settings[members[0]] if members else {}
         saved_keys = set(saved if isinstance(saved, dict) else ())
-        lacking = group.optimizer.defaults.keys() - saved_keys - _DEEPSPEED_KEYS
+        lacking = getattr(group.optimizer, "defaults", {}).keys() - saved_keys - _DEEPSPEED_KEYS
         if not lacking:
             continue
         current_keys = set().union(*group.optimizer.param_groups)

@@ -47,9 +47,10 @@ class View:
         self.name = name
         self.optimizer = optimizer
         self.states: _States = optimizer.state
-        self.groups: Sequence[MutableMapping[str, Any]] = optimizer.param_groups
+        self.groups = groups_of(optimizer)
         self.entries: dict[str, object] | None = None
         self.owned: set[int] | None = None
+        self.shared: dict[Any, Any]
         self.shared = {k: v for k, v in self.states.items() if not isinstance(k, torch.Tensor)}
 
     def refuse_stray_state(self) -> None:
@@ -98,7 +99,7 @@ class _DictView(View):
         self.states, self.groups, self.shared = {}, [], {}
         if self.is_standard:
             states = entries.pop(STATE)
-            for group, saved in zip(optimizer.param_groups, entries.pop(GROUPS), strict=True):
+            for group, saved in zip(groups_of(optimizer), entries.pop(GROUPS), strict=True):
                 self.groups.append({**saved, PARAMS: group[PARAMS]})
             self.states = {
                 tensor: states[key] for tensor, key in self._ids.items() if key in states
@@ -109,7 +110,7 @@ class _DictView(View):
 
     def _find_ids(self) -> bool:
         """Find the keys of the parameters, and return whether the dict is as that of torch."""
-        saved, groups = self._found.get(GROUPS), self.optimizer.param_groups
+        saved, groups = self._found.get(GROUPS), groups_of(self.optimizer)
         if not isinstance(self._found.get(STATE), Mapping) or not isinstance(saved, list):
             return False
         if len(saved) != len(groups) or not all(isinstance(each, Mapping) for each in saved):
@@ -143,7 +144,7 @@ class _DictView(View):
             ]
         with user_code(self.name, "load_state_dict()"):
             self.optimizer.load_state_dict(new)
-        live: _States = self.optimizer.state
+        live: _States = _state_of(self.optimizer) or {}
         pairs = [(own, live[t]) for t, own in self.states.items() if live.get(t)]
         if any(_is_converted(own, current) for own, current in pairs):
             again = _DictView(self.name, self.optimizer)
@@ -275,16 +276,16 @@ def view_of(name: str, optimizer: Optimizer, *, simple: bool = False) -> View:
     inner = inner_optimizers(optimizer)
     if is_instance(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
         views = [view_of(name, each) for each in inner]
-        return _WrapperView(_ZeroView(name, optimizer), views, wins=True) if views else (
-            View(name, optimizer)
+        return (
+            _WrapperView(_ZeroView(name, optimizer), views, wins=True)
+            if views
+            else (View(name, optimizer))
         )
+    if is_instance(optimizer, "torch.distributed.optim", "_NamedOptimizer") and inner:
+        return view_of(name, inner[0])  # whose state cannot be loaded before the first step
     own = _DictView(name, optimizer) if _has_own_methods(optimizer) else View(name, optimizer)
-    shares = [each for each in inner if each.state is optimizer.state]
-    hidden = [each for each in inner if each.state is not optimizer.state]
+    hidden = [each for each in inner if _state_of(each) is not _state_of(optimizer)]
     if _overrides(optimizer, "state_dict"):
-        is_passed_on = isinstance(own, _DictView) and own.is_standard and not own.entries
-        if len(shares) == len(inner) == 1 and is_passed_on:
-            return view_of(name, shares[0])
         _refuse_left_out(own, hidden)
     elif hidden:
         return _WrapperView(own, [view_of(name, each) for each in hidden], wins=False)
@@ -314,7 +315,7 @@ def steps_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers in the attributes of another one that step the same parameters."""
-    own = {id(t) for t in _parameters_of(optimizer.param_groups)}
+    own = {id(t) for t in _parameters_of(groups_of(optimizer))}
     found: dict[int, Optimizer] = {}
     seen: set[int] = {id(optimizer)}
     level = [value for key, value in vars(optimizer).items() if key not in (STATE, GROUPS)]
@@ -325,8 +326,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
                 continue
             seen.add(id(value))
             if isinstance(value, Optimizer):
-                groups = getattr(value, GROUPS, ())
-                if not own or any(id(t) in own for t in _parameters_of(groups)):
+                if not own or any(id(t) in own for t in _parameters_of(groups_of(value))):
                     found[id(value)] = value
             elif isinstance(value, Mapping):
                 below += value.values()
@@ -365,13 +365,22 @@ def _refuse_left_out(view: View, hidden: Iterable[Optimizer]) -> None:
     returned = [each for value in values for each in _tensors_in(value)]
     kinds = Counter((each.dtype, each.shape) for each in returned)
     for inner in hidden:
-        kinds_inside = Counter((t.dtype, t.shape) for t in _tensors_in(inner.state))
+        kinds_inside = Counter((t.dtype, t.shape) for t in _tensors_in(_state_of(inner)))
         if kinds_inside - kinds:
             raise StateError(
                 f"{view.name}: the state_dict() of this {type(view.optimizer).__name__} leaves out "
                 f"the state of the {type(inner).__name__} inside it: put the inner optimizer into "
                 "the state, or mend state_dict()"
             )
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer. Some wrappers have none."""
+    return getattr(optimizer, GROUPS, [])
+
+
+def _state_of(optimizer: Optimizer) -> Any:
+    return getattr(optimizer, STATE, None)
 
 
 def _parameters_of(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from shardwise.adapters.optimizer_groups import (
     settings_by_member,
     steps_are_in,
 )
-from shardwise.adapters.optimizer_views import View, steps_of, view_of
+from shardwise.adapters.optimizer_views import View, groups_of, steps_of, view_of
 from shardwise.adapters.values import ComparedBinding, missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
@@ -212,7 +212,7 @@ class OptimizerBinding(Binding):
         """Yield the bindings of what belongs to no single parameter."""
         for index, view in enumerate(self._views):
             suffix = f".{index}" if len(self._views) > 1 else ""
-            tensors = (tensor for group in view.optimizer.param_groups for tensor in group["params"])
+            tensors = (tensor for group in groups_of(view.optimizer) for tensor in group["params"])
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             found = [(SHARED, view.shared, view.set_shared)]
             if view.entries is not None:

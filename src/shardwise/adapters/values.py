@@ -80,7 +80,8 @@ class ObjectBinding(Binding):
         """
         local_state = self.local_state()
         if not saved.has_object(self.name):
-            return selection.select_from(local_state)
+            names = [*local_state.names()]
+            return local_state if selection.selects(*names) else LocalState(unselected=names)
         inside = tensors_inside(self.name, saved)
         if not selection.selects(self.name, *inside):
             return LocalState(unselected=[self.name, *inside])
