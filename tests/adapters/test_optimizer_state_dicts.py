@@ -128,7 +128,7 @@ class Derived(optim.SGD):
         self.total = float(sum(each.abs().sum() for each in buffers))
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._sum()
 
 
@@ -197,7 +197,8 @@ def test_several_optimizers_keep_their_own(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    first, second = model(), model()
+    first: Any = model()
+    second: Any = model()
     plain, other = optim.AdamW(first.parameters()), Overriding(second.parameters())
     train(first, plain, 1)
     sw.save(tmp_path, {"model": first, "optimizer": plain})
@@ -215,7 +216,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["x", 5])
 def test_values_that_cannot_be_saved_are_named(tmp_path: Path, key: Any) -> None:
-    module = model()
+    module: Any = model()
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     optimizer.state[key] = object()
     with pytest.raises(sw.StateError, match=rf"optimizer\.shared_state\.{key}: "):
@@ -229,7 +230,7 @@ def test_values_that_cannot_be_saved_are_named(tmp_path: Path, key: Any) -> None
 
 
 def test_state_of_tensors_in_no_group_is_refused(tmp_path: Path) -> None:
-    module = model()
+    module: Any = model()
     optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     train(module, optimizer, 1)
     del optimizer.param_groups[0]["params"][1]
@@ -257,7 +258,7 @@ def test_moments_in_use_keep_their_dtype(tmp_path: Path) -> None:
 
 def share(place: str, differ: bool) -> None:
     torch.manual_seed(0)
-    module = fully_shard(nn.Linear(8, 8, bias=False))
+    module: Any = fully_shard(nn.Linear(8, 8, bias=False))
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     (weight,) = module.parameters()
     state: dict[Any, Any] = optimizer.state
@@ -266,7 +267,7 @@ def share(place: str, differ: bool) -> None:
     if differ:
         state["ema"]["norm"] += dist.get_rank()
     sw.save(place, {"model": module, "optimizer": optimizer})
-    fresh = fully_shard(nn.Linear(8, 8, bias=False))
+    fresh: Any = fully_shard(nn.Linear(8, 8, bias=False))
     other = optim.SGD(fresh.parameters(), lr=0.1)
     sw.load(place, {"model": fresh, "optimizer": other})
     loaded: dict[Any, Any] = other.state

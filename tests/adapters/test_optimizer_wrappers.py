@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn, optim
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import (  # type: ignore[attr-defined]
+from torch.distributed.optim import (
     PostLocalSGDOptimizer,
     ZeroRedundancyOptimizer,
     _NamedOptimizer,
@@ -98,7 +98,8 @@ class Nested(Outer):
 
 
 def named(module: nn.Module) -> Any:
-    made = _NamedOptimizer(module.named_parameters(), optim.AdamW, None, lr=0.01)
+    make: Any = _NamedOptimizer
+    made = make(module.named_parameters(), optim.AdamW, None, lr=0.01)
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     vars(made).update({"defaults": {}, **{each: {} for each in hooks}})  # which torch leaves out
     return made

@@ -6,7 +6,7 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.optim import Optimizer
@@ -181,6 +181,33 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
         for member in group["members"]:
             settings[str(member)] = value
     return settings
+
+
+def settings_by_position(encoded: object, count: int) -> dict[int, list[JsonValue]]:
+    """Return the hyperparameters for groups without members, by the position of the group.
+
+    Args:
+        encoded: the saved list of param groups, which `settings_by_member` has checked.
+        count: the number of groups of the target.
+
+    Returns:
+        For each position, the different values that were saved: those of groups without members,
+        if there were any.
+    """
+    groups = cast(list[dict[str, Any]], encoded)
+    are_in_order = len(groups) == count and not any(
+        "positions" in g or "empty_positions" in g for g in groups
+    )
+    found: dict[int, list[JsonValue]] = {}
+    for key in ("empty_positions", "positions"):
+        of_key: dict[int, list[JsonValue]] = {}
+        for index, group in enumerate(groups):
+            positions = [index] if are_in_order else group.get(key)
+            for position in positions if isinstance(positions, list) else ():
+                if type(position) is int:
+                    of_key.setdefault(position, []).append(group.get("value"))
+        found = of_key | found
+    return found
 
 
 def find_group_problems(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from shardwise.adapters.optimizer_groups import (
     find_prefix_problems,
     hyperparameters_of,
     settings_by_member,
+    settings_by_position,
     steps_are_in,
 )
 from shardwise.adapters.optimizer_views import View, groups_of, steps_of, view_of
@@ -57,6 +58,7 @@ class OptimizerBinding(Binding):
         self._groups: Sequence[Group] = ()
         self._states: list[tuple[Group, Parameter, dict[str, object], bool]] = []
         self._settings: Mapping[str, JsonValue] = {}
+        self._by_position: Mapping[int, Sequence[JsonValue]] = {}
         self._tensors_in_values: dict[str, torch.Tensor] = {}
 
     def local_state(self) -> LocalState:
@@ -107,12 +109,21 @@ class OptimizerBinding(Binding):
         values.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
-            self._settings = settings_by_member(self._groups_name, saved.object(self._groups_name))
+            saved_groups = saved.object(self._groups_name)
+            self._settings = settings_by_member(self._groups_name, saved_groups)
+            self._by_position = settings_by_position(saved_groups, len(self._groups))
             problems = [*find_group_problems(self._groups_name, self._groups, self._settings)]
             if problems:
                 problems += find_prefix_problems(
                     saved.saved_name(self._groups_name), self._groups, self._settings
                 )
+            for position, group in enumerate(self._groups):
+                if not group.names and len(self._by_position.get(position, ())) > 1:
+                    problems.append(
+                        f"{self._groups_name}: group {position} has no parameters here, and ranks "
+                        "saved it with different settings: to keep the current ones, use "
+                        f"skip=[{self._groups_name!r}]"
+                    )
             local_state.problems += problems
         selected = selection.select_from(local_state)
         selected.add(values)
@@ -137,13 +148,13 @@ class OptimizerBinding(Binding):
                 group.write_state(parameter.tensor, state | plain_state)
             if not group.states.get(parameter.tensor):
                 group.states.pop(parameter.tensor, None)
-        for group in self._groups:
+        for position, group in enumerate(self._groups):
             if group.steps_are_in == "groups" and not any(
                 group.states.get(each.tensor) for each in group.parameters
             ):
                 group.settings.pop(STEP, None)
-            if self._groups_name in values and group.names:
-                self._set_hyperparameters(group)
+            if self._groups_name in values:
+                self._set_hyperparameters(group, position)
         for other in self._others:
             other.restore(values)
         for other in self._removed:
@@ -214,6 +225,7 @@ class OptimizerBinding(Binding):
             suffix = f".{index}" if len(self._views) > 1 else ""
             tensors = (tensor for group in groups_of(view.optimizer) for tensor in group["params"])
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            found: list[tuple[str, dict[Any, Any], Callable[[object], None]]]
             found = [(SHARED, view.shared, view.set_shared)]
             if view.entries is not None:
                 found.append((ENTRIES, view.entries, view.set_entries))
@@ -343,11 +355,20 @@ class OptimizerBinding(Binding):
             )
         return self._tensors_in_values[name]
 
-    def _set_hyperparameters(self, group: Group) -> None:
-        """Set the hyperparameters of a group to the saved ones of its first parameter."""
-        member = group.names[0]
-        name = f"{self._groups_name}.{member}"
-        settings = decode(self._settings[member], name, allow_pickle=self._allow_pickle)
+    def _set_hyperparameters(self, group: Group, position: int) -> None:
+        """Set the hyperparameters of a group to the saved ones of its first parameter.
+
+        A group without parameters gets those of its position, if they were saved.
+        """
+        if group.names:
+            name = f"{self._groups_name}.{group.names[0]}"
+            encoded = self._settings[group.names[0]]
+        elif position in self._by_position:
+            name = f"{self._groups_name}.{position}"
+            encoded = self._by_position[position][0]
+        else:
+            return
+        settings = decode(encoded, name, allow_pickle=self._allow_pickle)
         if not isinstance(settings, dict):
             raise StateError(
                 f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
