@@ -50,6 +50,7 @@ class OptimizerBinding(Binding):
         self._allow_pickle = context.allow_pickle
         self._groups_name = f"{name}.{GROUPS}"
         self._views: list[View] = []
+        self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
         # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
         # parameter's state and whether the optimizer lacks some of it, the saved hyperparameters,
         # and new tensors inside values.
@@ -198,9 +199,12 @@ class OptimizerBinding(Binding):
                 if id(parameter.tensor) in ids:
                     found.setdefault(binding.name, {}).setdefault(id(parameter.tensor), parameter)
         parameters: dict[int, Parameter] = {}
+        self._model_names = {}
         for module, of_module in reversed(found.items()):
             for key, parameter in of_module.items():
                 parameters[key] = parameter if len(found) == 1 else parameter.add_prefix(module)
+                name = parameters[key].representative_name
+                self._model_names[name] = f"{module}.{name}" if len(found) == 1 else name
         groups = []
         for view in self._views:
             for settings in view.groups:
@@ -306,7 +310,7 @@ class OptimizerBinding(Binding):
                 local_state.problems.append(missing_inside(name, prefix + key))
                 continue
             inner_key = name.removeprefix(prefix)
-            tensor = _allocate_state(parameter, group, inner_key, entry)
+            tensor = self._allocate_state(parameter, group, inner_key, entry, saved)
             self._tensors_in_values[saved_name] = tensor
             local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
 
@@ -343,9 +347,40 @@ class OptimizerBinding(Binding):
                 continue
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
             if not fits and selection.selects(full_name, *inside.get(key, ())):
-                new = None if entry is None else _allocate_state(parameter, group, key, entry)
+                new = (
+                    None
+                    if entry is None
+                    else self._allocate_state(parameter, group, key, entry, saved)
+                )
                 state = {**state, key: new}
         return state
+
+    def _allocate_state(
+        self, parameter: Parameter, group: Group, key: str, entry: TensorEntry, saved: SavedNames
+    ) -> torch.Tensor:
+        """Allocate a state tensor as the optimizer itself would create it.
+
+        A tensor that had the dtype of its parameter at the save has that of the parameter now. Step
+        counts, and other scalars that are not moments of scalar parameters, keep their dtype.
+        """
+        counts_on_device = group.settings.get("capturable") or group.settings.get("fused")
+        on_host = key == STEP and not counts_on_device
+        device = torch.device("cpu") if on_host else parameter.tensor.device
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        is_scalar = entry.shape == () and self._is_count(key, parameter, group, saved)
+        if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
+            of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
+            if of_parameter is not None and of_parameter.dtype == entry.dtype:
+                dtype = parameter.tensor.dtype
+        return parameter.allocate_state(dtype, entry.shape, device)
+
+    def _is_count(self, key: str, parameter: Parameter, group: Group, saved: SavedNames) -> bool:
+        """Return whether the state of this key is a scalar for parameters that are none."""
+        for each in (parameter, *group.parameters):
+            if each.name_and_shape[1] != ():
+                entry = saved.tensor(f"{self.name}.{each.representative_name}.{key}")
+                return entry is not None and entry.shape == ()
+        return False
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
@@ -382,13 +417,3 @@ class OptimizerBinding(Binding):
                     current.copy_(torch.as_tensor(value, device=current.device))
             else:
                 group.settings[key] = value
-
-
-def _allocate_state(
-    parameter: Parameter, group: Group, key: str, entry: TensorEntry
-) -> torch.Tensor:
-    """Allocate a state tensor on the device where the optimizer itself would create it."""
-    counts_on_device = group.settings.get("capturable") or group.settings.get("fused")
-    on_host = key == STEP and not counts_on_device
-    device = torch.device("cpu") if on_host else parameter.tensor.device
-    return parameter.allocate_state(getattr(torch, entry.dtype), entry.shape, device)
