@@ -111,6 +111,8 @@ class EngineBinding(ModuleBinding):
         StateError: the engine has a feature that is not supported.
     """
 
+    has_whole_state_dict = False
+
     def __init__(self, name: str, engine: Any, context: Context) -> None:
         super().__init__(name, modules_in(engine.module), context)
         _refuse_unsupported_engine(name, engine)
@@ -186,6 +188,7 @@ class EngineBinding(ModuleBinding):
         if (functions := _functions_for(self._engine.optimizer)) is not None:
             with torch.no_grad():
                 functions[1](self._engine.optimizer)
+        super().rebuild_weights()
 
     def _master_weights(self) -> Iterator[Parameter]:
         if (functions := _functions_for(self._engine.optimizer)) is not None:
