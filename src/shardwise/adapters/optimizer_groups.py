@@ -183,6 +183,26 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     return settings
 
 
+def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor, those with large strides first."""
+    dims = range(tensor.dim())
+    return tuple(sorted(dims, key=lambda dim: -tensor.stride(dim) if tensor.shape[dim] > 1 else 0))
+
+
+def orders_of(value: object) -> dict[str, tuple[int, ...]]:
+    """Return the saved orders of dimensions by the key of the state. The input is not trusted."""
+    found = value.items() if isinstance(value, dict) else ()
+    return {key: tuple(order) for key, order in found if isinstance(order, list)}
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a new tensor, or one of the same shape whose dimensions have this order in memory."""
+    if type(tensor) is not torch.Tensor or sorted(order) != [*range(tensor.dim())]:
+        return tensor
+    memory = tensor.new_zeros([tensor.shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
 def settings_by_position(encoded: object, count: int) -> dict[int, list[JsonValue]]:
     """Return the hyperparameters for groups without members, by the position of the group.
 

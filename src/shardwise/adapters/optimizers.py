@@ -13,9 +13,12 @@ from shardwise.adapters.optimizer_groups import (
     GROUPS,
     STEP,
     Group,
+    dimension_order,
     find_group_problems,
     find_prefix_problems,
     hyperparameters_of,
+    in_order,
+    orders_of,
     settings_by_member,
     settings_by_position,
     steps_are_in,
@@ -28,11 +31,11 @@ from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import Parameter, tensor_of_array
+from shardwise.state.tensors import Parameter, is_dtensor, tensor_of_array
 
-SHARED, ENTRIES = "shared_state", "entries"
-"""The names below an optimizer's for state that belongs to no single parameter, and for what its
-`state_dict` returns besides state and param groups."""
+SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
+"""The names below an optimizer's for state that belongs to no single parameter, for what its
+`state_dict` returns besides state and param groups, and for the strides of state."""
 
 
 class OptimizerBinding(Binding):
@@ -49,6 +52,9 @@ class OptimizerBinding(Binding):
         self._bindings = context.bindings
         self._allow_pickle = context.allow_pickle
         self._groups_name = f"{name}.{GROUPS}"
+        self._formats_name = f"{name}.{FORMATS}"
+        # The order of the dimensions of state tensors in memory, by parameter and key.
+        self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
         self._views: list[View] = []
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
         # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
@@ -66,6 +72,7 @@ class OptimizerBinding(Binding):
         """Return the state, sharded like the parameters, and the hyperparameters."""
         local_state = LocalState()
         groups = self.find_groups()
+        self._formats = {}
         for group in groups:
             for parameter in group.with_state:
                 if parameter.is_copy:
@@ -82,6 +89,14 @@ class OptimizerBinding(Binding):
             value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
             grouped.append((group.names, value))
         local_state.grouped[self._groups_name] = grouped
+        if self._formats:
+            alike: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
+            for name, orders in self._formats.items():
+                alike.setdefault(tuple(orders.items()), []).append(name)
+            local_state.grouped[self._formats_name] = [
+                (tuple(names), {key: list(order) for key, order in orders})
+                for orders, names in alike.items()
+            ]
         for other in self._other_values():
             if other.value:
                 local_state.add(other.local_state())
@@ -94,6 +109,10 @@ class OptimizerBinding(Binding):
         """
         local_state, values = LocalState(), LocalState()
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
+        self._formats = {}
+        if saved.has_object(self._formats_name):
+            orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
+            self._formats = {each: orders_of(value) for each, value in orders.items()}
         for group in self._groups:
             for parameter in group.with_state:
                 prefix = f"{self.name}.{parameter.representative_name}"
@@ -109,6 +128,8 @@ class OptimizerBinding(Binding):
         local_state.join_parts(to_fill=True)
         values.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
+        if saved.has_object(self._formats_name):
+            local_state.grouped[self._formats_name] = []
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             saved_groups = saved.object(self._groups_name)
             self._settings = settings_by_member(self._groups_name, saved_groups)
@@ -266,6 +287,7 @@ class OptimizerBinding(Binding):
             StateError: the value cannot be saved.
         """
         if isinstance(value, torch.Tensor):
+            self._note_format(parameter, key, value)
             local_state.tensors += parameter.leaves(self.name, key, value)
             return
         found: dict[str, Any] = {}
@@ -283,7 +305,23 @@ class OptimizerBinding(Binding):
                     f"{name}: a {type(tensor).__name__} cannot be part of an optimizer's state: "
                     "keep a tensor or a DTensor"
                 )
-            local_state.tensors += parameter.leaves(self.name, name.removeprefix(prefix), tensor)
+            inner_key = name.removeprefix(prefix)
+            self._note_format(parameter, inner_key, tensor)
+            local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
+
+    def _note_format(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
+        """Note in which order the dimensions of a state tensor lie in memory, if it is unusual.
+
+        The order decides in which order an optimizer adds numbers, and so how they are rounded.
+        """
+        if parameter.flat or is_dtensor(value) or value.dim() < 2:
+            return
+        like = parameter.tensor if parameter.tensor.shape == value.shape else None
+        if value.is_contiguous() and (like is None or like.is_contiguous()):
+            return
+        order = dimension_order(value)
+        if order != (dimension_order(like) if like is not None else (*range(value.dim()),)):
+            self._formats.setdefault(parameter.name, {})[key] = order
 
     def _add_saved_value(
         self,
@@ -372,7 +410,9 @@ class OptimizerBinding(Binding):
             of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
             if of_parameter is not None and of_parameter.dtype == entry.dtype:
                 dtype = parameter.tensor.dtype
-        return parameter.allocate_state(dtype, entry.shape, device)
+        allocated = parameter.allocate_state(dtype, entry.shape, device)
+        order = self._formats.get(parameter.name, {}).get(key, ())
+        return in_order(allocated, order)
 
     def _is_count(self, key: str, parameter: Parameter, group: Group, saved: SavedNames) -> bool:
         """Return whether the state of this key is a scalar for parameters that are none."""

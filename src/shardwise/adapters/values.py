@@ -12,7 +12,13 @@ import torch
 from shardwise.errors import ShardwiseError, StateError, user_code
 from shardwise.manifest.checksums import crc32
 from shardwise.ports.binding import Binding
-from shardwise.state.local_state import LocalState, Shards, TensorLeaf, view_for_numpy
+from shardwise.state.local_state import (
+    LocalState,
+    Shards,
+    TensorLeaf,
+    memory_extent,
+    view_for_numpy,
+)
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
@@ -87,6 +93,7 @@ class ObjectBinding(Binding):
             return LocalState(unselected=[self.name, *inside])
         leaves = []
         current, self._tensors = self._tensors, {}
+        filled = _FilledMemory()
         for name, saved_name in inside.items():
             entry = saved.tensor(name)
             if entry is None:
@@ -96,7 +103,12 @@ class ObjectBinding(Binding):
             can_be_filled = tensor is not None and tuple(tensor.shape) == entry.shape
             if isinstance(tensor, np.ndarray):
                 can_be_filled &= tensor.flags.writeable
-            if not can_be_filled or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
+            if can_be_filled and not isinstance(tensor, Shards):
+                can_be_filled = not (isinstance(tensor, torch.Tensor) and tensor.is_meta)
+                can_be_filled = can_be_filled and filled.add(
+                    tensor_leaf(name, tensor), saved.stored_index(name)
+                )
+            if not can_be_filled:
                 dtype: torch.dtype = getattr(torch, entry.dtype)
                 device = self._device_of(saved_name, saved)
                 tensor = torch.empty(entry.shape, dtype=dtype, device=device)
@@ -128,6 +140,30 @@ class ObjectBinding(Binding):
                 "out: load both, or leave out both with skip="
             )
         return tensor
+
+
+class _FilledMemory:
+    """The memory of the tensors of one value that a load fills in place."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, list[tuple[int, int, object, int]]] = {}
+
+    def add(self, leaf: TensorLeaf, stored_index: int) -> bool:
+        """Add a tensor, and return whether it can be filled in place.
+
+        It cannot if its memory belongs to another tensor, too, for which the checkpoint has other
+        bytes. For example, a new scheduler has one tensor under several names.
+        """
+        for data in (fragment.data for fragment in leaf.fragments):
+            start = data.data_ptr()
+            stop = start + memory_extent(data) * data.element_size()
+            ranges = self._ranges.setdefault(data.untyped_storage().data_ptr(), [])
+            for low, high, tie_key, index in ranges:
+                is_same = leaf.tie_key == tie_key and index == stored_index
+                if start < high and low < stop and not is_same:
+                    return False
+            ranges.append((start, stop, leaf.tie_key, stored_index))
+        return True
 
 
 class ComparedBinding(ObjectBinding):
