@@ -132,12 +132,83 @@ class Derived(optim.SGD):
         self._sum()
 
 
+class Projector:
+    """An object in the state, as GaLore keeps one for each parameter."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.basis, self.inner = rank, None, Pair()
+        self.history: list[Any] = []
+
+    def project(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.basis is None or len(self.history) % 2 == 0:
+            self.basis = gradient.sign() + 1  # type: ignore[assignment]
+        self.history.append(torch.tensor(float(len(self.history))))
+        self.inner.count += 1
+        return gradient * self.basis * self.inner.count
+
+
+class Pair:
+    count = 0
+
+
+class Projecting(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    projector = state.setdefault("deep", {}).setdefault("one", Projector(2))
+                    parameter.sub_(projector.project(parameter.grad), alpha=0.01)
+
+
+class Hidden:
+    """An object that has more than attributes."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError
+
+
+def test_objects_come_back_with_their_class(tmp_path: Path) -> None:
+    first: Any = model()
+    second: Any = model()
+    optimizer, other = (Projecting(each.parameters(), lr=0.1) for each in (first, second))
+    train(first, optimizer, 3)
+    sw.save(tmp_path, {"model": first, "optimizer": optimizer})
+    names = set(sw.open(tmp_path))
+    assert {"optimizer.0.weight.deep.one.basis", "optimizer.0.weight.deep.one.rank"} <= names
+    sw.load(tmp_path, {"model": second, "optimizer": other})
+    loaded = other.state[second[0].weight]["deep"]["one"]
+    assert type(loaded) is Projector
+    assert type(loaded.inner) is Pair
+    assert loaded.rank == 2
+    plain = optim.SGD(first.parameters(), lr=0.1)
+    before = second[0].weight.detach().clone()
+    first[0].weight.data.zero_()
+    with pytest.raises(
+        sw.MismatchError, match=r"one\.__class__: '.*:Projector' is no simple class"
+    ):
+        sw.load(tmp_path, {"model": first, "optimizer": plain})
+    assert not first[0].weight.any()
+    assert torch.equal(before, second[0].weight)
+
+
+def test_objects_with_more_than_attributes_are_refused(tmp_path: Path) -> None:
+    module: Any = model()
+    optimizer = Projecting(module.parameters(), lr=0.1)
+    for strange in (Hidden(), object(), sw.RngState()):
+        optimizer.state[module[0].weight] = {"strange": strange}
+        with pytest.raises(sw.StateError, match=r"optimizer\.0\.weight\.strange: .* cannot be"):
+            sw.save(tmp_path, {"model": module, "optimizer": optimizer})
+
+
 MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "shared": lambda p: Shared(p, lr=0.1, momentum=0.9),
     "strange keys": lambda p: StrangeKeys(p, lr=0.1),
     "overriding": Overriding,
     "hooked": hooked,
     "derived": Derived,
+    "objects": lambda p: Projecting(p, lr=0.1),
 }
 
 
@@ -149,6 +220,8 @@ def normalized(value: Any) -> Any:
         return [repr(type(value)), *map(normalized, value)]
     if isinstance(value, torch.Tensor):
         return repr((value.dtype, tuple(value.shape), value.tolist()))
+    if isinstance(value, (Projector, Pair)):
+        return [repr(type(value)), normalized(vars(value))]
     return repr(value)
 
 

@@ -1,4 +1,4 @@
-"""Objects whose state_dict() returns one tensor under two names, and ties that a checkpoint lacks."""
+"""One tensor under two names in the target, and two tensors in the checkpoint."""
 
 from __future__ import annotations
 

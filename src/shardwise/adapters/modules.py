@@ -158,12 +158,12 @@ class Part:
             if entry is None:
                 local_state.objects[name] = None
                 continue
-            tensor, dtype = current, getattr(torch, entry.dtype)
-            is_sharded = is_dtensor(current) and tuple(current.shape) == entry.shape
-            if not is_sharded or tensor.dtype != dtype:
-                has_device = isinstance(current, torch.Tensor) and not current.is_meta
-                device = current.device if has_device else torch.device("cpu")
-                tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            own = current if isinstance(current, torch.Tensor) and not current.is_meta else None
+            device = torch.device("cpu") if own is None else own.device
+            tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+            if is_dtensor(own) and (tuple(own.shape), own.dtype) == (entry.shape, dtype):
+                tensor = own
             set_filled = partial(self.filled_extra.__setitem__, name, tensor)
             leaf = replace(tensor_leaf(name, tensor), after_load=set_filled)
             local_state.tensors.append(leaf)

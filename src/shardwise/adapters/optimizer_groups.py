@@ -5,13 +5,18 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import StateError
+from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.state.tensors import Parameter
 
@@ -19,6 +24,8 @@ GROUPS = "param_groups"
 STEP = "step"
 OTHER_KEYS = "other_keys"
 """The key in checkpoints under which a dict has the state whose keys are not plain names."""
+CLASS = "__class__"
+"""The key in checkpoints that says of which class an object in the state is."""
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 """Keys of a param group that are not hyperparameters."""
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
@@ -70,7 +77,8 @@ class Group:
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, object]:
         """Return the state of a parameter by dotted keys, with the step count as a tensor."""
-        state = dict(flatten_keys(_with_plain_keys(self.states.get(parameter, {}))))
+        found = self.states.get(parameter, {})
+        state = dict(flatten_keys(_with_plain_keys(found), attributes_of=self._attributes_of))
         if state and self.steps_are_in != "tensors":
             counters = state if self.steps_are_in == "integers" else self.settings
             count = counters.get(STEP)
@@ -89,9 +97,69 @@ class Group:
             self.settings[STEP] = (
                 current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
             )
-        nested = nest_keys(state)
+        nested = {key: self._with_objects(value) for key, value in nest_keys(state).items()}
         others = nested.pop(OTHER_KEYS, None)
         self.states[parameter] = nested | others if isinstance(others, dict) else nested
+
+    def find_object_problems(self, name: str, saved: SavedNames) -> Iterator[str]:
+        """Yield the reasons why objects in the saved state of a parameter cannot be made."""
+        for key in saved.names_below(name):
+            if key.endswith(f".{CLASS}") and saved.has_object(f"{name}.{key}"):
+                cls = saved.object(f"{name}.{key}")
+                if cls not in self._classes:
+                    yield (
+                        f"{name}.{key}: {str(cls)[:60]!r} is no simple class that the module of "
+                        f"{type(self.optimizer).__name__} uses, so the object cannot be made: use "
+                        "the optimizer that saved it, or leave the optimizer out with skip="
+                    )
+
+    @cached_property
+    def _classes(self) -> dict[str, type]:
+        """The classes of objects that can be in the state, by their names.
+
+        They are those that the modules of the optimizer's classes use, and that are defined in the
+        same packages. A checkpoint can only choose among them: nothing is imported for it. An
+        object is made without its constructor, so its attributes must be all that it has.
+        """
+        modules = {cls.__module__ for cls in type(self.optimizer).__mro__}
+        packages = {each.partition(".")[0] for each in modules} - {"torch", "builtins", "typing"}
+        found: dict[str, type] = {}
+        for module in map(sys.modules.get, modules):
+            is_known = module is not None and module.__name__.partition(".")[0] in packages
+            for cls in [*vars(module).values()] if is_known else ():
+                is_class = isinstance(cls, type) and cls.__module__.partition(".")[0] in packages
+                if is_class and _has_only_attributes(cls):
+                    found[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        return found
+
+    def _attributes_of(self, value: object) -> Mapping[str, object] | None:
+        cls = type(value)
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        if not hasattr(value, "__dict__") or self._classes.get(name) is not cls:
+            return None
+        return {CLASS: name, **vars(value)}
+
+    def _with_objects(self, value: object) -> object:
+        """Return a nested dict with objects in place of the dicts that describe them."""
+        if not isinstance(value, dict):
+            return value
+        converted = {key: self._with_objects(each) for key, each in value.items()}
+        if CLASS not in converted:
+            return converted
+        made = object.__new__(self._classes[str(converted.pop(CLASS))])
+        vars(made).update(converted)
+        return made
+
+
+def _has_only_attributes(cls: type) -> bool:
+    """Return whether an object of a class is what its attributes are, without code that makes it."""
+    if issubclass(cls, (torch.Tensor, nn.Module, Optimizer, BaseException, type, Enum)):
+        return False
+    if any(vars(each).get("__slots__") for each in cls.__mro__) or hasattr(cls, "__del__"):
+        return False
+    special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setattr__")
+    is_plain = all(getattr(cls, key, None) is getattr(object, key, None) for key in special)
+    return is_plain and not hasattr(cls, "__setstate__")
 
 
 def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
@@ -112,26 +180,37 @@ def hyperparameters_of(
     return hyperparameters
 
 
-def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten_keys(
+    tree: Mapping[str, object],
+    prefix: str = "",
+    attributes_of: Callable[[object], Mapping[str, object] | None] = lambda value: None,
+) -> Iterator[tuple[str, object]]:
     """Yield the values of nested dicts with dotted keys.
 
     A nested dict with other keys than plain names is one value.
+
+    Args:
+        attributes_of: returns the attributes of an object, which become a nested dict; None for
+            other values.
     """
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if (
+        described = None if isinstance(value, (torch.Tensor, int)) else attributes_of(value)
+        if described is not None:
+            yield from flatten_keys(described, f"{name}.", attributes_of)
+        elif (
             isinstance(value, Mapping)
             and value
             and name != OTHER_KEYS
             and all(map(_is_plain, value))
         ):
-            yield from flatten_keys(value, f"{name}.")
+            yield from flatten_keys(value, f"{name}.", attributes_of)
         else:
             yield name, value
 
 
 def _is_plain(key: object) -> bool:
-    return type(key) is str and key != "" and "." not in key
+    return type(key) is str and key not in ("", CLASS) and "." not in key
 
 
 def _with_plain_keys(state: Mapping[Any, object]) -> Mapping[str, object]:
@@ -185,8 +264,8 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
 
 def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, those with large strides first."""
-    dims = range(tensor.dim())
-    return tuple(sorted(dims, key=lambda dim: -tensor.stride(dim) if tensor.shape[dim] > 1 else 0))
+    strides = [0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def orders_of(value: object) -> dict[str, tuple[int, ...]]:

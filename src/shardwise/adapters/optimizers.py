@@ -116,6 +116,7 @@ class OptimizerBinding(Binding):
         for group in self._groups:
             for parameter in group.with_state:
                 prefix = f"{self.name}.{parameter.representative_name}"
+                local_state.problems += group.find_object_problems(prefix, saved)
                 current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
                 is_new = state is not current or group.steps_are_in != "tensors"
