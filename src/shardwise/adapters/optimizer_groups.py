@@ -22,6 +22,9 @@ from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
 STEP = "step"
+NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
+"""The names below an optimizer's for state that belongs to no single parameter, for what its
+`state_dict` returns besides state and param groups, and for the strides of state."""
 OTHER_KEYS = "other_keys"
 """The key in checkpoints under which a dict has the state whose keys are not plain names."""
 CLASS = "__class__"
@@ -152,7 +155,7 @@ class Group:
 
 
 def _has_only_attributes(cls: type) -> bool:
-    """Return whether an object of a class is what its attributes are, without code that makes it."""
+    """Return whether an object of a class has nothing but attributes, and no code to make it."""
     if issubclass(cls, (torch.Tensor, nn.Module, Optimizer, BaseException, type, Enum)):
         return False
     if any(vars(each).get("__slots__") for each in cls.__mro__) or hasattr(cls, "__del__"):

@@ -10,7 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.adapters.optimizer_groups import (
+    ENTRIES,
+    FORMATS,
     GROUPS,
+    SHARED,
     STEP,
     Group,
     dimension_order,
@@ -32,10 +35,6 @@ from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import JsonValue, decode, encode
 from shardwise.state.tensors import Parameter, is_dtensor, tensor_of_array
-
-SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
-"""The names below an optimizer's for state that belongs to no single parameter, for what its
-`state_dict` returns besides state and param groups, and for the strides of state."""
 
 
 class OptimizerBinding(Binding):

@@ -230,7 +230,8 @@ def plan_reads(
     if problems:
         raise MismatchError(
             "names that share memory in the target have different values in the checkpoint; "
-            "nothing was written. Load into tensors that are not tied, or leave out one name with skip=:",
+            "nothing was written. Load into tensors that are not tied, or leave out one name with "
+            "skip=:",
             problems,
         )
     return _plan_reads(indices, listed, saved.layout, store, arena, verify=verify)
