@@ -302,6 +302,24 @@ def test_values_that_cannot_be_saved_are_named(tmp_path: Path, key: Any) -> None
             sw.save(tmp_path, {"model": module, "optimizer": optimizer})
 
 
+def test_what_is_not_loaded_is_not_touched(tmp_path: Path) -> None:
+    module: Any = model()
+    optimizer = optim.AdamW(module.parameters())
+    train(module, optimizer, 1)
+    sw.save(tmp_path, {"model": module, "optimizer": optimizer})
+    calls = []
+    optimizer.register_load_state_dict_post_hook(calls.append)
+    sw.load(tmp_path, {"model": module, "optimizer": optimizer}, only=["model.*"])
+    assert not calls
+    sw.load(tmp_path, {"model": module, "optimizer": optimizer})
+    assert calls == [optimizer]
+    optimizer.state[module[0].weight] = torch.ones(2)  # type: ignore[assignment]
+    with pytest.raises(
+        sw.StateError, match=r"state of a parameter of shape \[7, 5\].* is a Tensor"
+    ):
+        sw.save(tmp_path / "other", {"model": module, "optimizer": optimizer})
+
+
 def test_state_of_tensors_in_no_group_is_refused(tmp_path: Path) -> None:
     module: Any = model()
     optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

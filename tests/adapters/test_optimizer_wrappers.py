@@ -133,6 +133,28 @@ def test_what_is_inside_goes_on(tmp_path: Path, name: str, stepped: bool) -> Non
         assert other.slow == 7.5
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_schedulers_of_a_wrapper_change_the_rates_inside(tmp_path: Path, name: str) -> None:
+    def make() -> tuple[Any, Any, Any]:
+        module = model()
+        optimizer = MAKERS[name](module)
+        return module, optimizer, optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    (first, optimizer, schedule), (second, other, other_schedule) = make(), make()
+    train(first, optimizer, 1)
+    schedule.step()
+    sw.save(tmp_path, {"model": first, "optimizer": optimizer, "schedule": schedule})
+    sw.load(tmp_path, {"model": second, "optimizer": other, "schedule": other_schedule})
+    for module, each, its_schedule in (
+        (first, optimizer, schedule),
+        (second, other, other_schedule),
+    ):
+        train(module, each, 1)
+        its_schedule.step()
+        train(module, each, 2)
+    assert_equal(first, second)
+
+
 def test_a_wrapper_and_what_is_inside_have_the_same_names(tmp_path: Path) -> None:
     first, second = model(), model()
     optimizer = Outer(optim.AdamW(first.parameters()))

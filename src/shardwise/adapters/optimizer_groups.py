@@ -81,6 +81,12 @@ class Group:
     def read_state(self, parameter: torch.Tensor) -> dict[str, object]:
         """Return the state of a parameter by dotted keys, with the step count as a tensor."""
         found = self.states.get(parameter, {})
+        if not isinstance(found, Mapping):
+            raise StateError(
+                f"the state of a parameter of shape {list(parameter.shape)} in the "
+                f"{type(self.optimizer).__name__} is a {type(found).__name__}: expected a dict, as "
+                "in torch's optimizers"
+            )
         state = dict(flatten_keys(_with_plain_keys(found), attributes_of=self._attributes_of))
         if state and self.steps_are_in != "tensors":
             counters = state if self.steps_are_in == "integers" else self.settings

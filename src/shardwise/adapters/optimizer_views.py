@@ -142,8 +142,11 @@ class _DictView(View):
                 {**group, PARAMS: saved[PARAMS]}
                 for group, saved in zip(self.groups, self._found[GROUPS], strict=True)
             ]
+        connected = [self.optimizer, *inner_optimizers(self.optimizer)]
+        before = [[*groups_of(each)] for each in connected]
         with user_code(self.name, "load_state_dict()"):
             self.optimizer.load_state_dict(new)
+        _share_groups_again(connected, before)
         live: _States = _state_of(self.optimizer) or {}
         pairs = [(own, live[t]) for t, own in self.states.items() if live.get(t)]
         if any(_is_converted(own, current) for own, current in pairs):
@@ -301,6 +304,24 @@ class _ZeroView(View):
 
     def refuse_stray_state(self) -> None:
         """Do nothing: a load with torch leaves state of other ranks behind, which is unused."""
+
+
+def _share_groups_again(
+    optimizers: Sequence[Optimizer], before: Sequence[Sequence[dict[str, Any]]]
+) -> None:
+    """Let optimizers share param groups as before: `load_state_dict` gives one of them new ones.
+
+    Otherwise, a scheduler of a wrapper would change groups that are not used any more.
+    """
+    replaced: dict[int, dict[str, Any]] = {}
+    for optimizer, old_groups in zip(optimizers, before, strict=True):
+        for old, new in zip(old_groups, groups_of(optimizer), strict=False):
+            if old is not new:
+                replaced[id(old)] = new
+    for optimizer in optimizers:
+        groups = groups_of(optimizer)
+        for position, group in enumerate(groups):
+            groups[position] = replaced.get(id(group), group)
 
 
 def steps_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -61,6 +61,7 @@ class OptimizerBinding(Binding):
         # and new tensors inside values.
         self._others: list[ComparedBinding] = []
         self._removed: list[ComparedBinding] = []
+        self._is_loaded = False
         self._groups: Sequence[Group] = ()
         self._states: list[tuple[Group, Parameter, dict[str, object], bool]] = []
         self._settings: Mapping[str, JsonValue] = {}
@@ -153,6 +154,7 @@ class OptimizerBinding(Binding):
         self._others = self._others_to_load(saved, selection)
         for other in self._others:
             selected.add(other.targets(saved, selection))
+        self._is_loaded = bool(self._removed) or any(True for _ in selected.names())
         return selected
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
@@ -181,7 +183,7 @@ class OptimizerBinding(Binding):
             other.restore(values)
         for other in self._removed:
             other.set_value({})
-        for view in self._views:
+        for view in self._views if self._is_loaded else ():
             view.finish()
 
     def parameter_order(self) -> ParameterOrder | None:
