@@ -20,6 +20,8 @@ from tests.tools.gang import Gang
 class Cached(nn.Linear):
     """Has a buffer that is not saved, and is computed from the weight."""
 
+    cache: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.register_buffer("cache", torch.full((3,), -1.0), persistent=False)
@@ -53,7 +55,8 @@ class Taking(Cached):
 
     def __init__(self) -> None:
         super().__init__()
-        self._register_load_state_dict_pre_hook(self._take)
+        register: Any = self._register_load_state_dict_pre_hook
+        register(self._take)
 
     def _take(self, state_dict: Any, prefix: str, *_: Any) -> None:
         self.weight.data.copy_(state_dict.pop(f"{prefix}weight"))
@@ -62,7 +65,8 @@ class Taking(Cached):
 
 def with_post_hook() -> Cached:
     made = Cached()
-    made.register_load_state_dict_post_hook(lambda module, keys: module.compute("post"))
+    register: Any = made.register_load_state_dict_post_hook
+    register(lambda module, keys: module.compute("post"))
     return made
 
 
@@ -73,7 +77,8 @@ def with_pre_hook() -> Cached:
         module.cache.copy_(state_dict[f"{prefix}weight"].sum(1))
         module.calls.append("pre")
 
-    made.register_load_state_dict_pre_hook(hook)
+    register: Any = made.register_load_state_dict_pre_hook
+    register(hook)
     return made
 
 
@@ -83,7 +88,8 @@ class WithExtraState(Cached):
     def __init__(self) -> None:
         super().__init__()
         self.extra = 1.0
-        self.register_load_state_dict_post_hook(self._after)
+        register: Any = self.register_load_state_dict_post_hook
+        register(self._after)
 
     @staticmethod
     def _after(module: Any, keys: Any) -> None:
@@ -118,9 +124,8 @@ def test_it_runs_once(tmp_path: Path, name: str, kind: str) -> None:
         module: Any = made
         if kind == "inner" and name != "override of the root":
             module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(made))
-        return made, {"compiled": torch.compile, "list": lambda m: [m]}.get(kind, lambda m: m)(
-            module
-        )
+        wrappers: dict[str, Any] = {"compiled": torch.compile, "list": lambda m: [m]}
+        return made, wrappers.get(kind, lambda m: m)(module)
 
     (saved, whole), (fresh, target) = make(), make()
     if isinstance(saved, WithExtraState):
@@ -146,7 +151,8 @@ def test_errors_of_hooks_name_the_module(tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("mine")
 
-    module.register_load_state_dict_post_hook(fail)
+    register: Any = module.register_load_state_dict_post_hook
+    register(fail)
     with pytest.raises(KeyError, match="mine") as caught:
         sw.load(tmp_path, {"model": module})
     assert "model: raised by its load_state_dict()" in str(caught.value.__notes__)
@@ -226,7 +232,7 @@ def test_a_module_without_extra_state(tmp_path: Path, value: Any) -> None:
     with pytest.raises(sw.MismatchError, match=r"model\.0\._extra_state: in the checkpoint only"):
         sw.load(tmp_path, {"model": plain})
     for options in ({"strict": False}, {"skip": ["*._extra_state"]}):
-        report = sw.load(tmp_path, {"model": plain}, **options)  # type: ignore[arg-type]
+        report = sw.load(tmp_path, {"model": plain}, **options)
         assert len(report.unexpected) == ("strict" in options)
 
 
@@ -238,7 +244,8 @@ class Child(nn.Module):
 
 
 def test_children_with_the_names_of_wrappers_parts(tmp_path: Path) -> None:
-    for index, wrap in enumerate((lambda m: m, torch.compile)):
+    wrappers: list[Any] = [lambda m: m, torch.compile]
+    for index, wrap in enumerate(wrappers):
         saved, fresh = Child(), Child()
         sw.save(tmp_path / str(index), {"model": wrap(saved)})
         assert "model._orig_mod.weight" in sw.open(tmp_path / str(index))

@@ -40,7 +40,7 @@ class Rotating(optim.Optimizer):
 def test_strides(tmp_path: Path, memory_format: Any) -> None:
     def make(steps: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 1, 1), nn.Conv2d(1, 5, 3))
+        module: Any = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 1, 1), nn.Conv2d(1, 5, 3))
         module = module.to(memory_format=memory_format)
         optimizer = Rotating(module.parameters())
         for _ in range(steps):

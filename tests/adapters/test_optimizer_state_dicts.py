@@ -136,12 +136,13 @@ class Projector:
     """An object in the state, as GaLore keeps one for each parameter."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.basis, self.inner = rank, None, Pair()
+        self.rank, self.inner = rank, Pair()
+        self.basis: Any = None
         self.history: list[Any] = []
 
-    def project(self, gradient: torch.Tensor) -> torch.Tensor:
+    def project(self, gradient: torch.Tensor) -> Any:
         if self.basis is None or len(self.history) % 2 == 0:
-            self.basis = gradient.sign() + 1  # type: ignore[assignment]
+            self.basis = gradient.sign() + 1
         self.history.append(torch.tensor(float(len(self.history))))
         self.inner.count += 1
         return gradient * self.basis * self.inner.count
@@ -307,13 +308,13 @@ def test_what_is_not_loaded_is_not_touched(tmp_path: Path) -> None:
     optimizer = optim.AdamW(module.parameters())
     train(module, optimizer, 1)
     sw.save(tmp_path, {"model": module, "optimizer": optimizer})
-    calls = []
+    calls: list[Any] = []
     optimizer.register_load_state_dict_post_hook(calls.append)
     sw.load(tmp_path, {"model": module, "optimizer": optimizer}, only=["model.*"])
     assert not calls
     sw.load(tmp_path, {"model": module, "optimizer": optimizer})
     assert calls == [optimizer]
-    optimizer.state[module[0].weight] = torch.ones(2)  # type: ignore[assignment]
+    optimizer.state[module[0].weight] = torch.ones(2)
     with pytest.raises(
         sw.StateError, match=r"state of a parameter of shape \[7, 5\].* is a Tensor"
     ):

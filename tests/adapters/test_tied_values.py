@@ -57,7 +57,7 @@ def test_a_tie_of_the_checkpoint_stays_one(tmp_path: Path) -> None:
 def run() -> tuple[dict[str, Any], Any]:
     torch.manual_seed(0)
     module = nn.Linear(2, 2)
-    optimizer = optim.SGD(module.parameters(), lr=torch.tensor(0.1))  # type: ignore[arg-type]
+    optimizer = optim.SGD(module.parameters(), lr=torch.tensor(0.1))
     schedule = schedules.SequentialLR(
         optimizer,
         [

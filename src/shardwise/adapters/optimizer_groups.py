@@ -155,7 +155,7 @@ class Group:
         converted = {key: self._with_objects(each) for key, each in value.items()}
         if CLASS not in converted:
             return converted
-        made = object.__new__(self._classes[str(converted.pop(CLASS))])
+        made: object = object.__new__(self._classes[str(converted.pop(CLASS))])
         vars(made).update(converted)
         return made
 
