@@ -67,6 +67,8 @@ def bind(name: str, value: object, context: Context) -> Binding | None:
 class DeepSpeedOptimizerBinding(OptimizerBinding):
     """One of DeepSpeed's optimizers, which wrap a torch optimizer."""
 
+    is_inside_framework = True
+
     def __init__(self, name: str, optimizer: Any, context: Context) -> None:
         torch_optimizer = _torch_optimizer_of(optimizer)
         if torch_optimizer is None:
@@ -108,6 +110,8 @@ class EngineBinding(ModuleBinding):
     Raises:
         StateError: the engine has a feature that is not supported.
     """
+
+    has_whole_state_dict = False
 
     def __init__(self, name: str, engine: Any, context: Context) -> None:
         super().__init__(name, modules_in(engine.module), context)
@@ -184,6 +188,7 @@ class EngineBinding(ModuleBinding):
         if (functions := _functions_for(self._engine.optimizer)) is not None:
             with torch.no_grad():
                 functions[1](self._engine.optimizer)
+        super().rebuild_weights()
 
     def _master_weights(self) -> Iterator[Parameter]:
         if (functions := _functions_for(self._engine.optimizer)) is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, has_fsdp1
+from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, extra_states, has_fsdp1
+from shardwise.errors import user_code
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.tensors import FlatRange, Parameter
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class FSDP1Binding(ModuleBinding):
     """A model with flat parameters, which have the names and shapes of the original ones."""
+
+    has_whole_state_dict = False
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield flat parameters, views of the original ones, and parameters outside of units."""
@@ -47,7 +50,8 @@ class FSDP1Binding(ModuleBinding):
     ) -> Iterator[tuple[str, object]]:
         if has_fsdp1([part.module]):
             yield from self._fsdp1_entries(part)
-            entries = {}  # state_dict() would gather the parameters
+            with user_code(self.name, "get_extra_state()"):
+                entries = dict(extra_states(part.module))  # state_dict() would gather parameters
         yield from super()._entries(part, entries)
 
     def _fsdp1_entries(self, module_part: Part) -> Iterator[tuple[str, object]]:

@@ -248,6 +248,8 @@ class MegatronOptimizerBinding(OptimizerBinding):
         wrapper: the optimizer. The attribute `optimizers` has the torch optimizers inside.
     """
 
+    is_inside_framework = True
+
     def __init__(self, name: str, wrapper: object, context: Context) -> None:
         refuse_unknown_optimizer(name, wrapper)
         super().__init__(name, [each.optimizer for each in optimizers_in_chain(wrapper)], context)

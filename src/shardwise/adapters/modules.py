@@ -6,12 +6,16 @@ Names lack the prefixes of wrappers (DDP, torch.compile).
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.adapters.bitsandbytes import (
@@ -30,7 +34,15 @@ from shardwise.state.tensors import Parameter, is_dtensor, is_instance, tensor_l
 
 EXTRA_STATE = "_extra_state"
 _INCOMPLETE = "The load is incomplete: tensors are loaded, optimizers and values may be old"
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+}
+"""The attribute with the module inside a wrapper, by the class of the wrapper."""
+_NO_USERS_CODE = ("torch.", "bitsandbytes.", "deepspeed.", "transformer_engine.")
 
 
 def modules_in(value: object) -> list[nn.Module]:
@@ -79,6 +91,8 @@ class Part:
     Attributes:
         entries: all entries of the state dict but extra state, by their paths.
         generated: the paths of the entries that `state_dict` made, by their names.
+        extra: the paths and values of extra state, by their names.
+        filled_extra: extra state that is one tensor, by its name, after a load has filled it.
         quantized: the layers of bitsandbytes.
     """
 
@@ -86,13 +100,19 @@ class Part:
         self.module = module
         self.entries: dict[str, object] = {}
         self.generated: dict[str, str] = {}
+        self.extra: dict[str, tuple[str, object]] = {}
+        self.filled_extra: dict[str, torch.Tensor] = {}
+        self.metadata: object = None
         self.quantized: list[Layer] = []
         self._binding_name = name
         self._prefixes = {"": f"{name}."}
-        self._inside_data_parallel: set[str] = set()
+        self._wrapped: set[str] = set()
         for path, part in module.named_modules(remove_duplicate=False):
-            if isinstance(part, (DataParallel, DistributedDataParallel)):
-                self._inside_data_parallel.add(f"{path}.module")
+            for cls in type(part).__mro__:
+                if cls.__name__ in _WRAPPERS:
+                    inner = f"{path}.{_WRAPPERS[cls.__name__]}".lstrip(".")
+                    # FSDP's flat parameters have names without its own wrappers.
+                    self._wrapped |= {inner, inner.replace("_fsdp_wrapped_module.", "")}
 
     def name(self, path: str) -> str:
         """Return the full name of a path in the module."""
@@ -100,16 +120,19 @@ class Part:
         if parent not in self._prefixes:
             self._prefixes[parent] = f"{self.name(parent)}."
         prefix = self._prefixes[parent]
-        is_wrapped = last_part in _WRAPPER_PARTS or path in self._inside_data_parallel
-        return prefix[:-1] if is_wrapped else prefix + last_part
+        return prefix[:-1] if path in self._wrapped else prefix + last_part
 
     def fit_to_checkpoint(self, local_state: LocalState, saved: SavedNames) -> None:
         """Replace tensors that `state_dict()` made in another shape than the checkpoint's.
 
         The new tensors are empty, and have the shapes in the checkpoint.
 
+        Extra state is replaced by that of the checkpoint, in whatever form: `set_extra_state` gets
+        it.
+
         Add a problem for each layer that was saved quantized, but is not quantized now.
         """
+        self._fit_extra_state(local_state, saved)
         for index, leaf in enumerate(local_state.tensors if self.generated else ()):
             path = self.generated.get(leaf.name, "")
             current, entry = self.entries.get(path), saved.tensor(leaf.name)
@@ -122,23 +145,74 @@ class Part:
                 self.quantized, self._binding_name, saved
             )
 
-    def restore_generated(self) -> None:
-        """Pass what `state_dict` made to the module.
+    def _fit_extra_state(self, local_state: LocalState, saved: SavedNames) -> None:
+        self.filled_extra = {}
+        for name, (_, current) in self.extra.items():
+            entry = saved.tensor(name)
+            if entry is None and not saved.has_object(name):
+                if current is None:  # as in Megatron's modules; some formats leave it out
+                    local_state.objects.pop(name, None)
+                continue
+            local_state.tensors = [leaf for leaf in local_state.tensors if leaf.name != name]
+            local_state.objects.pop(name, None)
+            if entry is None:
+                local_state.objects[name] = None
+                continue
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            own = current if isinstance(current, torch.Tensor) and not current.is_meta else None
+            device = torch.device("cpu") if own is None else own.device
+            tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+            if is_dtensor(own) and (tuple(own.shape), own.dtype) == (entry.shape, dtype):
+                tensor = own
+            set_filled = partial(self.filled_extra.__setitem__, name, tensor)
+            leaf = replace(tensor_leaf(name, tensor), after_load=set_filled)
+            local_state.tensors.append(leaf)
+
+    def restore(self, extra: Mapping[str, object], *, through_module: bool) -> None:
+        """Set extra state, and pass what `state_dict` made to the module.
+
+        Args:
+            extra: the extra state to set, by its path.
+            through_module: whether the module's `load_state_dict` sets everything, because code of
+                the user has to run.
 
         Raises:
             StateError: the module does not accept some of it.
         """
+        if through_module or self.generated:
+            self._call_load_state_dict(extra if through_module else {})
+        if through_module or not extra:
+            return
+        named = {self.name(path): value for path, value in extra.items()}
+        for path, part in self.module.named_modules():
+            name = self.name(f"{path}.{EXTRA_STATE}".lstrip("."))
+            if name in named and type(part).set_extra_state is not nn.Module.set_extra_state:
+                with user_code(name, "set_extra_state()"):
+                    part.set_extra_state(named[name])
+
+    def _call_load_state_dict(self, extra: Mapping[str, object]) -> None:
+        given: OrderedDict[str, object] = OrderedDict()
         with user_code(self._binding_name, f"load_state_dict(). {_INCOMPLETE}"):
             restored = restore_quantized(self.quantized, self.entries)
-            if restored.issuperset(self.generated.values()):
+            if restored and restored.issuperset(self.generated.values()) and not extra:
                 return
-            rest = {path: value for path, value in self.entries.items() if path not in restored}
-            result = self.module.load_state_dict(rest, strict=False)
-        problems = [f"does not accept {key}" for key in getattr(result, "unexpected_keys", [])]
+            given |= {path: value for path, value in self.entries.items() if path not in restored}
+            given |= extra
+            given._metadata = self.metadata  # type: ignore[attr-defined]
+            load: Callable[..., Any] = self.module.load_state_dict
+            accepts_strict = {"strict", "kwargs"} & signature(load).parameters.keys()
+            result = load(given, strict=False) if accepts_strict else load(given)
+        # The module's own tensors are filled, also where a hook takes them out of the dict.
+        made = set(self.generated.values())
+        problems = [
+            f"does not accept {key}"
+            for key in getattr(result, "unexpected_keys", [])
+            if key in made or key not in self.entries
+        ]
         problems += [
             f"lacks {key}"
             for key in getattr(result, "missing_keys", [])
-            if key.rpartition(".")[2] != EXTRA_STATE
+            if key.rpartition(".")[2] != EXTRA_STATE and key not in self.entries
         ]
         if problems:
             raise StateError(
@@ -183,9 +257,12 @@ class ModuleBinding(Binding):
     """
 
     kind = "module"
+    has_whole_state_dict: ClassVar[bool] = True
+    """Whether the module's `load_state_dict` accepts the entries that the binding fills."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module], context: Context) -> None:
         self.name = name
+        self._is_loaded = False
         self._allow_pickle = context.allow_pickle
         self._parts = [*map(partial(Part, name), modules)]
 
@@ -235,12 +312,9 @@ class ModuleBinding(Binding):
             part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
         for part in self._parts:
-            if part.generated or part.quantized:
+            if part.generated or part.quantized or part.extra:
                 part.fit_to_checkpoint(local_state, saved)
-        # The extra state of Megatron's modules may be None, and some formats leave it out.
-        for name, value in [*local_state.objects.items()]:
-            if value is None and name.endswith(EXTRA_STATE) and saved.kind(name) is None:
-                del local_state.objects[name]
+        self._is_loaded = any(map(selection.selects, local_state.names()))
         return local_state
 
     def restore(self, values: Mapping[str, JsonValue]) -> None:
@@ -253,14 +327,24 @@ class ModuleBinding(Binding):
             for name, path in part.generated.items():
                 if name in values:
                     part.entries[path] = self._decode(name, values)
-            if part.generated:
-                part.restore_generated()
-            for path, module in part.module.named_modules():
-                name = part.name(f"{path}.{EXTRA_STATE}".lstrip("."))
+            extra: dict[str, object] = {}
+            for name, (path, _) in part.extra.items():
                 if name in values:
-                    extra_state = self._decode(name, values)
-                    with user_code(name, "set_extra_state()"):
-                        module.set_extra_state(extra_state)
+                    extra[path] = self._decode(name, values)
+                elif name in part.filled_extra:
+                    extra[path] = part.filled_extra[name]
+            has_code = self._is_loaded and self.has_whole_state_dict and runs_code(part.module)
+            part.restore(extra, through_module=has_code)
+
+    def rebuild_weights(self) -> None:
+        """Call the hooks of modules that `load_state_dict` cannot load."""
+        if self.has_whole_state_dict or not self._is_loaded:
+            return
+        for module in (module for part in self._parts for module in part.module.modules()):
+            for hook in module._load_state_dict_post_hooks.values():
+                if _is_users_code(hook):
+                    with user_code(self.name, "hook of load_state_dict()"):
+                        hook(module, _IncompatibleKeys([], []))
 
     def generated_names(self) -> set[str]:
         """Return the names of what `state_dict` returned beyond the module's own tensors.
@@ -284,18 +368,53 @@ class ModuleBinding(Binding):
         if entries is None:
             with user_code(self.name, "state_dict()"):
                 entries = part.module.state_dict(keep_vars=True)
+        metadata = getattr(entries, "_metadata", None)
         if "bitsandbytes" in sys.modules:
             part.quantized = quantized_layers(part.module)
             entries = {**entries, **dict(hidden_quantization(part.quantized, entries))}
         own_tensors = set(map(id, [*part.module.parameters(), *part.module.buffers()]))
-        part.entries, part.generated = {}, {}
+        part.entries, part.generated, part.extra = {}, {}, {}
+        part.metadata = metadata
         for path, value in entries.items():
             name = part.name(path)
-            if path.rpartition(".")[2] != EXTRA_STATE:
+            if path.rpartition(".")[2] == EXTRA_STATE:
+                part.extra[name] = path, value
+            else:
                 part.entries[path] = value
                 if id(value) not in own_tensors:
                     part.generated[name] = path
             yield name, value
+
+
+def runs_code(module: nn.Module) -> bool:
+    """Return whether `load_state_dict` of a module runs code of the user.
+
+    This is a hook of any part of the module, or a method that the module or a part overrides.
+    """
+    if _is_users_code(module.load_state_dict):
+        return True
+    for part in module.modules():
+        hooks = (
+            *part._load_state_dict_pre_hooks.values(),
+            *part._load_state_dict_post_hooks.values(),
+        )
+        if any(map(_is_users_code, (part._load_from_state_dict, *hooks))):
+            return True
+    return False
+
+
+def _is_users_code(function: Any) -> bool:
+    while inner := getattr(function, "hook", None) or getattr(function, "func", None):
+        function = inner
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return not f"{module}.".startswith(_NO_USERS_CODE)
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the path and the value of the extra state of each part of a module."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{path}.{EXTRA_STATE}".lstrip("."), part.get_extra_state()
 
 
 def buffers_of(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:

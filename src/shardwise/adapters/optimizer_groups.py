@@ -5,18 +5,30 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import StateError
+from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import JsonValue, find_differences
 from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
 STEP = "step"
+NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
+"""The names below an optimizer's for state that belongs to no single parameter, for what its
+`state_dict` returns besides state and param groups, and for the strides of state."""
+OTHER_KEYS = "other_keys"
+"""The key in checkpoints under which a dict has the state whose keys are not plain names."""
+CLASS = "__class__"
+"""The key in checkpoints that says of which class an object in the state is."""
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 """Keys of a param group that are not hyperparameters."""
 _SCHEDULER_SUFFIXES = ("_lr", "_momentum")
@@ -31,9 +43,13 @@ class Group:
         optimizer: the optimizer.
         settings: the group itself, an item of `optimizer.param_groups`.
         parameters: its parameters.
+        states: the state of each parameter. Default: the state of the optimizer.
+        owned: the ids of the parameters that have state here. Default: all may have.
 
     Attributes:
         names: the names of all original parameters, each of them once.
+        states: the state of each parameter.
+        with_state: those of the parameters that may have state here.
         steps_are_in: where the optimizer counts its steps. torch's optimizers have a tensor for
             each parameter, DeepSpeed's an integer for each parameter, and those of Apex a number
             for each param group.
@@ -45,26 +61,33 @@ class Group:
         optimizer: Optimizer,
         settings: MutableMapping[str, Any],
         parameters: Sequence[Parameter],
+        states: MutableMapping[torch.Tensor, Any] | None = None,
+        owned: Collection[int] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
         self.parameters = parameters
+        self.states = optimizer.state if states is None else states
+        self.with_state = [p for p in parameters if owned is None or id(p.tensor) in owned]
         names: dict[str, None] = {}
         for parameter in parameters:
             names.update(dict.fromkeys(parameter.names))
         self.names = tuple(names)
-        self.steps_are_in: Literal["tensors", "integers", "groups"] = "tensors"
         self.other_keys: Collection[str] = NOT_HYPERPARAMETERS
-        module = type(optimizer).__module__
-        if module.startswith("deepspeed.ops."):
-            self.steps_are_in = "integers"
-        elif module.startswith(("transformer_engine.", "apex.")):
-            self.steps_are_in = "groups"
+        self.steps_are_in = steps_are_in(optimizer)
+        if self.steps_are_in == "groups":
             self.other_keys = (*NOT_HYPERPARAMETERS, STEP)
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, object]:
         """Return the state of a parameter by dotted keys, with the step count as a tensor."""
-        state = dict(flatten_keys(self.optimizer.state.get(parameter, {})))
+        found = self.states.get(parameter, {})
+        if not isinstance(found, Mapping):
+            raise StateError(
+                f"the state of a parameter of shape {list(parameter.shape)} in the "
+                f"{type(self.optimizer).__name__} is a {type(found).__name__}: expected a dict, as "
+                "in torch's optimizers"
+            )
+        state = dict(flatten_keys(_with_plain_keys(found), attributes_of=self._attributes_of))
         if state and self.steps_are_in != "tensors":
             counters = state if self.steps_are_in == "integers" else self.settings
             count = counters.get(STEP)
@@ -83,7 +106,77 @@ class Group:
             self.settings[STEP] = (
                 current.copy_(count) if isinstance(current, torch.Tensor) else int(count)
             )
-        self.optimizer.state[parameter] = nest_keys(state)
+        nested = {key: self._with_objects(value) for key, value in nest_keys(state).items()}
+        others = nested.pop(OTHER_KEYS, None)
+        self.states[parameter] = nested | others if isinstance(others, dict) else nested
+
+    def find_object_problems(self, name: str, saved: SavedNames) -> Iterator[str]:
+        """Yield the reasons why objects in the saved state of a parameter cannot be made."""
+        for key in saved.names_below(name):
+            if key.endswith(f".{CLASS}") and saved.has_object(f"{name}.{key}"):
+                cls = saved.object(f"{name}.{key}")
+                if cls not in self._classes:
+                    yield (
+                        f"{name}.{key}: {str(cls)[:60]!r} is no simple class that the module of "
+                        f"{type(self.optimizer).__name__} uses, so the object cannot be made: use "
+                        "the optimizer that saved it, or leave the optimizer out with skip="
+                    )
+
+    @cached_property
+    def _classes(self) -> dict[str, type]:
+        """The classes of objects that can be in the state, by their names.
+
+        They are those that the modules of the optimizer's classes use, and that are defined in the
+        same packages. A checkpoint can only choose among them: nothing is imported for it. An
+        object is made without its constructor, so its attributes must be all that it has.
+        """
+        modules = {cls.__module__ for cls in type(self.optimizer).__mro__}
+        packages = {each.partition(".")[0] for each in modules} - {"torch", "builtins", "typing"}
+        found: dict[str, type] = {}
+        for module in map(sys.modules.get, modules):
+            is_known = module is not None and module.__name__.partition(".")[0] in packages
+            for cls in [*vars(module).values()] if is_known else ():
+                is_class = isinstance(cls, type) and cls.__module__.partition(".")[0] in packages
+                if is_class and _has_only_attributes(cls):
+                    found[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        return found
+
+    def _attributes_of(self, value: object) -> Mapping[str, object] | None:
+        cls = type(value)
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        if not hasattr(value, "__dict__") or self._classes.get(name) is not cls:
+            return None
+        return {CLASS: name, **vars(value)}
+
+    def _with_objects(self, value: object) -> object:
+        """Return a nested dict with objects in place of the dicts that describe them."""
+        if not isinstance(value, dict):
+            return value
+        converted = {key: self._with_objects(each) for key, each in value.items()}
+        if CLASS not in converted:
+            return converted
+        made: object = object.__new__(self._classes[str(converted.pop(CLASS))])
+        vars(made).update(converted)
+        return made
+
+
+def _has_only_attributes(cls: type) -> bool:
+    """Return whether an object of a class has nothing but attributes, and no code to make it."""
+    if issubclass(cls, (torch.Tensor, nn.Module, Optimizer, BaseException, type, Enum)):
+        return False
+    if any(vars(each).get("__slots__") for each in cls.__mro__) or hasattr(cls, "__del__"):
+        return False
+    special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setattr__")
+    is_plain = all(getattr(cls, key, None) is getattr(object, key, None) for key in special)
+    return is_plain and not hasattr(cls, "__setstate__")
+
+
+def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
+    """Return where an optimizer counts its steps; see `Group`."""
+    module = type(optimizer).__module__
+    if module.startswith("deepspeed.ops."):
+        return "integers"
+    return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
 
 def hyperparameters_of(
@@ -96,14 +189,46 @@ def hyperparameters_of(
     return hyperparameters
 
 
-def flatten_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested dicts with dotted keys."""
+def flatten_keys(
+    tree: Mapping[str, object],
+    prefix: str = "",
+    attributes_of: Callable[[object], Mapping[str, object] | None] = lambda value: None,
+) -> Iterator[tuple[str, object]]:
+    """Yield the values of nested dicts with dotted keys.
+
+    A nested dict with other keys than plain names is one value.
+
+    Args:
+        attributes_of: returns the attributes of an object, which become a nested dict; None for
+            other values.
+    """
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
-            yield from flatten_keys(value, f"{name}.")
+        described = None if isinstance(value, (torch.Tensor, int)) else attributes_of(value)
+        if described is not None:
+            yield from flatten_keys(described, f"{name}.", attributes_of)
+        elif (
+            isinstance(value, Mapping)
+            and value
+            and name != OTHER_KEYS
+            and all(map(_is_plain, value))
+        ):
+            yield from flatten_keys(value, f"{name}.", attributes_of)
         else:
             yield name, value
+
+
+def _is_plain(key: object) -> bool:
+    return type(key) is str and key not in ("", CLASS) and "." not in key
+
+
+def _with_plain_keys(state: Mapping[Any, object]) -> Mapping[str, object]:
+    """Return a parameter's state, with one dict for all state whose keys are not plain names."""
+    others = {k: v for k, v in state.items() if not _is_plain(k) or k == OTHER_KEYS}
+    if not others:
+        return state
+    plain = {key: value for key, value in state.items() if key not in others}
+    return plain | {OTHER_KEYS: others}
 
 
 def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:
@@ -146,6 +271,53 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
     return settings
 
 
+def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor, those with large strides first."""
+    strides = [0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def orders_of(value: object) -> dict[str, tuple[int, ...]]:
+    """Return the saved orders of dimensions by the key of the state. The input is not trusted."""
+    found = value.items() if isinstance(value, dict) else ()
+    return {key: tuple(order) for key, order in found if isinstance(order, list)}
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a new tensor, or one of the same shape whose dimensions have this order in memory."""
+    if type(tensor) is not torch.Tensor or sorted(order) != [*range(tensor.dim())]:
+        return tensor
+    memory = tensor.new_zeros([tensor.shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def settings_by_position(encoded: object, count: int) -> dict[int, list[JsonValue]]:
+    """Return the hyperparameters for groups without members, by the position of the group.
+
+    Args:
+        encoded: the saved list of param groups, which `settings_by_member` has checked.
+        count: the number of groups of the target.
+
+    Returns:
+        For each position, the different values that were saved: those of groups without members,
+        if there were any.
+    """
+    groups = cast(list[dict[str, Any]], encoded)
+    are_in_order = len(groups) == count and not any(
+        "positions" in g or "empty_positions" in g for g in groups
+    )
+    found: dict[int, list[JsonValue]] = {}
+    for key in ("empty_positions", "positions"):
+        of_key: dict[int, list[JsonValue]] = {}
+        for index, group in enumerate(groups):
+            positions = [index] if are_in_order else group.get(key)
+            for position in positions if isinstance(positions, list) else ():
+                if type(position) is int:
+                    of_key.setdefault(position, []).append(group.get("value"))
+        found = of_key | found
+    return found
+
+
 def find_group_problems(
     name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:
@@ -180,7 +352,7 @@ def find_group_problems(
                 break
         saved = settings[members[0]] if members else {}
         saved_keys = set(saved if isinstance(saved, dict) else ())
-        lacking = group.optimizer.defaults.keys() - saved_keys - _DEEPSPEED_KEYS
+        lacking = getattr(group.optimizer, "defaults", {}).keys() - saved_keys - _DEEPSPEED_KEYS
         if not lacking:
             continue
         current_keys = set().union(*group.optimizer.param_groups)

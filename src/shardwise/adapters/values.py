@@ -10,8 +10,15 @@ import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError, StateError, user_code
+from shardwise.manifest.checksums import crc32
 from shardwise.ports.binding import Binding
-from shardwise.state.local_state import LocalState, Shards
+from shardwise.state.local_state import (
+    LocalState,
+    Shards,
+    TensorLeaf,
+    memory_extent,
+    view_for_numpy,
+)
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.per_rank import PerRankValue
 from shardwise.state.plain_values import JsonValue, decode, encode
@@ -79,12 +86,14 @@ class ObjectBinding(Binding):
         """
         local_state = self.local_state()
         if not saved.has_object(self.name):
-            return selection.select_from(local_state)
+            names = [*local_state.names()]
+            return local_state if selection.selects(*names) else LocalState(unselected=names)
         inside = tensors_inside(self.name, saved)
         if not selection.selects(self.name, *inside):
             return LocalState(unselected=[self.name, *inside])
         leaves = []
         current, self._tensors = self._tensors, {}
+        filled = _FilledMemory()
         for name, saved_name in inside.items():
             entry = saved.tensor(name)
             if entry is None:
@@ -94,9 +103,15 @@ class ObjectBinding(Binding):
             can_be_filled = tensor is not None and tuple(tensor.shape) == entry.shape
             if isinstance(tensor, np.ndarray):
                 can_be_filled &= tensor.flags.writeable
-            if not can_be_filled or (isinstance(tensor, torch.Tensor) and tensor.is_meta):
+            if can_be_filled and not isinstance(tensor, Shards):
+                can_be_filled = not (isinstance(tensor, torch.Tensor) and tensor.is_meta)
+                can_be_filled = can_be_filled and filled.add(
+                    tensor_leaf(name, tensor), saved.stored_index(name)
+                )
+            if not can_be_filled:
                 dtype: torch.dtype = getattr(torch, entry.dtype)
-                tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+                device = self._device_of(saved_name, saved)
+                tensor = torch.empty(entry.shape, dtype=dtype, device=device)
             self._tensors[saved_name] = tensor
             leaves.append(tensor_leaf(name, tensor))
         local_state.tensors = leaves
@@ -111,6 +126,10 @@ class ObjectBinding(Binding):
             with user_code(self.name, "load_state_dict()"):
                 self._set_value(value)
 
+    def _device_of(self, saved_name: str, saved: SavedNames) -> torch.device:
+        """Return the device for a tensor that the current value lacks."""
+        return torch.device("cpu")
+
     def _filled_tensor(self, name: str) -> torch.Tensor | Shards:
         tensor = self._tensors.get(name)
         if isinstance(tensor, np.ndarray):
@@ -121,6 +140,84 @@ class ObjectBinding(Binding):
                 "out: load both, or leave out both with skip="
             )
         return tensor
+
+
+class _FilledMemory:
+    """The memory of the tensors of one value that a load fills in place."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, list[tuple[int, int, object, int]]] = {}
+
+    def add(self, leaf: TensorLeaf, stored_index: int) -> bool:
+        """Add a tensor, and return whether it can be filled in place.
+
+        It cannot if its memory belongs to another tensor, too, for which the checkpoint has other
+        bytes. For example, a new scheduler has one tensor under several names.
+        """
+        for data in (fragment.data for fragment in leaf.fragments):
+            start = data.data_ptr()
+            stop = start + memory_extent(data) * data.element_size()
+            ranges = self._ranges.setdefault(data.untyped_storage().data_ptr(), [])
+            for low, high, tie_key, index in ranges:
+                is_same = leaf.tie_key == tie_key and index == stored_index
+                if start < high and low < stop and not is_same:
+                    return False
+            ranges.append((start, stop, leaf.tie_key, stored_index))
+        return True
+
+
+class ComparedBinding(ObjectBinding):
+    """A value of an optimizer that all ranks must have alike.
+
+    The encoded value has the checksums of its tensors, so that a save compares them as it compares
+    plain values. It also names the tensors in host memory.
+
+    Args:
+        device: the device of the optimizer's parameters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: Mapping[Any, object],
+        set_value: Callable[[object], object],
+        device: torch.device,
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        super().__init__(name, lambda: value, self._set_inner, allow_pickle=allow_pickle)
+        self.value = value
+        self.set_value, self._device = set_value, device
+
+    def local_state(self) -> LocalState:
+        """Return the value, its tensors and their checksums."""
+        local_state = super().local_state()
+        encoded: dict[str, JsonValue] = {"value": local_state.objects[self.name]}
+        wholes = [leaf for leaf in local_state.tensors if leaf.sharding is None and leaf.fragments]
+        on_host = [leaf.name for leaf in wholes if leaf.fragments[0].data.device.type == "cpu"]
+        if wholes:
+            encoded["checksums"] = {leaf.name: _checksum_of(leaf) for leaf in wholes}
+        if on_host and self._device.type != "cpu":
+            encoded["on_host"] = [*on_host]
+        local_state.objects[self.name] = encoded
+        return local_state
+
+    def _set_inner(self, loaded: object) -> None:
+        self.set_value(loaded["value"] if isinstance(loaded, dict) and "value" in loaded else {})
+
+    def _device_of(self, saved_name: str, saved: SavedNames) -> torch.device:
+        encoded = saved.object(self.name)
+        on_host = encoded.get("on_host") if isinstance(encoded, dict) else None
+        is_on_host = isinstance(on_host, list) and saved_name in on_host
+        return torch.device("cpu") if is_on_host else self._device
+
+
+def _checksum_of(leaf: TensorLeaf) -> int:
+    checksum = 0
+    for fragment in leaf.fragments:
+        array = view_for_numpy(fragment.data.cpu()).contiguous().reshape(-1).view(torch.uint8)
+        checksum = crc32(array.numpy(), checksum)
+    return checksum
 
 
 class PerRankBinding(Binding):

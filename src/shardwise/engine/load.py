@@ -34,6 +34,8 @@ from shardwise.state.name_lookup import SavedNames
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
+_COMPARED_BYTES = 1 << 26
+"""How much of two tensors is read at a time to compare them."""
 Readers = dict[int, DataReader]
 """The readers of files, by the index of the file in the layout."""
 
@@ -200,8 +202,7 @@ def plan_reads(
     """Plan the reads that fill some tensors.
 
     If one memory has several names, the first name fills the memory. If the checkpoint stores
-    another tensor under a second name, a further leaf reads this tensor into a copy, and compares
-    the copy with the memory.
+    another tensor under a second name, both are read and compared first.
 
     Args:
         leaves: the tensors.
@@ -212,18 +213,27 @@ def plan_reads(
 
     Raises:
         StateError: a tensor has no memory.
+        MismatchError: names of one memory have different values in the checkpoint.
     """
     _, ties = split_ties(leaves)
     first_names = dict(ties)
-    indices, listed = [], []
+    indices, listed, problems = [], [], []
     for leaf in leaves:
         index, first = saved.stored_index(leaf.name), first_names.get(leaf.name)
-        if first is not None:
-            if index == saved.stored_index(first):
-                continue
-            leaf = _comparing_leaf(leaf, first)
-        indices.append(index)
-        listed.append(leaf)
+        if first is None:
+            indices.append(index)
+            listed.append(leaf)
+        elif index != saved.stored_index(first):
+            stored = (index, saved.stored_index(first))
+            if not _are_stored_equal(leaf, stored, saved.layout, store, arena, verify=verify):
+                problems.append(f"{first} and {leaf.name}")
+    if problems:
+        raise MismatchError(
+            "names that share memory in the target have different values in the checkpoint; "
+            "nothing was written. Load into tensors that are not tied, or leave out one name with "
+            "skip=:",
+            problems,
+        )
     return _plan_reads(indices, listed, saved.layout, store, arena, verify=verify)
 
 
@@ -303,21 +313,33 @@ def _largest_reads(store: Files, layout: Layout, arena: Arena) -> IntArray:
     return np.array(sizes, np.int64)
 
 
-def _comparing_leaf(leaf: TensorLeaf, first_name: str) -> TensorLeaf:
-    """Return a leaf that reads into a copy, and raises if the copy differs from the memory."""
-    copies = tuple(Fragment(f.box, f.data.clone()) for f in leaf.fragments)
+def _are_stored_equal(
+    leaf: TensorLeaf,
+    stored: tuple[int, int],
+    layout: Layout,
+    store: Files,
+    arena: Arena,
+    *,
+    verify: bool,
+) -> bool:
+    """Return whether two stored tensors are equal in this rank's fragments of a leaf.
 
-    def finish() -> None:
-        for filled, copy in zip(leaf.fragments, copies, strict=True):
-            if not same_bytes(filled.data, copy.data):
-                raise MismatchError(
-                    "names that share memory in the target have different values in the "
-                    "checkpoint. The target now has the values of the first name; load into "
-                    "tensors that are not tied, or leave out one name with skip=:",
-                    [f"{first_name} and {leaf.name}"],
-                )
-
-    return TensorLeaf(leaf.name, leaf.dtype, leaf.shape, copies, None, finish)
+    Args:
+        stored: the indices of the two tensors in `Layout.runs.tensor`.
+    """
+    for box in (fragment.box for fragment in leaf.fragments):
+        row_bytes = leaf.dtype.itemsize * box.size // max(1, box.shape[0] if box.shape else 1)
+        step = max(1, _COMPARED_BYTES // max(1, row_bytes))
+        for first in range(0, box.shape[0] if box.shape else 1, step):
+            part = box
+            if box.shape:
+                rows = min(step, box.shape[0] - first)
+                offset = (box.offset[0] + first, *box.offset[1:])
+                part = Box(offset, (rows, *box.shape[1:]))
+            pair = read_boxes([(i, part) for i in stored], store, layout, arena, verify=verify)
+            if not same_bytes(*(each.to(leaf.dtype) for each in pair)):
+                return False
+    return True
 
 
 def _split_means(

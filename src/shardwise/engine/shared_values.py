@@ -7,7 +7,7 @@ Only the hyperparameters themselves are compared at each save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -81,6 +81,8 @@ def merge_values(
     # and member of a group.
     objects: dict[str, tuple[JsonValue, int]] = {}
     grouped: dict[str, dict[str, tuple[JsonValue, int]]] = {}
+    # The position of each group, and whether it has members, by name.
+    placed: dict[str, list[tuple[int, bool, JsonValue]]] = {}
     problems: list[str] = []
     for rank, (own_objects, own_groups) in values.items():
         for name, value in own_objects.items():
@@ -89,7 +91,8 @@ def merge_values(
                 problems += _describe_differences(first, value, name, first_rank, rank)
         for name, groups in own_groups.items():
             first_of = grouped.setdefault(name, {})
-            for members, value in groups:
+            for position, (members, value) in enumerate(groups):
+                placed.setdefault(name, []).append((position, bool(members), value))
                 own = value, rank
                 wrong = [each for each in members if first_of.setdefault(each, own)[0] != value]
                 if wrong:
@@ -102,12 +105,33 @@ def merge_values(
     _refuse_other_kinds(values, other_kinds)
     entries = [ObjectEntry(name, value) for name, (value, _) in objects.items()]
     for name, first_of in grouped.items():
-        merged: dict[bytes, dict[str, Any]] = {}  # members with equal values are one group
-        for member, (value, _) in first_of.items():
-            key = msgspec.json.encode(value)
-            merged.setdefault(key, {"members": [], "value": value})["members"].append(member)
-        entries.append(ObjectEntry(name, [*merged.values()]))
+        entries.append(ObjectEntry(name, _merge_groups(first_of, placed.get(name, ()))))
     return tuple(entries)
+
+
+def _merge_groups(
+    first_of: Mapping[str, tuple[JsonValue, int]], placed: Iterable[tuple[int, bool, JsonValue]]
+) -> list[dict[str, Any]]:
+    """Return the groups for the manifest. Members with equal values are one group.
+
+    A group has the positions that it had on ranks, unless all positions are those in the list. A
+    load sets a group without members, for example on a pipeline stage, by its position.
+    """
+    merged: dict[bytes, dict[str, Any]] = {}
+    items: list[tuple[JsonValue, str, object]]
+    items = [(value, "members", member) for member, (value, _) in first_of.items()]
+    for position, has_members, value in placed:
+        items.append((value, "positions" if has_members else "empty_positions", position))
+    for value, key, item in items:
+        group = merged.setdefault(msgspec.json.encode(value), {"members": [], "value": value})
+        if key == "members" or item not in group.get(key, ()):
+            group.setdefault(key, []).append(item)
+    groups = [*merged.values()]
+    is_in_order = all(group.get("positions") == [at] for at, group in enumerate(groups))
+    if is_in_order and not any("empty_positions" in group for group in groups):
+        for group in groups:
+            del group["positions"]
+    return groups
 
 
 def _refuse_other_kinds(values: Mapping[int, SharedValues], other_kinds: Mapping[str, str]) -> None:

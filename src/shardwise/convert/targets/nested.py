@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.adapters.optimizer_groups import nest_keys
+from shardwise.adapters.optimizer_groups import NOT_OF_PARAMETERS, nest_keys
 from shardwise.adapters.values import tensor_names_in_value
 from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
@@ -129,6 +129,8 @@ def nest_state(contents: ExportContents) -> NestedState:
         optimizer = _optimizer_of(name, groups)
         if optimizer is None:
             parts[_split_name(name, contents.model_key)] = leaf
+        elif name.removeprefix(f"{optimizer}.").split(".")[0] in NOT_OF_PARAMETERS:
+            left_out.append(f"{name}: it belongs to no parameter of the optimizer")
         else:
             optimizer_leaves[optimizer][name.removeprefix(f"{optimizer}.")] = leaf
     ambiguous = {path[0] for path in parts if len(path) > 1} & {
