@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, has_fsdp1
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.tensors import FlatRange, Parameter
+from shardwise.state.parameters import FlatRange, Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle

@@ -12,8 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import StateError
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, find_differences
-from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
 STEP = "step"

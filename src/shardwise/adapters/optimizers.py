@@ -24,8 +24,9 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import Parameter, tensor_of_array
+from shardwise.state.tensors import tensor_of_array
 
 
 class OptimizerBinding(Binding):

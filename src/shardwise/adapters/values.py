@@ -85,13 +85,14 @@ class ObjectBinding(Binding):
             return LocalState(unselected=[self.name, *inside])
         leaves = []
         current, self._tensors = self._tensors, {}
+        shapes = {leaf.name: leaf.shape for leaf in local_state.tensors}
         for name, saved_name in inside.items():
             entry = saved.tensor(name)
             if entry is None:
                 local_state.problems.append(missing_inside(name, self.name))
                 continue
             tensor: Any = current.get(name)
-            can_be_filled = tensor is not None and tuple(tensor.shape) == entry.shape
+            can_be_filled = tensor is not None and shapes[name] == entry.shape
             if isinstance(tensor, np.ndarray):
                 can_be_filled &= tensor.flags.writeable
             if not can_be_filled or (isinstance(tensor, torch.Tensor) and tensor.is_meta):

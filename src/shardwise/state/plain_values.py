@@ -40,7 +40,7 @@ from shardwise.state.json_fields import (
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
 from shardwise.state.local_state import Shards
-from shardwise.state.tensors import detach_checked
+from shardwise.state.tensors import detach_checked, is_shard
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
@@ -294,10 +294,10 @@ def _make_size(items: list[Any]) -> torch.Size:
 def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
     if cursor.on_tensor is not None or cursor.is_in_key:
         return _name_tensor(value, cursor)
-    if isinstance(value, Shards) or hasattr(value, "placements"):
+    if is_shard(cursor.name, value):
         raise StateError(
-            f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
-            "tensor, or make it an item of the state"
+            f"{cursor.name}: a {type(value).__name__} that is a part of a global tensor cannot be "
+            "part of this value: save the full tensor, or make it an item of the state"
         )
     return tensor_fields(detach_checked(cursor.name, value))
 
