@@ -129,6 +129,13 @@ def find_differences(
         yield name, a, b
 
 
+def is_empty(encoded: JsonValue) -> bool:
+    """Return whether an encoded value is None, or an empty dict, list or tuple."""
+    if isinstance(encoded, dict) and isinstance(encoded.get(TAG), str):
+        return encoded[TAG] in ("dict", "ordered", "tuple") and encoded.get("v") == []
+    return encoded is None or (isinstance(encoded, (dict, list)) and not encoded)
+
+
 class _Cursor:
     """The position of the encoder or decoder in a value, and what it needs there.
 
