@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from shardwise.adapters.values import missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.ports.binding import Binding, Context
-from shardwise.state.local_state import LocalState, ParameterOrder
+from shardwise.state.local_state import LocalState, ParameterOrder, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.parameters import Parameter
+from shardwise.state.parameters import LOCAL, SHARD, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import tensor_of_array
+from shardwise.state.tensors import is_dtensor, tensor_of_array
 
 
 class OptimizerBinding(Binding):
@@ -79,6 +80,7 @@ class OptimizerBinding(Binding):
         for group in self._groups:
             for parameter in group.parameters:
                 prefix = f"{self.name}.{parameter.representative_name}"
+                self._claim_shards(local_state, prefix, parameter, saved, selection)
                 current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
                 is_new = state is not current or group.steps_are_in != "tensors"
@@ -88,8 +90,10 @@ class OptimizerBinding(Binding):
                         self._add_value(local_state, parameter, key, value)
                     else:
                         self._add_saved_value(values, group, parameter, key, saved, selection)
-        local_state.join_parts(to_fill=True)
-        values.join_parts(to_fill=True)
+        for each in (local_state, values):
+            each.tensors = [_as_saved(leaf, saved) for leaf in each.tensors]
+            each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
+            each.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             self._settings = settings_by_member(self._groups_name, saved.object(self._groups_name))
@@ -189,7 +193,7 @@ class OptimizerBinding(Binding):
             StateError: the value cannot be saved.
         """
         if isinstance(value, torch.Tensor):
-            local_state.tensors += parameter.leaves(self.name, key, value)
+            self._add_tensor(local_state, parameter, key, value)
             return
         found: dict[str, Any] = {}
         for name in parameter.names:
@@ -206,7 +210,18 @@ class OptimizerBinding(Binding):
                     f"{name}: a {type(tensor).__name__} cannot be part of an optimizer's state: "
                     "keep a tensor or a DTensor"
                 )
-            local_state.tensors += parameter.leaves(self.name, name.removeprefix(prefix), tensor)
+            self._add_tensor(local_state, parameter, name.removeprefix(prefix), tensor)
+
+    def _add_tensor(
+        self, local_state: LocalState, parameter: Parameter, key: str, value: torch.Tensor
+    ) -> None:
+        """Add a tensor of a parameter's state, and whether it is plain though sharded."""
+        leaves = parameter.leaves(self.name, key, value)
+        local_state.tensors += leaves
+        if is_dtensor(parameter.tensor) and not is_dtensor(value) and not parameter.flat:
+            name = f"{self.name}.{parameter.name}.{key}"
+            if value.dim():
+                local_state.objects[name + LOCAL] = True
 
     def _add_saved_value(
         self,
@@ -228,12 +243,13 @@ class OptimizerBinding(Binding):
             return
         local_state.objects |= {f"{self.name}.{name}.{key}": None for name in parameter.names}
         for name, saved_name in inside.items():
-            entry = saved.tensor(name)
+            full_name = name if saved.tensor(name) is not None else name + parameter.shard
+            entry = saved.tensor(full_name)
             if entry is None:
                 local_state.problems.append(missing_inside(name, prefix + key))
                 continue
             inner_key = name.removeprefix(prefix)
-            tensor = _allocate_state(parameter, group, inner_key, entry)
+            tensor = _allocate_state(parameter, group, full_name, entry, saved)
             self._tensors_in_values[saved_name] = tensor
             local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
 
@@ -253,7 +269,7 @@ class OptimizerBinding(Binding):
         result until `restore` sets it; tensors inside such a value, as LBFGS has, are left out. If
         the checkpoint has no state of the parameter, the selected state is removed.
         """
-        keys = saved.names_below(name)
+        keys = [key for key in saved.names_below(name) if not key.endswith(LOCAL)]
         if not keys:
             unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
@@ -263,16 +279,51 @@ class OptimizerBinding(Binding):
             if saved.has_object(f"{name}.{key}"):
                 inside[key] = tensors_inside(f"{name}.{key}", saved)
                 left_out.update(inside[key])
-        for key in () if parameter.is_empty else keys:
-            full_name = f"{name}.{key}"
-            entry = saved.tensor(full_name)
-            if full_name in left_out or (entry is None and key not in inside):
+        for saved_key in () if parameter.is_empty else keys:
+            key, _, shard = saved_key.partition(SHARD)
+            if shard and SHARD + shard != parameter.shard:
+                continue  # another rank loads it
+            saved_name, entry = f"{name}.{saved_key}", saved.tensor(f"{name}.{saved_key}")
+            if f"{name}.{key}" in left_out or (entry is None and key not in inside):
                 continue
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
-            if not fits and selection.selects(full_name, *inside.get(key, ())):
-                new = None if entry is None else _allocate_state(parameter, group, key, entry)
+            if not fits and selection.selects(saved_name, *inside.get(key, ())):
+                new = None
+                if entry is not None:
+                    new = _allocate_state(parameter, group, saved_name, entry, saved)
                 state = {**state, key: new}
         return state
+
+    def _claim_shards(
+        self,
+        local_state: LocalState,
+        prefix: str,
+        parameter: Parameter,
+        saved: SavedNames,
+        selection: Selection,
+    ) -> None:
+        """Claim the state that was saved for each shard, which other ranks load.
+
+        If this rank's shard is not among the saved ones, add a problem.
+        """
+        shards: dict[str, list[str]] = {}
+        for key in saved.names_below(prefix):
+            if key.endswith(LOCAL):
+                local_state.unselected.append(f"{prefix}.{key}")
+            elif SHARD in key:
+                base, _, shard = key.partition(SHARD)
+                shards.setdefault(base, []).append(SHARD + shard)
+        for base, found in () if parameter.is_empty else shards.items():
+            name, own = f"{prefix}.{base}", parameter.shard
+            local_state.unselected += [name + shard for shard in found if shard != own]
+            if own not in found and selection.selects(name + found[0]):
+                listed = ", ".join(each.removeprefix(SHARD) for each in found[:8])
+                local_state.problems.append(
+                    f"{name}: the optimizer keeps this state for each shard ({listed}), and the "
+                    f"checkpoint has none for {own.removeprefix(SHARD) or 'the whole parameter'}: "
+                    "load with the sharding of the save, or leave it out with "
+                    f"skip=[{name + '@*'!r}]"
+                )
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
@@ -302,11 +353,28 @@ class OptimizerBinding(Binding):
                 group.settings[key] = value
 
 
+def _as_saved(leaf: TensorLeaf, saved: SavedNames) -> TensorLeaf:
+    """Return the leaf under the name of its shard, if it was saved so."""
+    entry = saved.tensor(leaf.name)
+    if leaf.of_shard is None or (entry is not None and entry.shape == leaf.shape):
+        return leaf
+    of_shard = leaf.of_shard()
+    if entry is not None:  # one element that ranks shared
+        return replace(of_shard, name=leaf.name) if entry.shape == of_shard.shape else leaf
+    return leaf if saved.tensor(of_shard.name) is None else of_shard
+
+
 def _allocate_state(
-    parameter: Parameter, group: Group, key: str, entry: TensorEntry
+    parameter: Parameter, group: Group, name: str, entry: TensorEntry, saved: SavedNames
 ) -> torch.Tensor:
     """Allocate a state tensor on the device where the optimizer itself would create it."""
+    base, _, shard = name.partition(SHARD)
     counts_on_device = group.settings.get("capturable") or group.settings.get("fused")
-    on_host = key == STEP and not counts_on_device
+    is_count = base.endswith(f"{parameter.representative_name}.{STEP}")
+    on_host = is_count and not counts_on_device
     device = torch.device("cpu") if on_host else parameter.tensor.device
-    return parameter.allocate_state(getattr(torch, entry.dtype), entry.shape, device)
+    dtype = getattr(torch, entry.dtype)
+    if shard:
+        return torch.zeros(entry.shape, dtype=dtype, device=device)
+    is_plain = saved.has_object(name + LOCAL)
+    return parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)

@@ -34,6 +34,10 @@ class Split:
     split_factor: int = 1
     mesh_dim: int = 0
 
+    def __str__(self) -> str:
+        runs = f"of{self.split_factor}runs" if self.split_factor > 1 else ""
+        return f"dim{self.dim}={self.index}of{self.parts}{runs}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,6 +20,11 @@ from shardwise.state.tensors import (
     sharded_leaf,
     tensor_leaf,
 )
+
+SHARD = "@shard:"
+"""Separates the name of state from the shard that it belongs to."""
+LOCAL = "@local"
+"""Ends the name of a plain value, which says that a state of a DTensor was no DTensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,11 @@ class FlatRange:
                 boxes.append(Box(offset, part.shape))
             start_of_box += box.size
         return replace(self, start=max(self.start - low, 0), boxes=tuple(boxes))
+
+    @property
+    def shard(self) -> str:
+        """A suffix for the names of state that belongs to the range."""
+        return SHARD + "+".join(map(str, self.boxes))
 
     def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
         """Return the range of a flat tensor as a leaf of the global tensor."""
@@ -126,7 +137,8 @@ class Parameter:
         """Return a tensor of the optimizer's state as leaves, one for each original parameter.
 
         The value is sharded like the parameter if it is a DTensor too, or if its shape is that of
-        the parameter's local tensor. A value that is sharded in no known way must be a scalar.
+        the parameter's local tensor. Any other value of a sharded parameter belongs to the shard,
+        except one element, which ranks may share. The ranks decide together at their first save.
 
         Args:
             prefix: name of the optimizer.
@@ -140,12 +152,16 @@ class Parameter:
             name = f"{prefix}.{self.name}.{key}"
             if is_dtensor(value) and value.shape == self.tensor.shape and is_dtensor(self.tensor):
                 return [sharded_leaf(name, value, value, self.tensor)]
-            if is_dtensor(value) or not is_dtensor(self.tensor):
-                return [tensor_leaf(name, value, self.tensor)]
-            if value.shape == local_tensor(self.tensor).shape != self.tensor.shape:
-                return [sharded_leaf(name, value, self.tensor)]
-            _refuse_unless_scalar(name, value)
-            return [tensor_leaf(name, value)]
+            is_whole = not is_dtensor(self.tensor) and not stated_geometry(name, self.tensor)
+            if is_whole or is_dtensor(value):
+                return [tensor_leaf(name, value)]
+            is_like = value.shape == local_tensor(self.tensor).shape
+            if is_like and is_dtensor(self.tensor):
+                leaf = sharded_leaf(name, value, self.tensor)
+            else:
+                leaf = tensor_leaf(name, value, self.tensor if is_like else None)
+            of_shard = partial(self._leaf_of_shard, name, value)
+            return [replace(leaf, of_shard=of_shard, is_like_parameter=is_like)]
         local = local_tensor(self.tensor)
         same_layout = value.shape == local.shape and value.is_contiguous()
         is_flat = same_layout or (value.dim() == 1 and value.numel() == local.numel())
@@ -156,18 +172,50 @@ class Parameter:
                 leaves.append(part.leaf(name, detach_checked(name, value).view(-1)))
             else:
                 _refuse_unless_scalar(name, value)
-                leaves.append(tensor_leaf(name, value))
+                of_shard = partial(self._leaf_of_shard, name, value, part)
+                leaves.append(replace(tensor_leaf(name, value), of_shard=of_shard))
         return leaves
 
+    def _leaf_of_shard(
+        self, name: str, value: torch.Tensor, part: FlatRange | None = None
+    ) -> TensorLeaf:
+        return tensor_leaf(name + (self.shard if part is None else part.shard), value)
+
+    @property
+    def shard(self) -> str:
+        """A suffix for the names of state that belongs to this rank's shard.
+
+        For example, `@shard:dim0=1of2`. Empty for a parameter that is not sharded.
+        """
+        if self.flat:
+            name = self.representative_name
+            return next(part.shard for part in self.flat if part.name == name)
+        leaf = tensor_leaf(self.name, self.tensor)
+        if leaf.sharding is not None and leaf.sharding.splits:
+            return SHARD + ",".join(map(str, leaf.sharding.splits))
+        is_plain = not is_dtensor(self.tensor) and leaf.shape == self.tensor.shape
+        return "" if is_plain else SHARD + "+".join(str(each.box) for each in leaf.fragments)
+
     def allocate_state(
-        self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: torch.device,
+        *,
+        is_plain: bool = False,
     ) -> torch.Tensor:
         """Allocate a state tensor of a global shape.
 
         State with the shape of the parameter is sharded like the parameter. All state of a
         flattened parameter, except scalars, is sharded too. Other state is replicated.
+
+        Args:
+            dtype, shape, device: those of the tensor.
+            is_plain: whether the optimizer kept a plain tensor, also if the parameter is a DTensor.
         """
         tensor = self.tensor
+        if is_plain and not self.flat and shape == self.name_and_shape[1]:
+            return torch.zeros(local_tensor(tensor).shape, dtype=dtype, device=device)
         has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
         if self.flat and (has_shape_of_part or math.prod(shape) > 1):
             return torch.zeros(
@@ -175,7 +223,7 @@ class Parameter:
             )
         if shape == self.name_and_shape[1] and shape != ():
             return torch.zeros_like(tensor, dtype=dtype)
-        if not is_dtensor(tensor) or shape == ():
+        if is_plain or not is_dtensor(tensor) or shape == ():
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.distributed.tensor.zeros(
             *shape,
@@ -189,5 +237,6 @@ def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
     if value.numel() > 1:
         raise StateError(
             f"{name}: the optimizer keeps a plain tensor of shape {list(value.shape)} for a "
-            "sharded parameter, so its sharding is unknown: let the optimizer keep it as a DTensor"
+            "flattened parameter, so its sharding is unknown: use FSDP2, or an optimizer that "
+            "keeps state of the shape of the parameter"
         )
