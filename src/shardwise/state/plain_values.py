@@ -445,3 +445,4 @@ _KINDS: Mapping[str, _Kind] = {
 _WITH_SUBCLASSES = ("enum", "numpy", "tensor")
 _TAG_BY_TYPE = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
 _TAG_BY_TYPE[Shards] = "tensor"
+_TAG_BY_TYPE[np.memmap] = "array"  # comes back in memory

@@ -129,8 +129,12 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
     """Return a tensor that shares a numpy array's memory.
 
     Raises:
-        StateError: torch does not support its dtype or strides.
+        StateError: torch does not support its dtype or strides, or the array has a mask.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise StateError(
+            f"{name}: a masked array would lose its mask: save array.data and array.mask"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
