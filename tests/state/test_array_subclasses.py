@@ -37,7 +37,7 @@ def test_a_mapped_file_comes_back_as_an_array(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("wrap", [lambda a: {1: [a]}, sw.PerRank], ids=["value", "per rank"])
 def test_other_subclasses_are_refused_by_name(tmp_path: Path, array: Any, wrap: Any) -> None:
-    with pytest.raises(sw.StateError, match="x.*would come back as a plain array"):
+    with pytest.raises(sw.StateError, match=r"x.*would come back as a plain array"):
         sw.save(tmp_path, {"x": wrap(array)})
 
 
