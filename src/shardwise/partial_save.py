@@ -37,7 +37,7 @@ from shardwise.opening import refuse_as_destination
 from shardwise.plan.save import piece_table
 from shardwise.state.local_state import LocalState, Shards, TensorLeaf
 from shardwise.state.plain_values import JsonValue, encode
-from shardwise.state.tensors import tensor_leaf, tensor_of_array
+from shardwise.state.tensors import is_shard, tensor_leaf, tensor_of_array
 from shardwise.store import Store, open_store
 
 DIFFERENT_VALUES = (
@@ -267,7 +267,7 @@ class PartialSave:
 
 def _leaf(name: str, tensor: Tensor, given: Mapping[str, Tensor]) -> TensorLeaf:
     check_name(name)
-    if name not in given and (isinstance(tensor, Shards) or hasattr(tensor, "placements")):
+    if name not in given and is_shard(name, tensor):
         raise StateError(
             f"{name}: a {type(tensor).__name__} cannot be part of a plain value: make it an item "
             "of the state; with DCP, save with flatten_state_dict=True"

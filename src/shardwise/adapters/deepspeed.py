@@ -24,8 +24,9 @@ from shardwise.errors import StateError
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
+from shardwise.state.tensors import tensor_leaf
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -13,7 +13,7 @@ from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, extra_st
 from shardwise.errors import user_code
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.tensors import FlatRange, Parameter
+from shardwise.state.parameters import FlatRange, Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle

@@ -38,8 +38,8 @@ from shardwise.errors import StateError, user_code
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import Parameter
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.boxes import Box
 from shardwise.errors import StateError, user_code
-from shardwise.state.tensors import FlatRange, Parameter
+from shardwise.state.parameters import FlatRange, Parameter
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")

@@ -25,8 +25,8 @@ from shardwise.boxes import Box
 from shardwise.errors import StateError
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames
+from shardwise.state.parameters import FlatRange
 from shardwise.state.plain_values import decode
-from shardwise.state.tensors import FlatRange
 
 MASTER_KEY = "param"
 """The key of the master weights in a bucket."""

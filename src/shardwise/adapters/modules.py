@@ -29,8 +29,10 @@ from shardwise.errors import StateError, user_code
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import Parameter, is_dtensor, is_instance, tensor_leaf
+from shardwise.state.stated_geometry import copy_statements
+from shardwise.state.tensors import is_dtensor, is_instance, tensor_leaf
 
 EXTRA_STATE = "_extra_state"
 _INCOMPLETE = "The load is incomplete: tensors are loaded, optimizers and values may be old"
@@ -136,7 +138,9 @@ class Part:
         for index, leaf in enumerate(local_state.tensors if self.generated else ()):
             path = self.generated.get(leaf.name, "")
             current, entry = self.entries.get(path), saved.tensor(leaf.name)
-            if type(current) is torch.Tensor and entry and entry.shape != leaf.shape:
+            if type(current) is not torch.Tensor or current.shape != leaf.shape:
+                continue
+            if entry and entry.shape != leaf.shape:
                 allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
                 self.entries[path] = allocated
                 local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
@@ -246,6 +250,7 @@ class Part:
             replacement = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+            copy_statements(tensor, replacement)
             torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -16,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.errors import StateError
-from shardwise.state.name_lookup import SavedNames
+from shardwise.state.local_state import LocalState, TensorLeaf
+from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import LOCAL, SHARD, Parameter
 from shardwise.state.plain_values import JsonValue, find_differences
-from shardwise.state.tensors import Parameter
 
 GROUPS = "param_groups"
 STEP = "step"
@@ -386,3 +388,45 @@ def find_prefix_problems(
                 f"rename= does not rename an optimizer's parameters: use spec=sw.spec({text!r})"
             )
             return
+
+
+def claim_shards(
+    local_state: LocalState,
+    prefix: str,
+    parameter: Parameter,
+    saved: SavedNames,
+    selection: Selection,
+) -> None:
+    """Claim the state that was saved for each shard, which other ranks load.
+
+    If this rank's shard is not among the saved ones, add a problem.
+    """
+    shards: dict[str, list[str]] = {}
+    for key in saved.names_below(prefix):
+        if key.endswith(LOCAL):
+            local_state.unselected.append(f"{prefix}.{key}")
+        elif SHARD in key:
+            base, _, shard = key.partition(SHARD)
+            shards.setdefault(base, []).append(SHARD + shard)
+    for base, found in () if parameter.is_empty else shards.items():
+        name, own = f"{prefix}.{base}", parameter.shard
+        local_state.unselected += [name + shard for shard in found if shard != own]
+        if own not in found and selection.selects(name + found[0]):
+            listed = ", ".join(each.removeprefix(SHARD) for each in found[:8])
+            local_state.problems.append(
+                f"{name}: the optimizer keeps this state for each shard ({listed}), and the "
+                f"checkpoint has none for {own.removeprefix(SHARD) or 'the whole parameter'}: "
+                "load with the sharding of the save, or leave it out with "
+                f"skip=[{name + '@*'!r}]"
+            )
+
+
+def as_saved(leaf: TensorLeaf, saved: SavedNames) -> TensorLeaf:
+    """Return the leaf under the name of its shard, if it was saved so."""
+    entry = saved.tensor(leaf.name)
+    if leaf.of_shard is None or (entry is not None and entry.shape == leaf.shape):
+        return leaf
+    of_shard = leaf.of_shard()
+    if entry is not None:  # one element that ranks shared
+        return replace(of_shard, name=leaf.name) if entry.shape == of_shard.shape else leaf
+    return leaf if saved.tensor(of_shard.name) is None else of_shard

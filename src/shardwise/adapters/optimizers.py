@@ -16,6 +16,8 @@ from shardwise.adapters.optimizer_groups import (
     SHARED,
     STEP,
     Group,
+    as_saved,
+    claim_shards,
     dimension_order,
     find_group_problems,
     find_prefix_problems,
@@ -33,8 +35,9 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import LOCAL, SHARD, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import Parameter, is_dtensor, tensor_of_array
+from shardwise.state.tensors import is_dtensor, tensor_of_array
 
 
 class OptimizerBinding(Binding):
@@ -117,6 +120,7 @@ class OptimizerBinding(Binding):
             for parameter in group.with_state:
                 prefix = f"{self.name}.{parameter.representative_name}"
                 local_state.problems += group.find_object_problems(prefix, saved)
+                claim_shards(local_state, prefix, parameter, saved, selection)
                 current = group.read_state(parameter.tensor)
                 state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
                 is_new = state is not current or group.steps_are_in != "tensors"
@@ -126,8 +130,10 @@ class OptimizerBinding(Binding):
                         self._add_value(local_state, parameter, key, value)
                     else:
                         self._add_saved_value(values, group, parameter, key, saved, selection)
-        local_state.join_parts(to_fill=True)
-        values.join_parts(to_fill=True)
+        for each in (local_state, values):
+            each.tensors = [as_saved(leaf, saved) for leaf in each.tensors]
+            each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
+            each.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
         if saved.has_object(self._formats_name):
             local_state.grouped[self._formats_name] = []
@@ -289,8 +295,7 @@ class OptimizerBinding(Binding):
             StateError: the value cannot be saved.
         """
         if isinstance(value, torch.Tensor):
-            self._note_format(parameter, key, value)
-            local_state.tensors += parameter.leaves(self.name, key, value)
+            self._add_tensor(local_state, parameter, key, value)
             return
         found: dict[str, Any] = {}
         for name in parameter.names:
@@ -307,9 +312,19 @@ class OptimizerBinding(Binding):
                     f"{name}: a {type(tensor).__name__} cannot be part of an optimizer's state: "
                     "keep a tensor or a DTensor"
                 )
-            inner_key = name.removeprefix(prefix)
-            self._note_format(parameter, inner_key, tensor)
-            local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
+            self._add_tensor(local_state, parameter, name.removeprefix(prefix), tensor)
+
+    def _add_tensor(
+        self, local_state: LocalState, parameter: Parameter, key: str, value: torch.Tensor
+    ) -> None:
+        """Add a tensor of a parameter's state, and whether it is plain though sharded."""
+        self._note_format(parameter, key, value)
+        leaves = parameter.leaves(self.name, key, value)
+        local_state.tensors += leaves
+        if is_dtensor(parameter.tensor) and not is_dtensor(value) and not parameter.flat:
+            name = f"{self.name}.{parameter.name}.{key}"
+            if value.dim():
+                local_state.objects[name + LOCAL] = True
 
     def _note_format(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
         """Note in which order the dimensions of a state tensor lie in memory, if it is unusual.
@@ -345,7 +360,8 @@ class OptimizerBinding(Binding):
             return
         local_state.objects |= {f"{self.name}.{name}.{key}": None for name in parameter.names}
         for name, saved_name in inside.items():
-            entry = saved.tensor(name)
+            full_name = name if saved.tensor(name) is not None else name + parameter.shard
+            entry = saved.tensor(full_name)
             if entry is None:
                 local_state.problems.append(missing_inside(name, prefix + key))
                 continue
@@ -370,7 +386,7 @@ class OptimizerBinding(Binding):
         result until `restore` sets it; tensors inside such a value, as LBFGS has, are left out. If
         the checkpoint has no state of the parameter, the selected state is removed.
         """
-        keys = saved.names_below(name)
+        keys = [key for key in saved.names_below(name) if not key.endswith(LOCAL)]
         if not keys:
             unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
             return unselected if len(unselected) < len(state) else state
@@ -380,39 +396,49 @@ class OptimizerBinding(Binding):
             if saved.has_object(f"{name}.{key}"):
                 inside[key] = tensors_inside(f"{name}.{key}", saved)
                 left_out.update(inside[key])
-        for key in () if parameter.is_empty else keys:
-            full_name = f"{name}.{key}"
-            entry = saved.tensor(full_name)
-            if full_name in left_out or (entry is None and key not in inside):
+        for saved_key in () if parameter.is_empty else keys:
+            key, _, shard = saved_key.partition(SHARD)
+            if shard and SHARD + shard != parameter.shard:
+                continue  # another rank loads it
+            saved_name, entry = f"{name}.{saved_key}", saved.tensor(f"{name}.{saved_key}")
+            if f"{name}.{key}" in left_out or (entry is None and key not in inside):
                 continue
             fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
-            if not fits and selection.selects(full_name, *inside.get(key, ())):
-                new = (
-                    None
-                    if entry is None
-                    else self._allocate_state(parameter, group, key, entry, saved)
-                )
+            if not fits and selection.selects(saved_name, *inside.get(key, ())):
+                new = None
+                if entry is not None:
+                    new = self._allocate_state(parameter, group, saved_key, entry, saved)
                 state = {**state, key: new}
         return state
 
     def _allocate_state(
-        self, parameter: Parameter, group: Group, key: str, entry: TensorEntry, saved: SavedNames
+        self,
+        parameter: Parameter,
+        group: Group,
+        saved_key: str,
+        entry: TensorEntry,
+        saved: SavedNames,
     ) -> torch.Tensor:
         """Allocate a state tensor as the optimizer itself would create it.
 
         A tensor that had the dtype of its parameter at the save has that of the parameter now. Step
         counts, and other scalars that are not moments of scalar parameters, keep their dtype.
         """
+        key, _, shard = saved_key.partition(SHARD)
         counts_on_device = group.settings.get("capturable") or group.settings.get("fused")
         on_host = key == STEP and not counts_on_device
         device = torch.device("cpu") if on_host else parameter.tensor.device
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        is_scalar = entry.shape == () and self._is_count(key, parameter, group, saved)
+        is_scalar = entry.shape == () and self._is_count(saved_key, parameter, group, saved)
         if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
             of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
             if of_parameter is not None and of_parameter.dtype == entry.dtype:
                 dtype = parameter.tensor.dtype
-        allocated = parameter.allocate_state(dtype, entry.shape, device)
+        if shard:
+            return torch.zeros(entry.shape, dtype=dtype, device=device)
+        name = f"{self.name}.{parameter.representative_name}.{saved_key}"
+        is_plain = saved.has_object(name + LOCAL)
+        allocated = parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)
         order = self._formats.get(parameter.name, {}).get(key, ())
         return in_order(allocated, order)
 

@@ -17,8 +17,8 @@ from shardwise.manifest.manifest import FROZEN
 from shardwise.ports.binding import Binding, Context
 from shardwise.state.local_state import LocalState, TensorLeaf, view_for_numpy
 from shardwise.state.name_lookup import SavedNames, Selection, is_below
+from shardwise.state.parameters import Parameter
 from shardwise.state.plain_values import JsonValue, decode
-from shardwise.state.tensors import Parameter
 
 _SAMPLES_PER_TENSOR = 4
 _SEPARATOR = " 0x"

@@ -94,13 +94,14 @@ class ObjectBinding(Binding):
         leaves = []
         current, self._tensors = self._tensors, {}
         filled = _FilledMemory()
+        shapes = {leaf.name: leaf.shape for leaf in local_state.tensors}
         for name, saved_name in inside.items():
             entry = saved.tensor(name)
             if entry is None:
                 local_state.problems.append(missing_inside(name, self.name))
                 continue
             tensor: Any = current.get(name)
-            can_be_filled = tensor is not None and tuple(tensor.shape) == entry.shape
+            can_be_filled = tensor is not None and shapes[name] == entry.shape
             if isinstance(tensor, np.ndarray):
                 can_be_filled &= tensor.flags.writeable
             if can_be_filled and not isinstance(tensor, Shards):

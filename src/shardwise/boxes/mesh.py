@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,6 +33,10 @@ class Split:
     index: int
     split_factor: int = 1
     mesh_dim: int = 0
+
+    def __str__(self) -> str:
+        runs = f"of{self.split_factor}runs" if self.split_factor > 1 else ""
+        return f"dim{self.dim}={self.index}of{self.parts}{runs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,12 @@ class ShardPlacement:
 
 
 def splits_of(
-    mesh: Sequence[int], coordinate: Sequence[int], shards: Sequence[ShardPlacement]
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    shards: Sequence[ShardPlacement],
+    order: Sequence[int] | None = None,
+    *,
+    strides_are_order: bool = True,
 ) -> tuple[Split, ...]:
     """Return the splits of a DTensor, in the order in which they are applied.
 
@@ -79,22 +87,40 @@ def splits_of(
         mesh: the size of each mesh dimension.
         coordinate: the coordinate of this rank in the mesh.
         shards: the placements, in the order of mesh dimensions.
+        order: the mesh dimensions of the placements, in the order in which they are applied.
+            Default: the order that the split factors express, or else that of the mesh.
+        strides_are_order: whether split factors can express an order.
     """
-    splits: list[Split] = []
-    afterwards: list[Split] = []
-    for shard in shards:
-        mesh_dim = shard.mesh_dim
-        later_parts = math.prod(
-            mesh[other.mesh_dim]
-            for other in shards
-            if other.mesh_dim > mesh_dim and other.dim == shard.dim
+    splits = {
+        s.mesh_dim: Split(
+            s.dim, mesh[s.mesh_dim], coordinate[s.mesh_dim], s.split_factor, s.mesh_dim
         )
-        split = Split(shard.dim, mesh[mesh_dim], coordinate[mesh_dim], shard.split_factor, mesh_dim)
-        if shard.split_factor > 1 and shard.split_factor == later_parts:
-            afterwards.insert(0, replace(split, split_factor=1))
-        else:
-            splits.append(split)
-    return (*splits, *afterwards)
+        for s in shards
+    }
+    if order is None and strides_are_order and any(shard.split_factor > 1 for shard in shards):
+        order = _order_of_strides(mesh, shards)
+    if order is None:
+        return tuple(splits.values())
+    return tuple(replace(splits[mesh_dim], split_factor=1) for mesh_dim in order)
+
+
+def _order_of_strides(mesh: Sequence[int], shards: Sequence[ShardPlacement]) -> list[int] | None:
+    """Return the order that split factors express; None if they express no order.
+
+    The split factor of a placement is the number of parts into which placements of later mesh
+    dimensions have split the tensor before.
+    """
+    orders: dict[int, list[int]] = {}
+    for shard in reversed(shards):
+        order, before = orders.setdefault(shard.dim, []), 1
+        position = 0
+        while before != shard.split_factor:
+            if position == len(order):
+                return None
+            before *= mesh[order[position]]
+            position += 1
+        order.insert(position, shard.mesh_dim)
+    return list(itertools.chain(*orders.values()))
 
 
 @lru_cache(maxsize=4096)

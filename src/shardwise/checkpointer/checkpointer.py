@@ -246,7 +246,10 @@ class Checkpointer:
         """Close the saver and the hooks, then release the group and the signal handlers."""
         completed = False
         if not wait:
-            self._close_group()  # first, because other ranks may be waiting for this one
+            if (
+                self._own_group is not None
+            ):  # first, because other ranks may be waiting for this one
+                self._own_group.close()
         try:
             if wait and self._settings.on_failure == "warn":
                 self._saving.log_failures()

@@ -16,6 +16,7 @@ from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection, is_below
+from shardwise.state.plain_values import is_empty
 
 log = logging.getLogger("shardwise")
 
@@ -85,7 +86,10 @@ def match_targets(
     for name, kind in kinds.items():
         saved_kind = saved.kind(name)
         if saved_kind is None:
-            missing.append(name)
+            # A rank that has an empty dict, where others have values, has nothing to load.
+            is_placeholder = is_empty(targets.objects.get(name, 0)) and saved.has_below(name)
+            if not is_placeholder:
+                missing.append(name)
         elif saved_kind != kind:
             problems.append(f"{name}: {saved_kind} in the checkpoint, {kind} in the target")
     return leaves, missing, problems

@@ -43,7 +43,8 @@ from shardwise.manifest.manifest import (
     new_save_id,
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.state.local_state import Fragment, LocalState
+from shardwise.plan.structure import Description
+from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
 from shardwise.store import Store, free_bytes
 
 _PLANS_DIFFER = (
@@ -232,6 +233,10 @@ class _Offer(msgspec.Struct, array_like=True):
         sample: tells whether the replicas that the ranks compared at the last save are equal.
         save_id: the id of the save, from rank 0.
         notes: the distinct notes in the requests, with the first rank of each.
+        elements: plain tensors in the state of sharded parameters, by name: the bytes of one
+            element, which ranks may share; none if the tensor is sharded like its parameter. The
+            result is None if ranks differ: then the tensor is saved for each shard. Ranks that have
+            a plan leave out tensors that were equal when they made the plan.
     """
 
     settings: Values
@@ -240,6 +245,7 @@ class _Offer(msgspec.Struct, array_like=True):
     sample: bytes
     save_id: str
     notes: dict[bytes, int]
+    elements: dict[str, bytes | None]
 
 
 @prepare_decoding
@@ -252,6 +258,7 @@ class _Agreement(msgspec.Struct, array_like=True):
         sample: as in the offers.
         save_id: the id of the save.
         notes: the distinct notes, in the order of their first ranks.
+        of_shards: the names of the tensors that are saved for each shard.
     """
 
     plan: bytes | None
@@ -259,6 +266,7 @@ class _Agreement(msgspec.Struct, array_like=True):
     sample: bytes
     save_id: str
     notes: list[bytes]
+    of_shards: list[str]
 
 
 def plan_together(
@@ -288,19 +296,19 @@ def plan_together(
         with recorder.stage("describe"):
             request = prepare()
             state = request.state
-            members = members_of(state)
-            described = describe_tensors(state.tensors, tuple(state.per_rank), members)
-            description, fragments = described
-            fingerprint = digest_of(encode_structure(description.structure))
+            description, fragments, fingerprint = _describe(state, plan_cache.of_shards)
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
         agreement = all_ranks.all_reduce(
-            _make_offer(request, known, group, watch),
+            _make_offer(request, known, group, watch, plan_cache.of_shards),
             _Offer,
             partial(_combine_offers, watch=watch),
             partial(_conclude, request=request, known=known, lock=lock),
             _Agreement,
         )
+    if not plan_cache.of_shards.issuperset(agreement.of_shards):
+        plan_cache.of_shards |= {*agreement.of_shards}
+        description, fragments, fingerprint = _describe(state, plan_cache.of_shards)
     if watch is not None:
         watch.conclude(agreement.sample, group, recorder)
     with recorder.stage("plan"):
@@ -322,15 +330,37 @@ def plan_together(
     )
 
 
+def _describe(
+    state: LocalState, of_shards: Collection[str]
+) -> tuple[Description, tuple[Fragment, ...], bytes]:
+    """Return the description of a state, its fragments, and a digest of its structure.
+
+    Args:
+        state: the state. Its tensors are renamed.
+        of_shards: the names of tensors to save for each shard.
+    """
+    for index, leaf in enumerate(state.tensors if of_shards else ()):
+        if leaf.of_shard is not None and leaf.name in of_shards:
+            state.tensors[index] = leaf.of_shard()
+            check_name(state.tensors[index].name)
+    described = describe_tensors(state.tensors, tuple(state.per_rank), members_of(state))
+    return *described, digest_of(encode_structure(described[0].structure))
+
+
 def _make_offer(
     request: SaveRequest,
     known: Mapping[bytes, SavePlan],
     group: Group,
     watch: ReplicaWatch | None,
+    of_shards: Collection[str],
 ) -> _Offer:
+    elements: dict[str, bytes | None] = dict.fromkeys(sorted(of_shards))
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
     settings += " with check_replicas=True" if request.check_replicas else ""
+    for leaf in () if known else request.state.tensors:
+        if leaf.of_shard is not None and leaf.fragments and leaf.name not in elements:
+            elements[leaf.name] = _element_of(leaf)
     return _Offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
@@ -338,15 +368,27 @@ def _make_offer(
         sample=b"" if watch is None else watch.encode_message(),
         save_id=request.save_id if group.rank == 0 else "",
         notes={request.note: group.rank} if request.note else {},
+        elements=elements,
     )
+
+
+def _element_of(leaf: TensorLeaf) -> bytes | None:
+    """Return what must be equal on all ranks, unless the leaf is saved for each shard."""
+    if leaf.is_like_parameter:
+        return b""
+    data = leaf.fragments[0].data
+    return view_for_numpy(data).cpu().numpy().tobytes() if data.numel() == 1 else None
 
 
 def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Offer:
     plans = set(offers[0].plans).intersection(*(each.plans for each in offers[1:]))
     notes: dict[bytes, int] = {}
+    elements: dict[str, bytes | None] = {}
     for each in offers:
         for note, rank in each.notes.items():
             notes[note] = min(rank, notes.get(note, rank))
+        for name, value in each.elements.items():
+            elements[name] = value if elements.get(name, value) == value else None
     return _Offer(
         settings=combine_values([each.settings for each in offers]),
         plans=sorted(plans),
@@ -354,6 +396,7 @@ def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Of
         sample=b"" if watch is None else watch.combine_messages([each.sample for each in offers]),
         save_id="".join(each.save_id for each in offers),
         notes=notes,
+        elements=elements,
     )
 
 
@@ -379,6 +422,7 @@ def _conclude(
         sample=offer.sample,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
+        of_shards=[name for name, value in offer.elements.items() if value is None],
     )
 
 

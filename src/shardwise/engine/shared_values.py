@@ -17,7 +17,7 @@ from shardwise.manifest.manifest import ObjectEntry
 from shardwise.plan.save import DIFFERENT_KINDS
 from shardwise.plan.structure import ParamGroups
 from shardwise.state.local_state import LocalState
-from shardwise.state.plain_values import JsonValue, find_differences
+from shardwise.state.plain_values import JsonValue, find_differences, is_empty
 
 DIFFERENT_VALUES = (
     "plain values differ between ranks; set equal hyperparameters on all ranks, and wrap other "
@@ -67,6 +67,9 @@ def merge_values(
 ) -> tuple[ObjectEntry, ...]:
     """Merge the plain values of ranks.
 
+    A rank that has `{}`, `[]`, `()` or None, where other ranks have names below this name, has
+    nothing there: `{"model": model.state_dict() if rank == 0 else {}}` has no value `model`.
+
     Args:
         values: the values of some ranks by rank, ascending. Other ranks have the same values as one
             of these.
@@ -84,8 +87,11 @@ def merge_values(
     # The position of each group, and whether it has members, by name.
     placed: dict[str, list[tuple[int, bool, JsonValue]]] = {}
     problems: list[str] = []
+    placeholders = _find_placeholders(values, other_kinds)
     for rank, (own_objects, own_groups) in values.items():
         for name, value in own_objects.items():
+            if name in placeholders and is_empty(value):
+                continue
             first, first_rank = objects.setdefault(name, (value, rank))
             if first != value:
                 problems += _describe_differences(first, value, name, first_rank, rank)
@@ -132,6 +138,18 @@ def _merge_groups(
         for group in groups:
             del group["positions"]
     return groups
+
+
+def _find_placeholders(values: Mapping[int, SharedValues], other_names: Iterable[str]) -> set[str]:
+    """Return the names of empty values in whose place other ranks have names below this name."""
+    empty = {
+        name for objects, _ in values.values() for name, value in objects.items() if is_empty(value)
+    }
+    absent = {n for n in empty if any(n not in objects for objects, _ in values.values())}
+    if not absent:
+        return absent
+    names = [*other_names, *(name for parts in values.values() for part in parts for name in part)]
+    return {n for n in absent if any(each.startswith(f"{n}.") for each in names)}
 
 
 def _refuse_other_kinds(values: Mapping[int, SharedValues], other_kinds: Mapping[str, str]) -> None:

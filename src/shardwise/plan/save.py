@@ -220,9 +220,14 @@ class PlanCache:
 
     Args:
         capacity: the largest number of plans in the cache.
+
+    Attributes:
+        of_shards: the names of tensors in the state of optimizers that are saved for each shard, as
+            the ranks decided at an earlier save.
     """
 
     def __init__(self, capacity: int = 4) -> None:
+        self.of_shards: frozenset[str] = frozenset()
         self._capacity = capacity
         self._plans: OrderedDict[tuple[bytes, int], tuple[bytes, SavePlan]] = OrderedDict()
 

@@ -22,8 +22,9 @@ from shardwise.state.local_state import (
     TensorLeaf,
 )
 from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import FlatRange, Parameter, tensor_leaf
+from shardwise.state.tensors import tensor_leaf
 
 __all__ = [
     "Bind",

@@ -205,6 +205,8 @@ def why_unsavable(value: object) -> str:
     """Return why a value cannot be saved, and what to save in its place."""
     value_type = type(value)
     type_name = f"{value_type.__module__}.{value_type.__qualname__}"
+    if isinstance(value, np.ndarray) and value_type not in (np.ndarray, np.memmap):
+        return f"{type_name} would come back as a plain array: save np.asarray(value), and its mask"
     for refused, advice in _ADVICE_BY_TYPE:
         if isinstance(value, refused):
             return f"{type_name} {advice}"

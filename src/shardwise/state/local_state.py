@@ -47,6 +47,10 @@ class TensorLeaf:
         padded: whether the last rows may be padding, as in Megatron's embedding. A load then
             accepts a checkpoint with fewer rows.
         sharding: the split over a device mesh that results in the fragments, if there is one.
+        of_shard: for a plain tensor in the state of a sharded parameter, returns the tensor as
+            state of this shard only, under a name of its own.
+        is_like_parameter: whether such a tensor is sharded like the parameter. Other ones are
+            whole; if they have one element, ranks may share it.
     """
 
     name: str
@@ -57,6 +61,8 @@ class TensorLeaf:
     after_load: Callable[[], object] | None = None
     padded: bool = False
     sharding: Sharding | None = None
+    of_shard: Callable[[], TensorLeaf] | None = None
+    is_like_parameter: bool = False
 
     def without_padding(self, shape: tuple[int, ...]) -> TensorLeaf:
         """Return a padded leaf, cut to `shape` if this has fewer rows."""

@@ -108,6 +108,13 @@ class SavedNames:
         """Return the names of all tensors and plain values below `name`, without its prefix."""
         return self._names_below.get(self.saved_name(name), [])
 
+    def has_below(self, name: str) -> bool:
+        """Return whether there are names below `name`, also of per-rank values."""
+        prefix = f"{self.saved_name(name)}."
+        return bool(self.names_below(name)) or any(
+            each.startswith(prefix) for each in self.layout.per_rank
+        )
+
     def similar_names(self, name: str) -> list[str]:
         """Return names, and first parts of names, in the checkpoint that are spelled similarly."""
         names = self.all_names()

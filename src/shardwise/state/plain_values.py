@@ -40,7 +40,7 @@ from shardwise.state.json_fields import (
 )
 from shardwise.state.json_fields import JsonValue as JsonValue
 from shardwise.state.local_state import Shards
-from shardwise.state.tensors import detach_checked
+from shardwise.state.tensors import detach_checked, is_shard
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
@@ -127,6 +127,13 @@ def find_differences(
             yield from find_differences(x, y, f"{name}.{index}")
     elif type(a) is not type(b) or a != b:
         yield name, a, b
+
+
+def is_empty(encoded: JsonValue) -> bool:
+    """Return whether an encoded value is None, or an empty dict, list or tuple."""
+    if isinstance(encoded, dict) and isinstance(encoded.get(TAG), str):
+        return encoded[TAG] in ("dict", "ordered", "tuple") and encoded.get("v") == []
+    return encoded is None or (isinstance(encoded, (dict, list)) and not encoded)
 
 
 class _Cursor:
@@ -294,10 +301,10 @@ def _make_size(items: list[Any]) -> torch.Size:
 def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
     if cursor.on_tensor is not None or cursor.is_in_key:
         return _name_tensor(value, cursor)
-    if isinstance(value, Shards) or hasattr(value, "placements"):
+    if is_shard(cursor.name, value):
         raise StateError(
-            f"{cursor.name}: a {type(value).__name__} cannot be part of this value: save the full "
-            "tensor, or make it an item of the state"
+            f"{cursor.name}: a {type(value).__name__} that is a part of a global tensor cannot be "
+            "part of this value: save the full tensor, or make it an item of the state"
         )
     return tensor_fields(detach_checked(cursor.name, value))
 
@@ -438,3 +445,4 @@ _KINDS: Mapping[str, _Kind] = {
 _WITH_SUBCLASSES = ("enum", "numpy", "tensor")
 _TAG_BY_TYPE = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
 _TAG_BY_TYPE[Shards] = "tensor"
+_TAG_BY_TYPE[np.memmap] = "array"  # comes back in memory

@@ -1,17 +1,12 @@
-"""Describe tensors of any kind as `TensorLeaf`s: plain ones, DTensors, subclasses and arrays.
-
-`Parameter` and `FlatRange` describe parameters as optimizers hold them: their names, and their
-ranges in flattened tensors.
-"""
+"""Describe tensors of any kind as `TensorLeaf`s: plain ones, DTensors, subclasses and arrays."""
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -23,13 +18,13 @@ from shardwise.boxes import (
     Sharding,
     ShardPlacement,
     Split,
-    boxes_of_range,
     shard_boxes,
     splits_of,
 )
 from shardwise.errors import LayoutError, StateError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.state.local_state import Fragment, Shards, TensorLeaf
+from shardwise.state.stated_geometry import Geometry, stated_geometry
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,8 +35,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = frozenset(getattr(torch, name, None) for name in DTYPES)
 
 
-def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
+def tensor_leaf(name: str, tensor: TensorLike, parameter: torch.Tensor | None = None) -> TensorLeaf:
     """Return the part of a tensor that this rank holds: a whole tensor or array, or shards.
+
+    Args:
+        name: the name of the tensor.
+        tensor: the tensor.
+        parameter: for a tensor of an optimizer's state, its parameter. If the tensor has the shape
+            of a local tensor that states its boxes, it holds the same boxes.
 
     Raises:
         StateError: this kind of tensor cannot be saved.
@@ -60,11 +61,16 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
                 "module once before saving or loading"
             )
         if is_dtensor(tensor):
-            return _sharded_leaf(name, tensor, tensor)
+            return sharded_leaf(name, tensor, tensor)
     if tensor.is_nested:
         raise StateError(f"{name}: nested tensors cannot be saved; save {name}.to_padded_tensor(0)")
     if tensor.layout != torch.strided:
         raise StateError(f"{name}: {tensor.layout} tensors cannot be saved; save {name}.to_dense()")
+    stated = stated_geometry(name, tensor)
+    if stated is None and parameter is not None and parameter.shape == tensor.shape:
+        stated = None if is_dtensor(parameter) else stated_geometry(name, parameter)
+    if stated is not None:
+        return _stated_leaf(name, tensor, stated)
     shape = tuple(tensor.shape)
     data = detach_checked(name, tensor)
     after_load = None
@@ -74,6 +80,17 @@ def tensor_leaf(name: str, tensor: TensorLike) -> TensorLeaf:
         after_load = partial(lazy_view.copy_, data)
     fragments = (Fragment(_whole_box(shape), data),) if 0 not in shape else ()
     return TensorLeaf(name, tensor.dtype, shape, fragments, _tie_key(tensor, fragments), after_load)
+
+
+def _stated_leaf(name: str, tensor: torch.Tensor, stated: Geometry) -> TensorLeaf:
+    """Return the part of a global tensor that a plain local tensor holds."""
+    data = tensor if stated.shards else detach_checked(name, tensor)
+    if data.is_conj() or data.is_neg():
+        raise StateError(
+            f"{name}: a conjugated or negated view cannot be saved as part of a global tensor: "
+            "save the tensor without .conj(), or .resolve_conj()"
+        )
+    return TensorLeaf(name, tensor.dtype, stated.shape, stated.fragments(data), id(tensor))
 
 
 def _unknown_dtype_error(name: str, dtype: torch.dtype) -> StateError:
@@ -112,8 +129,12 @@ def tensor_of_array(name: str, array: np.ndarray) -> torch.Tensor:
     """Return a tensor that shares a numpy array's memory.
 
     Raises:
-        StateError: torch does not support its dtype or strides.
+        StateError: torch does not support its dtype or strides, or the array has a mask.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise StateError(
+            f"{name}: a masked array would lose its mask: save array.data and array.mask"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -186,28 +207,48 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
-def _sharded_leaf(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
+def is_shard(name: str, value: TensorLike) -> bool:
+    """Return whether a value is a part of a global tensor, by its type or by what it states."""
+    if isinstance(value, np.ndarray):
+        return False
+    is_sharded = isinstance(value, Shards) or hasattr(value, "placements")
+    return is_sharded or stated_geometry(name, value) is not None
+
+
+def sharded_leaf(
+    name: str, value: torch.Tensor, like: DTensor, parameter: DTensor | None = None
+) -> TensorLeaf:
     """Return the part of a DTensor that this rank holds; none on a rank outside of its mesh.
 
     Args:
         name: the name of the tensor.
         value: the DTensor, or a local tensor that is sharded like it.
         like: the DTensor.
+        parameter: the DTensor whose local tensor may state its boxes. Default: `like`.
 
     Raises:
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    local = detach_checked(name, _local_tensor(value))
     shape, mesh, placements = tuple(like.shape), like.device_mesh, like.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return TensorLeaf(name, value.dtype, shape, (), _tie_key(value, ()))
-    splits, pending = _splits_of_placements(tuple(mesh.shape), tuple(coordinate), placements)
-    if pending is not None:
+    splits, problem = _splits_of_placements(
+        tuple(mesh.shape), tuple(coordinate), placements, *_order_of_shards(like)
+    )
+    if problem is not None:
+        raise StateError(f"{name}: the DTensor has {problem}")
+    held = local_tensor(value)
+    stated = stated_geometry(name, held, like)
+    owner = local_tensor(like if parameter is None else parameter)
+    if stated is None and owner.shape == held.shape:
+        stated = stated_geometry(name, owner, like)
+    local = held if stated is not None and stated.shards else detach_checked(name, held)
+    if local.is_conj() or local.is_neg():
         raise StateError(
-            f"{name}: the DTensor has the placement {pending}, so ranks hold partial sums that "
-            "are not reduced yet: redistribute it to Replicate() or Shard() first"
+            f"{name}: the local tensor of the DTensor is a conjugated or negated view: save "
+            "its values, for example DTensor.from_local(x.to_local().resolve_conj(), …)"
         )
     try:
         pairs = shard_boxes(shape, splits)
@@ -216,19 +257,38 @@ def _sharded_leaf(name: str, value: torch.Tensor, like: DTensor) -> TensorLeaf:
     size = sum(box.size for box, _ in pairs)
     # Without elements, the other sizes of the local tensor do not matter.
     part = [max(stops) for stops in zip(*(at.stop for _, at in pairs), strict=True)]
-    if size != local.numel() or (size and part != list(local.shape)):
+    fits = size == local.numel() and (not size or part == list(local.shape))
+    if stated is not None:
+        fragments = stated.fragments(local)
+        splits = ()
+    elif fits:
+        fragments = tuple(
+            Fragment(box, local if len(pairs) == 1 else local[local_box.slices()])
+            for box, local_box in pairs
+        )
+    else:
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
             f"part of the global shape {list(shape)}, with placements {placements} over mesh "
             f"{tuple(mesh.shape)}, has the shape {part}: pass the right shape= and stride= to "
             "DTensor.from_local()"
         )
-    fragments = tuple(
-        Fragment(box, local if len(pairs) == 1 else local[local_box.slices()])
-        for box, local_box in pairs
-    )
     key, sharding = _tie_key(value, fragments), Sharding(mesh, splits)
     return TensorLeaf(name, value.dtype, shape, fragments, key, sharding=sharding)
+
+
+def _order_of_shards(tensor: DTensor) -> tuple[tuple[int, ...] | None, bool]:
+    """Return the mesh dimensions that split a DTensor, in the order in which they do so.
+
+    The order is None if it is that of the mesh, or if strided placements may express it; the second
+    result tells whether they may. PyTorch 2.9 knows no other orders.
+    """
+    spec = tensor._spec
+    strides_are_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+    order = getattr(spec, "shard_order", None) or ()
+    if all(sorted(dims) == list(dims) for _, dims in order):
+        return None, strides_are_order
+    return tuple(chain(*(dims for _, dims in order))), strides_are_order
 
 
 def mesh_axes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
@@ -249,15 +309,22 @@ def mesh_axes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def _splits_of_placements(
-    mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
-) -> tuple[tuple[Split, ...], Placement | None]:
-    """Return the splits of a tensor in the order in which they apply, and a pending reduction."""
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...] | None,
+    strides_are_order: bool,
+) -> tuple[tuple[Split, ...], str | None]:
+    """Return the splits of a tensor in the order in which they apply, and what is unsupported."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     for placement in placements:
         if not isinstance(placement, (Replicate, Shard, _StridedShard)):
-            return (), placement
+            return (), (
+                f"the placement {placement}, so ranks hold partial sums that are not reduced yet: "
+                "redistribute it to Replicate() or Shard() first"
+            )
     shards = [
         ShardPlacement(
             mesh_dim,
@@ -267,178 +334,16 @@ def _splits_of_placements(
         for mesh_dim, placement in enumerate(placements)
         if isinstance(placement, (Shard, _StridedShard))
     ]
-    return splits_of(mesh, coordinate, shards), None
+    if order is not None and (
+        sorted(order) != [shard.mesh_dim for shard in shards]
+        or any(shard.split_factor > 1 for shard in shards)
+    ):
+        return (), f"the shard order {order}, which does not fit its placements {placements}"
+    splits = splits_of(mesh, coordinate, shards, order, strides_are_order=strides_are_order)
+    return splits, None
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRange:
-    """A range of a flat (1-d) local tensor that holds boxes of a global tensor.
-
-    Attributes:
-        name: name of the global tensor.
-        shape: shape of the global tensor.
-        start: index in the local tensor of the range's first element.
-        boxes: boxes of the global tensor. They lie end to end in the range, in row-major order.
-        padded: whether the last rows of the global tensor may be padding.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    boxes: tuple[Box, ...]
-    padded: bool = False
-
-    @classmethod
-    def whole(cls, name: str, shape: Sequence[int], start: int = 0) -> FlatRange:
-        """Return the range that holds a whole tensor."""
-        return cls(name, tuple(shape), start, (Box.whole(tuple(shape)),))
-
-    def cut(self, low: int, high: int) -> FlatRange:
-        """Return the part of the range in elements `low:high` of the local tensor.
-
-        The result describes a local tensor that begins at `low`.
-        """
-        boxes: list[Box] = []
-        start_of_box = self.start
-        for box in self.boxes:
-            first, last = (min(max(edge - start_of_box, 0), box.size) for edge in (low, high))
-            for part in boxes_of_range(box.shape, first, last):
-                offset = tuple(o + p for o, p in zip(box.offset, part.offset, strict=True))
-                boxes.append(Box(offset, part.shape))
-            start_of_box += box.size
-        return replace(self, start=max(self.start - low, 0), boxes=tuple(boxes))
-
-    def leaf(self, name: str, flat: torch.Tensor, tie_key: object = None) -> TensorLeaf:
-        """Return the range of a flat tensor as a leaf of the global tensor."""
-        memory, start = detach_checked(name, flat), self.start
-        fragments = []
-        for box in self.boxes:
-            fragments.append(Fragment(box, memory[start : start + box.size].view(box.shape)))
-            start += box.size
-        return TensorLeaf(
-            name, flat.dtype, self.shape, tuple(fragments), tie_key, padded=self.padded
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter as an optimizer holds it.
-
-    Attributes:
-        tensor: the tensor in the optimizer's param groups.
-        name: name of the parameter; unused if `flat` is not empty.
-        flat: the ranges of the original parameters, if the tensor is flattened.
-        is_copy: whether other ranks save the same parameter, so that this rank only loads it.
-    """
-
-    tensor: torch.Tensor
-    name: str
-    flat: tuple[FlatRange, ...] = ()
-    is_copy: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all original parameters in the tensor."""
-        return tuple(part.name for part in self.flat) if self.flat else (self.name,)
-
-    @property
-    def name_and_shape(self) -> tuple[str, tuple[int, ...]]:
-        """The name and global shape of the parameter, or of the first one in a flattened tensor."""
-        if self.flat:
-            return self.flat[0].name, self.flat[0].shape
-        return self.name, tuple(self.tensor.shape)
-
-    def add_prefix(self, prefix: str) -> Parameter:
-        """Return the parameter with a prefix before its names."""
-        flat = tuple(replace(part, name=f"{prefix}.{part.name}") for part in self.flat)
-        return replace(self, name=f"{prefix}.{self.name}", flat=flat)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank holds no element of the parameter, and so no optimizer state."""
-        return bool(self.flat) and not _local_tensor(self.tensor).numel()
-
-    @property
-    def representative_name(self) -> str:
-        """The name of the first parameter that is not a scalar.
-
-        The optimizer's state of a flattened tensor, for example `exp_avg`, exists once for all
-        parameters in the tensor. So one name is enough to look up its keys.
-        """
-        for part in self.flat:
-            if part.shape:
-                return part.name
-        return self.names[0]
-
-    def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
-        """Return a tensor of the optimizer's state as leaves, one for each original parameter.
-
-        The value is sharded like the parameter if it is a DTensor too, or if its shape is that of
-        the parameter's local tensor. A value that is sharded in no known way must be a scalar.
-
-        Args:
-            prefix: name of the optimizer.
-            key: key of the state, for example `exp_avg`.
-            value: the state tensor. It has the parameter's layout, or is replicated.
-
-        Raises:
-            StateError: the sharding of the value is unknown.
-        """
-        if not self.flat:
-            name = f"{prefix}.{self.name}.{key}"
-            if is_dtensor(value) or not is_dtensor(self.tensor):
-                return [tensor_leaf(name, value)]
-            if value.shape == _local_tensor(self.tensor).shape != self.tensor.shape:
-                return [_sharded_leaf(name, value, self.tensor)]
-            _refuse_unless_scalar(name, value)
-            return [tensor_leaf(name, value)]
-        local = _local_tensor(self.tensor)
-        same_layout = value.shape == local.shape and value.is_contiguous()
-        is_flat = same_layout or (value.dim() == 1 and value.numel() == local.numel())
-        leaves = []
-        for part in self.flat:
-            name = f"{prefix}.{part.name}.{key}"
-            if is_flat:
-                leaves.append(part.leaf(name, detach_checked(name, value).view(-1)))
-            else:
-                _refuse_unless_scalar(name, value)
-                leaves.append(tensor_leaf(name, value))
-        return leaves
-
-    def allocate_state(
-        self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-    ) -> torch.Tensor:
-        """Allocate a state tensor of a global shape.
-
-        State with the shape of the parameter is sharded like the parameter. All state of a
-        flattened parameter, except scalars, is sharded too. Other state is replicated.
-        """
-        tensor = self.tensor
-        has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
-        if self.flat and (has_shape_of_part or math.prod(shape) > 1):
-            return torch.zeros(
-                _local_tensor(tensor).shape, dtype=dtype, device=_local_tensor(tensor).device
-            )
-        if shape == tuple(tensor.shape) and shape != ():
-            return torch.zeros_like(tensor, dtype=dtype)
-        if not is_dtensor(tensor) or shape == ():
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.distributed.tensor.zeros(
-            *shape,
-            dtype=dtype,
-            device_mesh=tensor.device_mesh,
-            placements=[torch.distributed.tensor.Replicate()] * tensor.device_mesh.ndim,
-        )
-
-
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
     # to_local() would make an autograd node.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
-
-
-def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:
-    if value.numel() > 1:
-        raise StateError(
-            f"{name}: the optimizer keeps a plain tensor of shape {list(value.shape)} for a "
-            "sharded parameter, so its sharding is unknown: let the optimizer keep it as a DTensor"
-        )

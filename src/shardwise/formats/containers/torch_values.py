@@ -207,7 +207,10 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     )
     if prod(mesh_shape) > MOST_RANKS:
         raise ValueError(f"the mesh of a DTensor has more than {MOST_RANKS} ranks")
-    splits = splits_of(mesh_shape, coordinate, mesh_shards)
+    order, strides_are_order = _parse_shard_order(spec, mesh_shards)
+    splits = splits_of(
+        mesh_shape, coordinate, mesh_shards, order, strides_are_order=strides_are_order
+    )
     if prod(split.split_factor for split in splits) > MOST_SHARD_BOXES:
         raise UnsupportedValueError(
             f"a shard of a DTensor that consists of more than {MOST_SHARD_BOXES} boxes",
@@ -227,7 +230,7 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
         boxes=tuple((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes),
         place=tuple(coordinate[dim] for dim in dims),
         places=tuple(mesh_shape[dim] for dim in dims),
-        arrangement=(mesh_shape, mesh_shards),
+        arrangement=(mesh_shape, mesh_shards, order, strides_are_order),
         local=local,
     )
 
@@ -251,6 +254,32 @@ def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> ShardPlacem
     if factor < 1:
         raise ValueError("a DTensor has a split_factor below 1")
     return ShardPlacement(mesh_dim, dim % ndim, factor)
+
+
+def _parse_shard_order(
+    spec: object, shards: tuple[ShardPlacement, ...]
+) -> tuple[tuple[int, ...] | None, bool]:
+    """Return the order of the mesh dimensions, and whether strides are one, for `splits_of`.
+
+    Specs of torch before 2.10 have no order.
+    """
+    fields = spec.fields if isinstance(spec, PickledInstance) else {}
+    strides_are_order = fields.get("use_strided_shard_as_shard_order") is not False
+    order: list[int] = []
+    is_order_of_mesh = True
+    entries = fields.get("shard_order") or ()
+    for entry in entries if isinstance(entries, (tuple, list)) else (None,):
+        args = entry.args if isinstance(entry, PickledInstance) else ()
+        if len(args) != 2:
+            raise TypeError("the shard order of a DTensor is not a list of dimensions")
+        dims = _require_sizes(args[1], "the shard order of a DTensor")
+        is_order_of_mesh &= list(dims) == sorted(dims)
+        order += dims
+    if is_order_of_mesh:
+        return None, strides_are_order
+    if sorted(order) != [s.mesh_dim for s in shards] or any(s.split_factor > 1 for s in shards):
+        raise ValueError("the shard order of a DTensor does not fit its placements")
+    return tuple(order), strides_are_order
 
 
 def _parse_mesh_shape(mesh: object) -> tuple[int, ...]:

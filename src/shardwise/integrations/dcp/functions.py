@@ -24,6 +24,7 @@ from shardwise import StateError
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
+from shardwise.state.stated_geometry import copy_statements
 
 
 class CheckpointError(CheckpointException, ShardwiseError):
@@ -244,8 +245,10 @@ def _copy_to_host(value: Any, copies: dict[int, torch.Tensor], name: str) -> Any
 
 def _copy_tensor_to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, ShardedTensor):
-        tensor = tensor.detach()
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+        source = tensor.detach()
+        copied = source.clone() if source.device.type == "cpu" else source.to("cpu")
+        copy_statements(tensor, copied)
+        return copied
     return copy.deepcopy(tensor) if tensor.device.type == "cpu" else tensor.to(device="cpu")
 
 

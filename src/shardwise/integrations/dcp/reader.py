@@ -27,6 +27,7 @@ from shardwise.integrations.dcp.names import (
     names_in_checkpoint,
     names_in_dcp_files,
 )
+from shardwise.integrations.dcp.writer import check_part
 
 DCP_FORMAT = "PyTorch DCP"
 
@@ -187,6 +188,7 @@ def _read_tensors(
                 f"{checkpoint.path}: the planner resolved an item to another shape:",
                 [f"{fqn}{box}: a tensor of shape {list(target.shape)}"],
             )
+        check_part(fqn, planner, tuple(saved.shape), box, within=True)
         parts.append((name, box, target))
     checkpoint.read_parts(parts, cast=True)
     for item, target in zip(items, targets, strict=True):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -20,6 +21,7 @@ from torch.futures import Future
 
 import shardwise as sw
 from shardwise.integrations.dcp.names import name_state
+from shardwise.state.tensors import is_shard, tensor_leaf
 
 
 class StorageWriter(storage.StorageWriter):
@@ -265,12 +267,49 @@ def _resolve_tensor(
             "correct its resolve_data"
         )
     box = sw.Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
+    check_part(name, planner, tuple(described.size), box)
     if tuple(data.shape) != box.shape:
         raise sw.StateError(
             f"{name}: the planner resolved the chunk {box} to a tensor of shape "
             f"{list(data.shape)}: correct its resolve_data"
         )
     return tuple(described.size), box, data.detach().resolve_conj().resolve_neg()
+
+
+def check_part(
+    name: str, planner: object, shape: tuple[int, ...], box: sw.Box, *, within: bool = False
+) -> None:
+    """Check that a part of a global tensor is where the planner of DCP takes it to be.
+
+    Planners do not know each order of shards, and those before PyTorch 2.14 do not know plain
+    tensors that state their boxes.
+
+    Args:
+        name: the name of the tensor.
+        planner: the planner. That of users may have no `state_dict`, and is not checked.
+        shape: the global shape that the planner assumes.
+        box: the box that the planner assumes, or a part of it.
+        within: whether the box may be a part of a box of this rank.
+
+    Raises:
+        StateError: this rank holds other boxes.
+    """
+    tensor = getattr(planner, "state_dict", {}).get(name)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ShardedTensor):
+        return
+    if not is_shard(name, tensor):
+        return
+    leaf = tensor_leaf(name, tensor)
+    held = [each.box for each in leaf.fragments]
+    if not box.size or (leaf.shape == shape and box in held):
+        return
+    if leaf.shape != shape or not within or not any(each.contains(box) for each in held):
+        raise sw.StateError(
+            f"{name}: the planner of DCP takes this rank's part of a tensor of shape "
+            f"{[*leaf.shape]} for {box} of {[*shape]}, but it is "
+            f"{', '.join(map(str, held)) or 'empty'}: use sw.save and sw.load, which know this "
+            "sharding, or redistribute the tensor"
+        )
 
 
 def _resolve_value(item: WriteItem, planner: SavePlanner) -> object:
