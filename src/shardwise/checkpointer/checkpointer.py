@@ -245,11 +245,8 @@ class Checkpointer:
     def _close_saver(self, *, wait: bool, failed: bool) -> None:
         """Close the saver and the hooks, then release the group and the signal handlers."""
         completed = False
-        if not wait:
-            if (
-                self._own_group is not None
-            ):  # first, because other ranks may be waiting for this one
-                self._own_group.close()
+        if not wait and self._own_group is not None:
+            self._own_group.close()  # first, because other ranks may be waiting for this one
         try:
             if wait and self._settings.on_failure == "warn":
                 self._saving.log_failures()

@@ -19,11 +19,12 @@ from shardwise.decoding import prepare_decoding
 from shardwise.errors import FormatError
 
 LARGEST_INTEGER = 2**62
-MOST_RANKS = 2**24
+MOST_RANKS = 2**20
 Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 OtherId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+MostRanks = msgspec.Meta(max_length=MOST_RANKS)
 SHORTEST_RUN = 3
 
 _DATA_FILE = re.compile(r"r(\d{5,})-([0-9a-f]{16})\.safetensors")
@@ -67,12 +68,12 @@ class FileRule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             `PartialSave` write before they know the id of the save.
     """
 
-    ranks: tuple[tuple[Rank, Rank, Rank], ...]
+    ranks: Annotated[tuple[tuple[Rank, Rank, Rank], ...], MostRanks]
     size: Count
     data_at: Count
     objects_at: Count
     checksums_at: Count
-    checksums_crc32: tuple[Crc, ...]
+    checksums_crc32: Annotated[tuple[Crc, ...], MostRanks]
     save_id: OtherId | None = None
 
 
@@ -244,8 +245,11 @@ def files_of_rules(rules: Sequence[FileRule], save_id: str) -> FileTable:
     """Return the files that rules of a manifest describe.
 
     Raises:
-        FormatError: a rule has more or fewer checksums than ranks, or a rank twice.
+        FormatError: a rule has more or fewer checksums than ranks, or a rank twice; or there are
+            too many ranks.
     """
+    if sum(len(rule.checksums_crc32) for rule in rules) > MOST_RANKS:
+        raise FormatError(f"the manifest lists the files of more than {MOST_RANKS:,} ranks")
     sizes = []
     triples: list[tuple[int, int, int]] = []
     sums: list[int] = []

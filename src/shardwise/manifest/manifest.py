@@ -18,15 +18,16 @@ from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.checksums import add_checksum, block_count, verify_checksum
 from shardwise.manifest.data_files import LARGEST_INTEGER as LARGEST_INTEGER
-from shardwise.manifest.data_files import Count as Count
 from shardwise.manifest.data_files import (
-    FileEntry as FileEntry,
-)
-from shardwise.manifest.data_files import (
+    MOST_RANKS,
     FileRule,
     FileTable,
     files_of_rules,
     rules_of,
+)
+from shardwise.manifest.data_files import Count as Count
+from shardwise.manifest.data_files import (
+    FileEntry as FileEntry,
 )
 from shardwise.manifest.data_files import data_file as data_file
 from shardwise.manifest.data_files import save_id_of_file as save_id_of_file
@@ -36,7 +37,15 @@ FORMAT, VERSION = "shardwise", 2
 READABLE_VERSIONS = (1, 2)
 DATA_FILE_VERSION = 1
 """The version in the headers of data files, which are the same in both versions of the format."""
-LARGEST_MANIFEST = 2**28
+LARGEST_MANIFEST = 48 << 20
+MOST_VALUES = 2**21
+"""The most commas and brackets in the encoded plain values. Their values then take less than 200 MB
+of memory."""
+_TOO_MANY_VALUES = (
+    "the plain values have {:,} commas and brackets, and at most "
+    f"{MOST_VALUES:,} are read: save long lists as tensors or arrays, and long texts as bytes"
+)
+MOST_NAMES = 2**18
 LARGEST_TELEMETRY = 2**26
 """Bytes of a compressed file; 131,072 ranks need less than 20 MB."""
 ALIGNMENT = 4096
@@ -123,10 +132,10 @@ class ManifestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     save_id: str
     step: Count | None
     created: str
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    metrics: dict[str, float | None] = {}
-    per_rank: tuple[Name, ...] = ()
-    left_out: tuple[str, ...] = ()
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    metrics: Annotated[dict[str, float | None], msgspec.Meta(max_length=MOST_NAMES)] = {}
+    per_rank: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_NAMES)] = ()
+    left_out: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NAMES)] = ()
     objects: tuple[ObjectEntry, ...]
     tensors: msgspec.Raw
 
@@ -143,9 +152,13 @@ class Manifest(ManifestFields, frozen=True, kw_only=True):
 
 @prepare_decoding
 class _EncodedManifest(ManifestFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A manifest as it is stored, in which each version lists the files in its own way."""
+    """A manifest as it is stored.
+
+    Each version lists the files in its own way. The values are decoded after they were counted.
+    """
 
     files: msgspec.Raw
+    objects: msgspec.Raw  # type: ignore[assignment]
 
 
 def is_file_of_save(name: str) -> bool:
@@ -265,6 +278,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             if field == "files"
             else msgspec.json.encode(value)
         )
+        if field == "objects" and (count := _count_values(encoded)) > MOST_VALUES:
+            raise StateError(_TOO_MANY_VALUES.format(count))
         lines.append(f'"{field}":'.encode() + encoded)
     return _add_checksum(b"{" + b",\n".join(lines) + b",\n")
 
@@ -303,8 +318,8 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         FormatError: the bytes are not a manifest, were altered, or have another version.
     """
-    body = _verify_checksum(data, "the manifest")
-    text = body.rstrip(b",\n") + b"}"
+    text = bytearray(_verify_checksum(data, "the manifest").rstrip(b",\n"))
+    text += b"}"
     head = decode_json(text, _Head)
     if head.format != FORMAT or head.version not in READABLE_VERSIONS:
         raise FormatError(
@@ -317,11 +332,20 @@ def decode_manifest(data: bytes) -> Manifest:
         files = FileTable.of(decode_json(encoded.files, tuple[FileEntry, ...]), encoded.save_id)
     else:
         files = files_of_rules(decode_json(encoded.files, tuple[FileRule, ...]), encoded.save_id)
+    del text  # a large value is not kept twice
     fields = {name: getattr(encoded, name) for name in ManifestFields.__struct_fields__}
+    if (count := _count_values(bytes(encoded.objects))) > MOST_VALUES:
+        raise FormatError(_TOO_MANY_VALUES.format(count))
+    fields["objects"] = decode_json(encoded.objects, tuple[ObjectEntry, ...])
     return Manifest(files=files, **fields)
 
 
-def decode_json(encoded: bytes | msgspec.Raw, kind: type[Kind]) -> Kind:
+def _count_values(encoded: bytes) -> int:
+    """Return an upper bound on the number of elements in the encoded plain values."""
+    return sum(encoded.count(mark) for mark in (b",", b"[", b"{"))
+
+
+def decode_json(encoded: bytes | bytearray | msgspec.Raw, kind: type[Kind]) -> Kind:
     """Decode a manifest or a part of it.
 
     Raises:

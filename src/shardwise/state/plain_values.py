@@ -301,10 +301,10 @@ def _make_size(items: list[Any]) -> torch.Size:
 def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
     if cursor.on_tensor is not None or cursor.is_in_key:
         return _name_tensor(value, cursor)
-    if is_shard(cursor.name, value):
+    if isinstance(value, Shards) or is_shard(cursor.name, value):
         raise StateError(
-            f"{cursor.name}: a {type(value).__name__} that is a part of a global tensor cannot be "
-            "part of this value: save the full tensor, or make it an item of the state"
+            f"{cursor.name}: a {type(value).__name__} cannot be part of this value, because it is "
+            "a part of a global tensor: save the full tensor, or make it an item of the state"
         )
     return tensor_fields(detach_checked(cursor.name, value))
 

@@ -211,8 +211,9 @@ def is_shard(name: str, value: TensorLike) -> bool:
     """Return whether a value is a part of a global tensor, by its type or by what it states."""
     if isinstance(value, np.ndarray):
         return False
-    is_sharded = isinstance(value, Shards) or hasattr(value, "placements")
-    return is_sharded or stated_geometry(name, value) is not None
+    if isinstance(value, Shards) or hasattr(value, "placements"):
+        return True
+    return stated_geometry(name, value) is not None
 
 
 def sharded_leaf(
