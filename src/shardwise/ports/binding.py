@@ -24,7 +24,8 @@ from shardwise.state.local_state import (
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import FlatRange, Parameter
 from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import tensor_leaf
+from shardwise.state.stated_geometry import copy_statements
+from shardwise.state.tensors import is_shard, tensor_leaf
 
 __all__ = [
     "Bind",
@@ -41,8 +42,10 @@ __all__ = [
     "Selection",
     "Shards",
     "TensorLeaf",
+    "copy_statements",
     "decode",
     "encode",
+    "is_shard",
     "tensor_leaf",
 ]
 

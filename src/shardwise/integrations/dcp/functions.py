@@ -24,7 +24,7 @@ from shardwise import StateError
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
-from shardwise.state.stated_geometry import copy_statements
+from shardwise.ports.binding import copy_statements
 
 
 class CheckpointError(CheckpointException, ShardwiseError):

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 import shardwise as sw
 from shardwise.integrations.dcp.names import name_state
-from shardwise.state.tensors import is_shard, tensor_leaf
+from shardwise.ports.binding import is_shard, tensor_leaf
 
 
 class StorageWriter(storage.StorageWriter):
