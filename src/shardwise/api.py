@@ -258,8 +258,9 @@ def export(
     Args:
         place: a checkpoint in any format, or the root of a run.
         target: a new directory.
-        to: `"hf"` (safetensors), `"dcp"` (torch.distributed.checkpoint), `"torch"` (one file of
-            torch.save), `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
+        to: `"hf"` (safetensors), `"peft"` (the adapters of a model of PEFT), `"dcp"`
+            (torch.distributed.checkpoint), `"torch"` (one file of torch.save),
+            `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
         only, skip: shell patterns of the names to write, as for `load`.
         model_key: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
@@ -270,7 +271,8 @@ def export(
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: an option is invalid, or the format cannot hold a selected tensor.
+        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
+            whole model and the checkpoint has only the trained part.
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """

@@ -76,7 +76,8 @@ class Checkpoint(Mapping[str, Any]):
         self.verifies_reads = verify
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path} step={self.step} names={len(self)}>"
+        trained = f", the trained part of {', '.join(self.frozen)}" if self.frozen else ""
+        return f"<Checkpoint {self.path} step={self.step} names={len(self)}{trained}>"
 
     def _repr_html_(self) -> str:
         from shardwise.notebook import checkpoint_html  # only notebooks need it
@@ -97,6 +98,14 @@ class Checkpoint(Mapping[str, Any]):
     def world_size(self) -> int:
         """The number of ranks that saved the checkpoint."""
         return self.layout.world_size
+
+    @property
+    def frozen(self) -> Mapping[str, tuple[str, ...]]:
+        """For each module of which the checkpoint has only the trained part, its frozen tensors.
+
+        The keys are names of modules, such as "model". Only `trainable` makes such checkpoints.
+        """
+        return self.layout.frozen
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -280,3 +280,137 @@ def test_a_quantized_base_is_not_saved(tmp_path: Path, kind: str) -> None:
     assert torch.equal(model["base"](inputs), fresh["base"](inputs))
     with pytest.raises(sw.MismatchError, match=r"model\.base\.weight.*: frozen, other values"):
         sw.load(tmp_path, {"model": sw.trainable(quantized(kind, 1))})
+
+
+class Packed(torch.Tensor):
+    """A tensor that wraps others and has no memory of its own, as quantized ones of torchao do."""
+
+    data_: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data_: torch.Tensor, scale: torch.Tensor, dtype: Any = None) -> Packed:
+        shape = (data_.shape[0], data_.shape[1] * 2) if data_.dim() == 2 else data_.shape
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or torch.float32)
+        assert isinstance(made, Packed)
+        return made
+
+    def __init__(self, data_: torch.Tensor, scale: torch.Tensor, dtype: Any = None) -> None:
+        self.data_, self.scale = data_, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["data_", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale, args[0].dtype)
+        raise NotImplementedError(f"{cls.__name__}: {func}")
+
+
+class Inside(Packed):
+    """A wrapper in a wrapper."""
+
+
+class Opaque(Packed):
+    """A wrapper that does not say what it wraps."""
+
+    __tensor_flatten__: Any = None
+
+
+def packed(cls: type[Packed], data_: int = 3, scale: float = 0.5, columns: int = 8) -> Any:
+    parts = torch.full((4, columns), data_, dtype=torch.uint8), torch.full((4, 1), scale)
+    if cls is Inside:
+        return Packed(Inside(*parts), torch.ones(4, 1))
+    return cls(*parts)
+
+
+def on_packed_base(weight: Any, head: float = 0.0) -> nn.ModuleDict:
+    model = nn.ModuleDict({"base": nn.Linear(16, 4, bias=False), "head": nn.Linear(4, 2)})
+    model["base"].weight = nn.Parameter(weight, requires_grad=False)
+    for parameter in model["head"].parameters():
+        nn.init.constant_(parameter, head)
+    return model
+
+
+@pytest.mark.parametrize("cls", [Packed, Inside, Opaque])
+def test_a_base_of_tensors_that_wrap_others_is_not_saved(tmp_path: Path, cls: type[Packed]) -> None:
+    sw.save(tmp_path, {"model": sw.trainable(on_packed_base(packed(cls), head=1.0))})
+    assert tensors_of(tmp_path) == {"model.head.weight", "model.head.bias"}
+    fresh = on_packed_base(packed(cls))
+    sw.load(tmp_path, {"model": sw.trainable(fresh)})
+    assert torch.equal(fresh["head"].weight, torch.ones(2, 4))
+    others = [nn.Parameter(torch.ones(4, 16)), packed(cls, columns=4)]
+    if cls is not Opaque:
+        others += [packed(cls, data_=4), packed(cls, scale=0.25)]
+    for other in others:
+        with pytest.raises(sw.MismatchError, match=r"model\.base\.weight: frozen"):
+            sw.load(tmp_path, {"model": sw.trainable(on_packed_base(other))})
+
+
+@pytest.mark.parametrize("cls", [Packed, Inside, Opaque])
+def test_what_wraps_others_is_refused_where_it_must_be_saved(
+    tmp_path: Path, cls: type[Packed]
+) -> None:
+    model = on_packed_base(packed(cls))
+    refusal = r"model\.base\.weight: a .* has no memory of its own"
+    with pytest.raises(sw.StateError, match=refusal):
+        sw.save(tmp_path / "also", {"model": sw.trainable(model, also=["base.*"])})
+    trained = on_packed_base(packed(cls))
+    trained["base"].weight.requires_grad_(True)
+    with pytest.raises(sw.StateError, match=refusal):
+        sw.save(tmp_path / "trained", {"model": sw.trainable(trained)})
+    sw.save(tmp_path / "whole", {"model": on_packed_base(torch.ones(4, 16), head=1.0)})
+    with pytest.raises(sw.StateError, match=refusal):
+        sw.load(tmp_path / "whole", {"model": sw.trainable(model)})
+    assert torch.equal(model["head"].weight, torch.zeros(2, 4))
+    sw.load(tmp_path / "whole", {"model": sw.trainable(model)}, only=["model.head.*"])
+    assert torch.equal(model["head"].weight, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "kind", ["sparse", "quantized", "packed-bytes", "packed-buffer", "float8", "complex-view"]
+)
+def test_frozen_tensors_of_any_kind_are_not_saved(tmp_path: Path, kind: str) -> None:
+    def make(number: int) -> nn.Module:
+        value = float(number)
+        tensors: dict[str, Callable[[], torch.Tensor]] = {
+            "sparse": lambda: torch.diag(torch.full((4,), value)).to_sparse(),
+            "quantized": lambda: torch.quantize_per_tensor(
+                torch.full((4, 4), value), 0.1, 0, torch.qint8
+            ),
+            "packed-bytes": lambda: torch.full((4, 4), value).to(torch.uint8),
+            "packed-buffer": lambda: torch.full((4, 4), value).to(torch.int32),
+            "float8": lambda: torch.full((4, 4), value).to(torch.float8_e4m3fn),
+            "complex-view": lambda: torch.full((4, 4), value, dtype=torch.complex64).conj(),
+        }
+        module = nn.Module()
+        if kind == "packed-buffer":
+            module.register_buffer("packed", tensors[kind]())
+        else:
+            module.packed = nn.Parameter(tensors[kind](), requires_grad=False)
+        module.head = nn.Linear(2, 2)
+        return module
+
+    def wrapped(value: int) -> Any:
+        return sw.trainable(make(value), buffers=False)
+
+    sw.save(tmp_path, {"model": wrapped(1)})
+    assert tensors_of(tmp_path) == {"model.head.weight", "model.head.bias"}
+    sw.load(tmp_path, {"model": wrapped(1)})
+    if kind not in ("sparse", "quantized"):
+        with pytest.raises(sw.MismatchError, match=r"model\.packed: frozen, other values"):
+            sw.load(tmp_path, {"model": wrapped(2)})
+
+
+def test_a_checkpoint_says_that_it_has_only_the_trained_part(tmp_path: Path) -> None:
+    sw.save(tmp_path / "part", {"actor": {"model": sw.trainable(Net())}, "critic": Net()})
+    sw.save(tmp_path / "whole", {"model": Net()})
+    part, whole = sw.open(tmp_path / "part"), sw.open(tmp_path / "whole")
+    frozen = {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
+    assert {module: {*names} for module, names in part.frozen.items()} == {"actor.model": frozen}
+    assert "the trained part of actor.model" in repr(part)
+    assert not whole.frozen
+    assert "trained" not in repr(whole)

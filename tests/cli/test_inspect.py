@@ -177,3 +177,13 @@ def test_names_do_not_reach_the_terminal_raw(run: Run, tmp_path: Path) -> None:
     out = run("inspect", tmp_path).out
     assert "\x1b" not in out
     assert "a\\x1b[31m" in out
+
+
+def test_a_checkpoint_of_the_trained_part_says_so(run: Run, tmp_path: Path) -> None:
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(2, 2))
+    sw.save(tmp_path, {"model": sw.trainable(model)})
+    shown = run("inspect", tmp_path).out
+    assert "only the trained part of model, without 2 frozen tensors" in shown
+    document = run("inspect", tmp_path, "--json").document
+    assert document["frozen"] == {"model": ["0.weight", "0.bias"]}

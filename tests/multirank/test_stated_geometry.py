@@ -247,10 +247,7 @@ def test_parts_that_ranks_hold_alike_are_replicas_and_others_must_fit(tmp_path: 
 
 
 def test_a_part_inside_of_a_per_rank_value_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        sw.StateError,
-        match="mine: a Tensor cannot be part of this value, because it is a part of a global tensor",
-    ):
+    with pytest.raises(sw.StateError, match="mine: a Tensor cannot be part of this value, because"):
         sw.save(tmp_path, {"mine": sw.PerRank(state_geometry(whole(), ONE))})
 
 

@@ -268,8 +268,14 @@ class ModuleBinding(Binding):
     def __init__(self, name: str, modules: Sequence[nn.Module], context: Context) -> None:
         self.name = name
         self._is_loaded = False
+        self.leaf_of: Callable[[str, torch.Tensor], TensorLeaf] = tensor_leaf
         self._allow_pickle = context.allow_pickle
         self._parts = [*map(partial(Part, name), modules)]
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The modules."""
+        return self._parts
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield all parameters by their clean names."""
@@ -296,7 +302,7 @@ class ModuleBinding(Binding):
                     )
                 seen_names.add(name)
                 if isinstance(value, torch.Tensor):
-                    local_state.tensors.append(tensor_leaf(name, value))
+                    local_state.tensors.append(self.leaf_of(name, value))
                 elif isinstance(value, TensorLeaf):
                     local_state.tensors.append(value)
                 else:

@@ -27,7 +27,9 @@ Source = Annotated[
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The new directory to write.")]
 Step = Annotated[int | None, _option("N", "The step, if SRC is a root. Default: the newest.")]
-To = Annotated[str, _option("FORMAT", "The format: hf, dcp, torch, deepspeed-universal or native.")]
+To = Annotated[
+    str, _option("FORMAT", "The format: hf, peft, dcp, torch, deepspeed-universal or native.")
+]
 Only = Annotated[
     list[str] | None, _option("PATTERN", "Write only names that match: 'model.*'. Repeatable.")
 ]
@@ -77,6 +79,7 @@ def export(
 
     \b
     --to hf                   Hugging Face safetensors: the model alone.
+    --to peft                 The adapters of a model of PEFT.
     --to dcp                  PyTorch DCP: model, optimizer and values.
     --to torch                One file, as torch.save writes it.
     --to deepspeed-universal  For DeepSpeed, ZeRO 1, 2 and 3.

@@ -82,7 +82,7 @@ def inspect(
 def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, Any]:
     """Return what `--json` prints of some names of a checkpoint."""
     layout = checkpoint.layout
-    return {
+    document: dict[str, Any] = {
         "path": checkpoint.path,
         "step": checkpoint.step,
         "saved_at": layout.created,
@@ -98,6 +98,9 @@ def _document(checkpoint: sw.Checkpoint, names: Collection[str]) -> dict[str, An
         "values": [entry for entry in layout.objects if entry.name in names],
         "per_rank": [name for name in layout.per_rank if name in names],
     }
+    if checkpoint.frozen:
+        document["frozen"] = checkpoint.frozen
+    return document
 
 
 def _tensor_entries(checkpoint: sw.Checkpoint, names: Collection[str]) -> list[dict[str, Any]]:
@@ -175,6 +178,9 @@ def _show_header(checkpoint: sw.Checkpoint, console: Console) -> None:
         ("contents", ", ".join(contents)),
         ("size", f"{size} in {fmt.count(len(layout.files), 'file')}"),
     ]
+    for module, frozen in checkpoint.frozen.items():
+        count = fmt.count(len(frozen), "frozen tensor")
+        lines.append(("partial", f"only the trained part of {module}, without {count}"))
     if checkpoint.metrics:
         lines.append(("metrics", fmt.metrics(checkpoint.metrics)))
     print_labelled(lines, console)

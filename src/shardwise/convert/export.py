@@ -79,7 +79,12 @@ def write_export(
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
     digest.update(f"{source}: {options.settings}".encode())
     save_id = digest.hexdigest()
-    contents = ExportContents(selected, tensors, save_id, options.model_key, options.max_file)
+    unskipped = Selection(skip=options.skip)
+    objects = tuple(each for each in layout.objects if unskipped.selects(each.name))
+    described = replace(layout, objects=objects)
+    contents = ExportContents(
+        selected, described, tensors, save_id, options.model_key, options.max_file
+    )
     files = TARGETS[options.to](contents)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}

@@ -15,7 +15,7 @@ from shardwise.errors import StateError
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import TensorEntry
+from shardwise.manifest.manifest import FROZEN, TensorEntry
 from shardwise.store.store import Buffer
 
 MOST_LISTED = 8
@@ -190,6 +190,7 @@ class ExportContents:
 
     Attributes:
         source: the layout of the source, with the plain values to write.
+        described: the same layout, with all plain values that `skip` does not match.
         tensors: the tensors, in the order of the source, including tied tensors.
         save_id: an id that is part of file names. If an export is repeated, it has the same id.
         model_key: the key of the model in the state, for formats that hold only a model.
@@ -197,6 +198,7 @@ class ExportContents:
     """
 
     source: Layout
+    described: Layout
     tensors: tuple[TargetTensor, ...]
     save_id: str
     model_key: str
@@ -222,6 +224,25 @@ class ExportContents:
             )
         return found
 
+    def refuse_partial_model(self) -> None:
+        """Raise an error if the source has only the trained part of the model.
+
+        Raises:
+            StateError: it has. The message says how to publish an adapter or a whole model.
+        """
+        start = f"{self.model_key}." if self.model_key else ""
+        for module, names in self.described.frozen.items():
+            frozen = [name for name in names if f"{module}.{name}".startswith(start)]
+            if frozen:
+                raise StateError(
+                    f"{module}: the checkpoint has only the trained part of the model, without "
+                    f"{len(frozen)} frozen tensors, for example {frozen[0]}, and would be taken "
+                    "for a whole model: to publish an adapter of PEFT, pass to='peft' (on the "
+                    "command line, --to peft); to publish the whole model, load the base and this "
+                    f"checkpoint, save {{{module!r}: model}}, and export that; to write the "
+                    f"trained part alone, pass skip=['{module}.{FROZEN}.*']"
+                )
+
     def describe_left_out(self) -> tuple[str, ...]:
         """Describe what a format that holds only a model leaves out, in at most two lines.
 
@@ -229,7 +250,8 @@ class ExportContents:
         """
         start = f"{self.model_key}." if self.model_key else ""
         tensors = [each.name for each in self.tensors if not each.name.startswith(start)]
-        values = [each.name for each in self.source.objects] + [*self.source.per_rank]
+        values = [each.name for each in self.source.objects if f".{FROZEN}." not in each.name]
+        values += self.source.per_rank
         lines = []
         if tensors:
             lines.append(

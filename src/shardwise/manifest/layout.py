@@ -13,7 +13,7 @@ from shardwise.boxes.box import IntArray, padded_rows
 from shardwise.boxes.grids import find_in_grids, grid_bounds
 from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import FileEntry, ObjectEntry, TensorEntry
+from shardwise.manifest.manifest import FROZEN, FileEntry, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns
 
 
@@ -108,6 +108,19 @@ class Layout:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     missing_files: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def frozen(self) -> Mapping[str, tuple[str, ...]]:
+        """For each module of which only the trained part is stored, its frozen tensors.
+
+        The key is the module's name, and the names of the tensors are relative to it.
+        """
+        found: dict[str, dict[str, None]] = {}
+        for entry in self.objects:
+            module, is_frozen, element = entry.name.partition(f".{FROZEN}.elements.")
+            if is_frozen:
+                found.setdefault(module, {})[element.rpartition("[")[0]] = None
+        return {module: tuple(names) for module, names in found.items()}
 
     @cached_property
     def tensor_of(self) -> IntArray:

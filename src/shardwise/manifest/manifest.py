@@ -60,8 +60,11 @@ RESERVED = "__shardwise__"
 LONGEST_NAME = 4096
 OBJECTS_KEY = f"{RESERVED}.objects"
 CHECKSUMS_KEY = f"{RESERVED}.checksums"
-FROZEN = "_frozen"
-"""`model._frozen.…` are values that describe the frozen tensors of `model`; see `sw.trainable`."""
+FROZEN, ADAPTERS = "_frozen", "adapters"
+"""`model._frozen.…` are values that describe the frozen tensors of `model`; see `sw.trainable`.
+
+`model._frozen.adapters.…` are the configurations of its adapters.
+"""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 ENCODED_FIELDS = (

@@ -9,6 +9,7 @@ from shardwise.convert.targets.dcp import plan_dcp_files
 from shardwise.convert.targets.deepspeed_universal import plan_universal_files
 from shardwise.convert.targets.hf import plan_huggingface_files
 from shardwise.convert.targets.native import plan_native_files
+from shardwise.convert.targets.peft import plan_peft_files
 from shardwise.convert.targets.torch_file import plan_torch_file
 
 TARGETS: Mapping[str, Callable[[ExportContents], ExportFiles]] = {
@@ -16,5 +17,6 @@ TARGETS: Mapping[str, Callable[[ExportContents], ExportFiles]] = {
     "hf": plan_huggingface_files,
     "dcp": plan_dcp_files,
     "torch": plan_torch_file,
+    "peft": plan_peft_files,
     "deepspeed-universal": plan_universal_files,
 }

@@ -47,8 +47,10 @@ def plan_universal_files(contents: ExportContents) -> ExportFiles:
     states. DeepSpeed itself does not restore untrained tensors from there.
 
     Raises:
-        StateError: the checkpoint has no model, or not exactly one optimizer.
+        StateError: the checkpoint has no model, or only its trained part; or not exactly one
+            optimizer.
     """
+    contents.refuse_partial_model()
     state = nest_state(contents)
     training = _training_state(contents, state)
     step = contents.source.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -21,6 +21,9 @@ from shardwise.manifest.dtypes import DTYPES
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ALIGNMENT = 8
+PEFT_PREFIX = "base_model.model."
+_OF_ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "hra_", "trainable_tokens_delta")
+"""How the names of PEFT's dicts of adapters begin."""
 
 
 def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
@@ -29,10 +32,19 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
     A tensor larger than `max_file` gets a separate file.
 
     Raises:
-        StateError: the checkpoint has no tensor below the model key, or safetensors does not
-            support the dtype of a tensor.
+        StateError: the checkpoint has no tensor below the model key, or only the trained part of
+            the model, or a model with adapters of PEFT; or safetensors does not support the dtype
+            of a tensor.
     """
     model = contents.model_tensors()
+    contents.refuse_partial_model()
+    for each in model:
+        if each.name.startswith(PEFT_PREFIX) or split_adapter_name(each.name):
+            raise StateError(
+                f"{each.entry.name}: a name of a model with adapters of PEFT, which transformers "
+                "does not load: to publish the adapter, pass to='peft' (on the command line, --to "
+                "peft); to publish the merged model, save and export model.merge_and_unload()"
+            )
     stored = {each.entry.name for each in model if each.entry.same_as is None}
     left_out = tuple(
         f"{each.name}: tied to {each.entry.same_as}, which is stored"
@@ -47,12 +59,36 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
         else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     )
     tensor_files = tuple(
-        _plan_file(name, file_tensors) for name, file_tensors in zip(names, files, strict=True)
+        plan_safetensors_file(name, file_tensors)
+        for name, file_tensors in zip(names, files, strict=True)
     )
 
     final_files = {} if len(files) == 1 else {INDEX: _encode_index(names, files)}
     left_out += contents.describe_left_out()
     return ExportFiles(tensor_files, lambda sums: final_files, left_out)
+
+
+def split_adapter_name(name: str, adapters: Collection[str] = ()) -> tuple[str, str] | None:
+    """Return the adapter of PEFT to which a tensor belongs, and its name in PEFT's files.
+
+    The name lacks the adapter: `up.lora_A.default.weight` becomes `up.lora_A.weight`.
+
+    Args:
+        name: the name of the tensor.
+        adapters: the names of the adapters. Default: any name.
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        is_copy = part == "modules_to_save"
+        if not is_copy and not part.startswith(_OF_ADAPTERS):
+            continue
+        adapter, rest = parts[index + 1], parts[index + 2 :]
+        if adapter not in adapters if adapters else adapter in ("weight", "bias"):
+            return None
+        if part == "lora_magnitude_vector" and rest == ["weight"]:
+            rest = []
+        return adapter, ".".join([*parts[: index + (not is_copy)], *rest])
+    return None
 
 
 def _encode_index(names: Sequence[str], files: Sequence[Sequence[TargetTensor]]) -> bytes:
@@ -69,7 +105,12 @@ def _encode_index(names: Sequence[str], files: Sequence[Sequence[TargetTensor]])
     return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
 
 
-def _plan_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
+def plan_safetensors_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
+    """Plan one file of safetensors.
+
+    Raises:
+        StateError: safetensors does not support the dtype of a tensor.
+    """
     # Larger elements first, so that all tensors are aligned.
     order = sorted(tensors, key=lambda each: -DTYPES[each.dtype].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

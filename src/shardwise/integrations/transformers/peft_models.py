@@ -15,14 +15,11 @@ def without_base(saved: Any, model: Any) -> Any:
         saved: the model, or the engine of DeepSpeed that has it.
         model: the model itself. If it has no adapters, the result is `saved`.
     """
-    configs = getattr(model, "peft_config", None)
-    if not configs:
+    if not getattr(model, "peft_config", None):
         return saved
-    # Adapters that are not trained at present are saved, too, as `save_pretrained` does.
-    also = [pattern for name in configs for pattern in (f"*.{name}", f"*.{name}.*")]
     # Quantized models may have their weights in buffers.
     save_buffers = not getattr(model, "is_quantized", False)
-    return trainable(saved, also=also, buffers=save_buffers, base=_name_of_base(model))
+    return trainable(saved, buffers=save_buffers, base=_name_of_base(model))
 
 
 def _name_of_base(model: Any) -> str:
