@@ -327,8 +327,8 @@ def packed(cls: type[Packed], data_: int = 3, scale: float = 0.5, columns: int =
     return cls(*parts)
 
 
-def on_packed_base(weight: Any, head: float = 0.0) -> nn.ModuleDict:
-    model = nn.ModuleDict({"base": nn.Linear(16, 4, bias=False), "head": nn.Linear(4, 2)})
+def on_packed_base(weight: Any, head: float = 0.0) -> Any:
+    model: Any = nn.ModuleDict({"base": nn.Linear(16, 4, bias=False), "head": nn.Linear(4, 2)})
     model["base"].weight = nn.Parameter(weight, requires_grad=False)
     for parameter in model["head"].parameters():
         nn.init.constant_(parameter, head)
@@ -374,7 +374,7 @@ def test_what_wraps_others_is_refused_where_it_must_be_saved(
     "kind", ["sparse", "quantized", "packed-bytes", "packed-buffer", "float8", "complex-view"]
 )
 def test_frozen_tensors_of_any_kind_are_not_saved(tmp_path: Path, kind: str) -> None:
-    def make(number: int) -> nn.Module:
+    def make(number: int) -> Any:
         value = float(number)
         tensors: dict[str, Callable[[], torch.Tensor]] = {
             "sparse": lambda: torch.diag(torch.full((4,), value)).to_sparse(),
@@ -386,7 +386,7 @@ def test_frozen_tensors_of_any_kind_are_not_saved(tmp_path: Path, kind: str) -> 
             "float8": lambda: torch.full((4, 4), value).to(torch.float8_e4m3fn),
             "complex-view": lambda: torch.full((4, 4), value, dtype=torch.complex64).conj(),
         }
-        module = nn.Module()
+        module: Any = nn.Module()
         if kind == "packed-buffer":
             module.register_buffer("packed", tensors[kind]())
         else:

@@ -132,3 +132,48 @@ def tied_names(place: str) -> list[str]:
 def test_second_names_of_a_frozen_parameter_are_frozen(gang: Gang, tmp_path: Path) -> None:
     assert gang.run(tied_names, str(tmp_path), world=2) == [["model.head.weight"]] * 2
     sw.load(tmp_path, {"model": sw.trainable(Tied(0))})
+
+
+def train_others(kind: str, place: str, whole: str) -> None:
+    """Train the norms, and then other weights with another optimizer; save at the end."""
+    state = build(kind, base=1, norms=0.5)
+    train(state)
+    model = state["model"].module
+    module = module_of(model)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".up." in name)
+    trained_now = [each for each in module.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained_now)
+    train({"model": state["model"], "optimizer": optimizer, "scheduler": Schedulers([optimizer])})
+    sw.save(place, {"model": sw.trainable(model)})
+    sw.save(whole, {"model": model})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["plain", "fsdp1", "fsdp2", "fsdp2_uneven", "fsdp_tp"])
+def test_what_was_trained_earlier_is_kept(gang: Gang, tmp_path: Path, kind: str) -> None:
+    place, whole = tmp_path / "place", tmp_path / "whole"
+    gang.run(train_others, kind, str(place), str(whole), world=WORLDS[kind])
+    kept, everything = trained(place), contents(whole)
+    assert any("norm" in name for name in kept)
+    assert any(".up." in name for name in kept)
+    assert len(kept) < len(everything)
+    assert kept == {name: everything[name] for name in kept}
+    state = build("plain", base=1, norms=9.0)
+    sw.load(place, {"model": state["model"]})
+    sw.save(tmp_path / "restored", {"model": state["model"].module})
+    assert contents(tmp_path / "restored") == everything
+
+
+def wrapped_later(place: str) -> list[str]:
+    """DDP sends all parameters to all ranks, which torch counts as a change."""
+    model = Tied(0)
+    sw.trainable(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    sw.save(place, {"model": sw.trainable(wrapped)})
+    return [*sw.open(place).tensors()]
+
+
+@pytest.mark.ranks
+def test_a_base_that_ddp_sends_stays_the_base(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(wrapped_later, str(tmp_path), world=2) == [["model.head.weight"]] * 2

@@ -31,12 +31,18 @@ _FAKE = "torch._subclasses.fake_tensor", "FakeTensor"
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """A module of which only the trained part is saved; see `trainable`."""
+    """A module of which only the trained part is saved; see `trainable`.
+
+    Attributes:
+        whole_is_base: whether frozen parameters in a checkpoint of the whole module are the base,
+            which later saves leave out. Integrations set it if the user chose so.
+    """
 
     module: nn.Module | Sequence[nn.Module]
     also: tuple[str, ...]
     buffers: bool
     base: str
+    whole_is_base: bool = False
 
 
 def trainable(
@@ -143,8 +149,9 @@ class TrainableBinding(Binding):
         self._elements = f"{module.name}.{FROZEN}.elements"
         self._base_key = f"{module.name}.{FROZEN}.base"
         self._adapters_key = f"{module.name}.{FROZEN}.{ADAPTERS}"
-        # What only `targets` knows: frozen tensors that the load fills.
+        # What only `targets` knows: frozen tensors that the load fills, and whether with the base.
         self._filled: list[str] = []
+        self._fills_base = False
         # Tensors that cannot be saved, for example quantized ones, and the reasons.
         self._unsavable: dict[str, tuple[torch.Tensor, Exception]] = {}
         module.leaf_of = self._leaf_of
@@ -202,6 +209,7 @@ class TrainableBinding(Binding):
         tensors = tensors_by_name(self.parameters())
         is_trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         described, self._filled = [], []
+        self._fills_base = self._spec.whole_is_base and not saved_fingerprint
         for leaf in self._take_frozen(local_state, is_trained, lambda name: False):
             if saved.tensor(leaf.name) is None and leaf.name in saved_fingerprint:
                 described.append(leaf)
@@ -226,7 +234,10 @@ class TrainableBinding(Binding):
         self.module.restore(values)
         history, tensors = self._history(), tensors_by_name(self.parameters())
         for name in self._filled:
-            history.keep(name, tensors.get(name))
+            if self._fills_base:
+                history.forget(name, tensors.get(name))
+            else:
+                history.keep(name, tensors.get(name))
 
     def rebuild_weights(self) -> None:
         """Compute the module's weights from the loaded master weights. This is a collective."""

@@ -72,6 +72,12 @@ class TrainingHistory:
         if id(tensor) not in self._records:
             self._values()[name] = _KEPT
 
+    def forget(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Take the present values of a tensor for the base; see `is_kept` for the arguments."""
+        for record, key in self._records.get(id(tensor), []):
+            record.pop(key, None)
+        self._values().pop(name, None)
+
     def keep_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep all parameters for which an optimizer has state, such as moments."""
         for parameter, state in optimizer.state.items():

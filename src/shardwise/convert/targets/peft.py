@@ -88,7 +88,7 @@ def _configs(contents: ExportContents) -> Mapping[str, Mapping[str, Any]]:
     configs: dict[str, Mapping[str, Any]] = {}
     for entry in contents.described.objects:
         if key in entry.name and entry.name.startswith(start):
-            config = decode(entry.value, entry.name)
+            config: Any = decode(entry.value, entry.name)
             kind = config.get("peft_type") if isinstance(config, Mapping) else None
             name = entry.name.partition(key)[2]
             if kind not in _KINDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from shardwise import trainable
@@ -19,7 +20,8 @@ def without_base(saved: Any, model: Any) -> Any:
         return saved
     # Quantized models may have their weights in buffers.
     save_buffers = not getattr(model, "is_quantized", False)
-    return trainable(saved, buffers=save_buffers, base=_name_of_base(model))
+    spec = trainable(saved, buffers=save_buffers, base=_name_of_base(model))
+    return replace(spec, whole_is_base=True)
 
 
 def _name_of_base(model: Any) -> str:
