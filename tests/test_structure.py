@@ -13,12 +13,12 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=344,
-    statements=36010,
+    modules=347,
+    statements=36370,
     modules_of_api=89,
-    statements_of_api=9990,
+    statements_of_api=10000,
     record_types=283,
-    names_across_packages=396,  # the ports are used from everywhere
+    names_across_packages=398,  # the ports are used from everywhere
     names_of_readers=23,
     test_files_with_inner_imports=70,
 )
