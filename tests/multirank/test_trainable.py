@@ -177,3 +177,23 @@ def wrapped_later(place: str) -> list[str]:
 @pytest.mark.ranks
 def test_a_base_that_ddp_sends_stays_the_base(gang: Gang, tmp_path: Path) -> None:
     assert gang.run(wrapped_later, str(tmp_path), world=2) == [["model.head.weight"]] * 2
+
+
+def change_out_of_sight(place: str) -> str:
+    """Change shards of the base in a way that torch does not count."""
+    model = build("fsdp2_uneven", base=1, norms=0.5)["model"]
+    sw.save(f"{place}/before", {"model": model})
+    for parameter in module_of(model.module).parameters():
+        if not parameter.requires_grad:
+            parameter.to_local().data.mul_(2)
+    with pytest.raises(sw.ShardwiseError) as caught:
+        sw.save(f"{place}/after", {"model": model})
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_shards_that_change_out_of_sight_are_refused(gang: Gang, tmp_path: Path) -> None:
+    for message in gang.run(change_out_of_sight, str(tmp_path), world=WORLDS["fsdp2_uneven"]):
+        assert "frozen, but its values have changed since the first save" in message
+        assert "also=['" in message
+    assert not (tmp_path / "after").exists()
