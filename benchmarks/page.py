@@ -14,6 +14,9 @@ from benchmarks.summary import Result, compare
 MARKED = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
+PAUSE = re.compile(r"`save` pauses training for \S+ s, and `dcp\.async_save` pauses it for \S+ s")
+
+
 def rewrite_pages(pages: Iterable[Path], results: Path) -> None:
     """Replace the text between the markers of pages by tables of the results."""
     found = [
@@ -30,7 +33,17 @@ def rewrite_pages(pages: Iterable[Path], results: Path) -> None:
         return f"{name}{match[2]}\n{text}\n\n"
 
     for page in pages:
-        page.write_text(MARKED.sub(content, page.read_text(encoding="utf-8")))
+        text = MARKED.sub(content, page.read_text(encoding="utf-8"))
+        page.write_text(PAUSE.sub(lambda _: pause(found), text), encoding="utf-8")
+
+
+def pause(results: list[Result]) -> str:
+    """Return the sentence of the README on pauses: the first row of the summary."""
+    first = next(compare(results))
+    return (
+        f"`save` pauses training for {first.our_seconds:.2g} s, and `{first.peer}` pauses it for "
+        f"{first.peer_seconds:.2g} s"
+    )
 
 
 def summary(results: list[Result]) -> str:

@@ -82,7 +82,8 @@ def main() -> None:
         chosen = list({run.question: run for run in chosen}.values())
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
-        rewrite_pages([DOCS / "benchmarks.md", *(DOCS / "benchmarks").glob("*.md")], RESULTS)
+        pages = [DOCS.parent / "README.md", DOCS / "benchmarks.md"]
+        rewrite_pages([*pages, *(DOCS / "benchmarks").glob("*.md")], RESULTS)
         for picture in PICTURES:
             subprocess.run([sys.executable, picture], check=True)
     if failed:

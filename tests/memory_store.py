@@ -94,6 +94,10 @@ class MemoryStore(Store):
         names = {name.split("/")[0] for name in self._paths()}
         return sorted(name for name in names if not lease_locks.is_lease(name))
 
+    def walk(self, limit: int) -> dict[str, FileStatus]:
+        found = {path: self.stat(path) for path in sorted(self._paths())}
+        return {path: status for path, status in found.items() if status is not None}
+
     def delete(self, key: str) -> None:
         if not key:
             return

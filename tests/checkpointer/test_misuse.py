@@ -108,7 +108,7 @@ def test_no_save_goes_directly_into_the_root_of_a_run(tmp_path: Path) -> None:
             sw.save(root, state, **options)
     with pytest.raises(CheckpointException, match=r"run is the root.*another directory"):
         dcp.save(dict(state), storage_writer=StorageWriter(root))
-    assert sorted(path.name for path in root.iterdir()) == ["step-00000007"]
+    assert sorted(path.name for path in root.iterdir()) == ["run.json", "step-00000007"]
     sw.save(tmp_path / "one", state)
     for path in (tmp_path / "one").iterdir():
         path.rename(root / path.name)

@@ -69,6 +69,7 @@ def test_steps_are_saved_kept_restored_and_nothing_else_stays(
         assert state["t"].tolist() == [4.0] * 3
     names = sorted(path.removeprefix("bucket/run/") for path in server.objects)
     assert [name.split("/")[0] for name in names] == [
+        "run.json",
         *["step-00000003"] * 3,
         *["step-00000004"] * 3,
         "telemetry",  # of the restore
@@ -144,7 +145,7 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
         commit.mark_as_removed(root.at(step_directory(step)), time.time() - 601)
     with opened(root) as checkpointer:
         assert checkpointer.steps() == [4]
-    assert root.list() == [step_directory(4)]
+    assert root.list() == ["run.json", step_directory(4)]
 
 
 def test_a_removed_step_can_be_saved_again(server: Server, root: MemoryStore) -> None:

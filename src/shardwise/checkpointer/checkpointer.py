@@ -44,6 +44,7 @@ from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import LoadOptions, State
+from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
@@ -135,8 +136,7 @@ class Checkpointer:
         hooks: Sequence[MakeHook] = (),
     ) -> None:
         self._closed, self._process = False, os.getpid()
-        self._damaged: set[int] = set()
-        self._hooks = RunHooks()
+        self._damaged, self._hooks = set[int](), RunHooks()
         self.last_restore: RestoreReport | None = None
         self._start_from = start_from
         api.warn_without_group()
@@ -162,13 +162,14 @@ class Checkpointer:
                     telemetry=telemetry,
                 )
                 self._signals = install_signals(save_on_signals, after_signal)
+            self._claim = RootClaim(self._root)
             self._comparison = ReplicaComparison(settings.on_divergence)
             self._saver, steps = self._open_saver(self._comparison, hooks)
         except BaseException:
             self._release()
             raise
         self._saving = Saving(
-            self._settings, self._group, self._saver, self._hooks, self._damaged, steps
+            self._settings, self._group, self._saver, self._hooks, self._damaged, steps, self._claim
         )
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
@@ -178,7 +179,7 @@ class Checkpointer:
         """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
         settings, group, hooks = self._settings, self._group, self._hooks
         can_use_memory, steps = prepare_root_and_check_memory(
-            settings, self._signals, group, has_start=self._start_from is not None
+            settings, self._signals, group, self._claim, has_start=self._start_from is not None
         )
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
@@ -188,8 +189,7 @@ class Checkpointer:
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
-            root, memory = settings.root, settings.memory
-            saver = SnapshotSaver(root, memory, group, comparison, watch, steps)
+            saver = SnapshotSaver(settings.root, settings.memory, group, comparison, watch, steps)
         if watch is not None:
             hooks.add(RunMirror(settings, group, watch, saver.request_mirroring, self._damaged))
         elif group.rank == 0:
@@ -336,7 +336,7 @@ class Checkpointer:
             StateError: `step` is not a non-negative integer or differs between ranks, or
                 `metrics` lacks the metric of `Keep(best=…)`.
             CheckpointExistsError: the root has this step; or other steps, and this is the first
-                save, without a `restore` before it.
+                save, without a `restore` before it; or another job has begun to save to it.
             ShardwiseError: as for `shardwise.save`; or an earlier background save has failed.
         """
         self._refuse_closed()
@@ -459,8 +459,8 @@ class Checkpointer:
         Returns:
             The report, or None; and the step to continue from, or None.
         """
-        group = TimedGroup(self._group, recorder)
-        restoring = Restoring(self._settings, group, self._saver, self._damaged, recorder)
+        group, claim = TimedGroup(self._group, recorder), self._claim
+        restoring = Restoring(self._settings, group, self._saver, self._damaged, recorder, claim)
         has_agents = self._settings.memory is not None
         for _ in range(MOST_RESTORES):
             report = restoring.restore(step, self._settings.keep.best, load)
@@ -470,9 +470,9 @@ class Checkpointer:
                 how = replace(load.keywords["options"], needs_step=True)
                 start_load = partial(load, options=how)
                 report, start_step = start(place, self._root, state, start_load, self._group)
-            self._saving.end_restore()
+            self._saving.end_restore(restored_step)
             with recorder.stage("rebuilding"):
-                self._saver.resume_from(restored_step)
+                self._saver.resume_from(restored_step, claim.seen)
             # From now on, agents persist no newer step. One may have done so during the load.
             if step != "newest" or not has_agents or not restoring.finds_later_step(restored_step):
                 break

@@ -28,6 +28,7 @@ from shardwise.errors import (
 )
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import step_directory
+from shardwise.memory.lineage import RootClaim
 from shardwise.ports.hooks import ORIGINS, RestoreReport
 from shardwise.retention import Best, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
@@ -114,6 +115,7 @@ class Restoring:
         saver: finds the snapshots of the run in memory.
         damaged_steps: set to which the steps of damaged checkpoints are added.
         recorder: records the time of each phase.
+        claim: looks who saves to the root, when this lists its steps.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class Restoring:
         saver: Saver,
         damaged_steps: set[int],
         recorder: Recorder,
+        claim: RootClaim,
     ) -> None:
+        self._claim = claim
         self._root, self._mirror = settings.root, settings.mirror_store
         self._tiers = settings.store_to_read()
         self._group = group
@@ -159,6 +163,8 @@ class Restoring:
                 )
             with Round(self._group, "listing steps", rank0_only=True) as all_ranks:
                 stored_steps = list[int]()
+                if self._group.rank == 0:
+                    self._claim.look()
                 if self._group.rank == 0 and isinstance(choice, Best):
                     stored_steps = [choose_step(self._tiers, choice)]
                 elif self._group.rank == 0:

@@ -105,8 +105,13 @@ class DirectSaver:
         """Yield the newest snapshot in memory; if it was damaged, an older snapshot, and so on."""
         yield from ()
 
-    def resume_from(self, step: int | None) -> None:
+    def resume_from(self, step: int | None, owner: str | None = None) -> None:
         """Discard what is newer than the step that the run continues from."""
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the run; None without agents."""
+        return None
 
     def close(self, *, wait: bool, failed: bool) -> None:
         """Release everything; wait until all saves have ended, if `wait` is True."""
@@ -132,7 +137,8 @@ class SnapshotSaver(Snapshots):
     ) -> None:
         super().__init__(root, options, group)
         self._comparison, self._mirror = comparison, mirror
-        # Training must not wait for an object store. The agent looks again when it publishes.
+        # Training must not wait for an object store. The agent looks again when it publishes, and
+        # claims the root.
         self._steps_to_look_for = steps if root.traits.lock_expiry > 0.0 else None
 
     def save(
@@ -156,7 +162,8 @@ class SnapshotSaver(Snapshots):
                 save.place = f"memory, for {save.store}"
             return save
 
-        planned = plan_together(prepare, group, plan_cache, recorder, self._comparison)
+        claim = SaveRequest.claim_root if self._steps_to_look_for is None else None
+        planned = plan_together(prepare, group, plan_cache, recorder, self._comparison, claim)
         if not self.accept(planned.notes):
             return None
         request, plan = planned.request, planned.plan

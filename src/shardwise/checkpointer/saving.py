@@ -28,6 +28,7 @@ from shardwise.errors import LostRankError, RankError, ShardwiseError, StateErro
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.manifest import step_directory
+from shardwise.memory.lineage import RootClaim
 from shardwise.plan.save import PlanCache
 from shardwise.state.tensors import mesh_axes
 from shardwise.store import Store
@@ -59,6 +60,7 @@ class Saving:
         damaged: steps that `restore` found to be damaged; a save replaces them.
         found_steps: the committed steps of the root. Unless a restore succeeds first, the first
             save refuses to add to them.
+        claim: claims the root at the first save.
 
     Attributes:
         plan_cache: the plans of earlier saves.
@@ -72,6 +74,7 @@ class Saving:
         hooks: RunHooks,
         damaged: set[int],
         found_steps: list[int],
+        claim: RootClaim,
     ) -> None:
         self._settings = settings
         self._group = group
@@ -82,6 +85,7 @@ class Saving:
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
+        self._claim = claim
         self._found_steps = found_steps  # empty once this run has restored or saved
         self.plan_cache = PlanCache()
 
@@ -163,9 +167,15 @@ class Saving:
         self._unsaved_call = None
         self.tell_saved()
 
-    def end_restore(self) -> None:
-        """Accept that saves add to the steps of the root, because the state continues from them."""
+    def end_restore(self, step: int | None) -> None:
+        """Accept that saves add to the steps of the root, because the state continues from them.
+
+        Args:
+            step: the restored step; None if the root had none.
+        """
         self._found_steps = []
+        if step is not None:
+            self._claim.known_steps = None
 
     def save_last(self) -> None:
         """Save the last step that `save` was called with to the root, if the root does not have it.
@@ -250,6 +260,8 @@ class Saving:
             if durable:
                 self._require_ranked_metric(step, metrics)
             request = self._make_save(call.state, store, step, metrics, overwrite=overwrite)
+            self._claim.epoch = self._saver.epoch
+            request.claim, request.takes_root = self._claim, call.overwrite
             recorder.axes = mesh_axes(request.state.tensors)
             return request
 

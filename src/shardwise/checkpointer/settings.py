@@ -20,6 +20,7 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
 from shardwise.manifest.manifest import step_of_directory
+from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import names_in_root
@@ -210,7 +211,12 @@ def install_signals(save_on_signals: Iterable[int], after_signal: AfterSignal) -
 
 
 def prepare_root_and_check_memory(
-    settings: Settings, signals: Signals | None, group: Group, *, has_start: bool
+    settings: Settings,
+    signals: Signals | None,
+    group: Group,
+    claim: RootClaim,
+    *,
+    has_start: bool,
 ) -> tuple[bool, list[int]]:
     """Check the options and the root, and remove leftovers of unfinished saves from the root.
 
@@ -220,6 +226,7 @@ def prepare_root_and_check_memory(
         settings: the options of this rank.
         signals: the signals that this rank handles.
         group: the ranks.
+        claim: looks who saves to the root.
         has_start: whether `start_from` is given. If not, a root that is a foreign checkpoint is
             refused, because the user may have meant `start_from`.
 
@@ -254,7 +261,9 @@ def prepare_root_and_check_memory(
         if group.rank == 0:
             try:
                 _check_and_clean(root, has_start=has_start)
-                found = in_memory and is_writable(root), committed_steps(root)
+                claim.look()
+                claim.known_steps = steps = committed_steps(root)
+                found = in_memory and is_writable(root), steps
             except StoreUnavailableError as error:
                 raise _with_snapshot_in_memory(error, root, settings.memory) from error
         can_use_memory, steps = all_ranks.broadcast(found, tuple[bool, list[int]])

@@ -100,7 +100,7 @@ def options(
     """List, inspect, verify, compare, export and remove checkpoints, and report on their saves.
 
     Reads checkpoints of shardwise, PyTorch DCP, DeepSpeed, Megatron, Hugging Face, Lightning and
-    others (see docs/formats.md). Run `shardwise COMMAND --help` for help on a command.
+    others. Run `shardwise COMMAND --help` for help on a command.
 
     \b
     Exit status:

@@ -35,7 +35,7 @@ off."""
 TASK_NAME_WIDTH = 24
 """The most columns of a task's name, so that the progress bar fits into 80 columns."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def stdout_console() -> Console:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -54,6 +55,19 @@ _PLANS_DIFFER = (
 )
 
 
+class Claim(Protocol):
+    """The claim of a job to the root that it saves to; see `memory/lineage.py: RootClaim`."""
+
+    def for_agents(self, *, force: bool) -> tuple[str, str | None]:
+        """Return what agents need to claim the root."""
+
+    def take(self, *, force: bool) -> None:
+        """Claim the root at the first save; `force`: also from another job."""
+
+    def require(self) -> None:
+        """Raise if another job has claimed the root since then."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SaveRequest:
     """One rank's request to save.
@@ -67,6 +81,8 @@ class SaveRequest:
         note: what this rank tells the others; see `PlannedSave.notes`.
         needs_room: whether the store must have room for all tensors before the save.
         save_id: the id of the save, if this is rank 0.
+        claim: the claim to the root; None if the save belongs to no root.
+        takes_root: whether to claim the root even if another job saves to it.
 
     Raises:
         StateError: the step is not an integer from 0, or a metric is not a number.
@@ -83,6 +99,8 @@ class SaveRequest:
     note: bytes = b""
     needs_room: bool = True
     save_id: str = field(default_factory=new_save_id)
+    claim: Claim | None = None
+    takes_root: bool = False
 
     def __post_init__(self) -> None:
         self.step = None if self.step is None else check_step(self.step)
@@ -114,6 +132,17 @@ class SaveRequest:
             exists = may_exist and MANIFEST in self.store.list()
         if exists:
             raise exists_error(self.store)
+
+    def claim_root(self) -> None:
+        """Claim the root of the save, if it has one. Only rank 0 calls this.
+
+        Raises:
+            CheckpointExistsError: another job saves to the root.
+            StoreError: the root cannot be read or written.
+        """
+        if self.claim is not None:
+            with storage_errors(self.store):
+                self.claim.take(force=self.takes_root)
 
     def check_room(self, nbytes: int) -> None:
         """Check that the store has room for all tensors, if the save needs it.

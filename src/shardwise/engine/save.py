@@ -199,12 +199,14 @@ def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
     """Lock the place of a save until `cleanup` closes.
 
     Raises:
-        CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set.
+        CheckpointExistsError: the place has a checkpoint, and `overwrite` is not set; or another
+            job saves to the root of the place.
         StoreError: the place cannot be locked.
     """
     store = request.store
     with storage_errors(store):
         request.check_place()
+        request.claim_root()
         remove_leftovers(store)
         abort_uploads(store)
         cleanup.callback(_remove_if_empty, store)
@@ -238,6 +240,8 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
             manifest, overwrite = planned.manifest(table), request.overwrite
             if not planned.cached:
                 check_readable(manifest, request.store)
+            if request.claim is not None:
+                request.claim.require()
             commit_save(request.store, planned.save_id, manifest, table.names, overwrite=overwrite)
             stage.bytes, stage.file = len(manifest), MANIFEST
             stage.retries = count_retries(request.store) - retries

@@ -1,4 +1,4 @@
-"""A root's `run.json`: the run it belongs to, and the steps from which the run was resumed.
+"""A root's `run.json`: the run, the steps from which it was resumed, and who saves to the root.
 
 An epoch is the time between two resumptions of a run: the first epoch is 0, and each resumption
 begins the next epoch. Each save records its epoch. A run that resumes from step 20 supersedes the
@@ -6,17 +6,24 @@ steps after 20 of all earlier epochs, because it will compute these steps again.
 
 The lineage of a run is the list of its resumptions. The step and the epoch of a save, compared with
 the lineage, show whether the run has superseded the save.
+
+The *owner* is the Checkpointer that saves to the root. Each Checkpointer claims the root at its
+first save, and again at the first save after a restore that found another owner.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import msgspec
 
+from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
-from shardwise.errors import StoreError
+from shardwise.engine.commit import LOCK_PAUSE, LOCK_TIMEOUT, lock_save
+from shardwise.errors import CheckpointExistsError, StoreError, StoreUnavailableError
+from shardwise.manifest.manifest import MANIFEST, step_of_directory
 from shardwise.memory.home import new_run_id
 from shardwise.store import Store
 
@@ -47,10 +54,12 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
         run: the id of the run, 16 hexadecimal digits.
         resumptions: the resumptions by ascending step. A resumption replaces earlier ones from the
             same step or a newer step.
+        owner: the id of the Checkpointer that saves to the root; "" before the first save.
     """
 
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     resumptions: tuple[Resumption, ...] = ()
+    owner: str = ""
 
     @property
     def epoch(self) -> int:
@@ -69,7 +78,7 @@ class Lineage(msgspec.Struct, frozen=True, rename={"resumptions": "branches"}):
             # Merge the oldest two. The merged resumption supersedes more snapshots than both did,
             # but these snapshots were freed long ago.
             kept[:2] = [Resumption(kept[1].epoch, kept[0].step)]
-        return Lineage(self.run, (*kept, Resumption(self.epoch + 1, first)))
+        return Lineage(self.run, (*kept, Resumption(self.epoch + 1, first)), self.owner)
 
     def last_resumption_before(self, step: int) -> Resumption | None:
         """Return the last resumption from a step before `step`, or None.
@@ -115,13 +124,15 @@ def read_lineage(root: Store) -> Lineage | None:
     return None
 
 
-def resume_from(root: Store, run: str, step: int | None) -> Lineage:
+def resume_from(root: Store, run: str, step: int | None, owner: str | None = None) -> Lineage:
     """Record in the root that a run is resumed from a step; return the new lineage.
 
     Args:
         step: None for the beginning.
+        owner: the owner when the restore listed the steps of the root; None: do not compare it.
 
     Raises:
+        CheckpointExistsError: another job has begun to save to the root since then.
         StoreError: the file in the root is missing, damaged, or belongs to another run.
     """
     try:
@@ -136,9 +147,153 @@ def resume_from(root: Store, run: str, step: int | None) -> Lineage:
             f"{root}: cannot resume run {run}: the root was emptied meanwhile, and run "
             f"{before.run} saves to it now; stop one of the two"
         )
+    if owner is not None and before.owner != owner:
+        raise _taken_error(root)
     after = before.after_resuming(step)
     root.publish(RUN_FILE, msgspec.json.encode(after), replace=True)
     return after
+
+
+class RootClaim:
+    """The claim of one Checkpointer to its root, so that two jobs never mix their steps.
+
+    A job that looked at the root before another job claimed it is refused at its first save. A job
+    that looks later, such as a restart, takes the root over; no save of the earlier job is then
+    committed. Only rank 0 calls these methods.
+
+    Args:
+        root: the root.
+
+    Attributes:
+        id: the id of the Checkpointer, which becomes the owner of the root.
+        seen: the owner that the last look at the root found.
+        known_steps: the committed steps that the root had then. A claim refuses other steps. None
+            if this Checkpointer has restored: it continues the training that saves to the root.
+        epoch: the epoch of this Checkpointer; None if it saves without agents.
+    """
+
+    def __init__(self, root: Store) -> None:
+        self.id, self.seen = new_run_id(), ""
+        self._has_saved = False
+        self.known_steps: Sequence[int] | None = ()
+        self.epoch: int | None = None
+        self._root = root
+
+    def look(self) -> None:
+        """Read who owns the root. Look before you list its steps.
+
+        Raises:
+            StoreUnavailableError: the root does not answer.
+        """
+        try:
+            lineage = read_lineage(self._root)
+        except StoreUnavailableError:
+            raise
+        except StoreError:  # damaged: `take` refuses it, but reading checkpoints does not need it
+            return
+        self.seen = lineage.owner if lineage else ""
+
+    def for_agents(self, *, force: bool) -> tuple[str, str | None]:
+        """Return what agents need to claim the root: `id`; and `seen`, or None for any owner.
+
+        Only the first save may take the root from any owner.
+        """
+        is_forced, self._has_saved = force and not self._has_saved, True
+        return self.id, None if is_forced else self.seen
+
+    def take(self, *, force: bool) -> None:
+        """Claim the root, unless this Checkpointer has claimed it.
+
+        Args:
+            force: whether to take it from another job, as `overwrite=True` asks for.
+
+        Raises:
+            CheckpointExistsError: another job has claimed the root since the last look.
+            StoreError: the root cannot be read or written.
+        """
+        if self.seen == self.id:
+            return
+        lineage = read_lineage(self._root)
+        if lineage is None:
+            self._refuse_new_steps(force=force)
+            with suppress(FileExistsError):
+                own = Lineage(new_run_id(), owner=self.id)
+                self._root.publish(RUN_FILE, msgspec.json.encode(own), replace=False)
+                self.seen = self.id
+                return
+            lineage = _read_run_file(self._root)
+        with _locked(self._root, lineage.run):
+            lineage = _read_run_file(self._root)
+            is_resumed = self.epoch is not None and lineage.epoch != self.epoch
+            if not force and (lineage.owner != self.seen or is_resumed):
+                raise _taken_error(self._root)
+            self._refuse_new_steps(force=force)
+            own = msgspec.structs.replace(lineage, owner=self.id)
+            self._root.publish(RUN_FILE, msgspec.json.encode(own), replace=True)
+        self.seen = self.id
+
+    @staticmethod
+    def take_for(root: Store, lineage: Lineage, owner: str, seen: str | None) -> None:
+        """Claim the root for a trainer that has not done so, before an agent commits its save.
+
+        Args:
+            root: the root.
+            lineage: the lineage of the root; the save is of its epoch.
+            owner, seen: what `for_agents` returned.
+
+        Raises:
+            CheckpointExistsError: another job has claimed the root.
+        """
+        if owner and lineage.owner != owner:
+            claim = RootClaim(root)
+            claim.id, claim.seen, claim.known_steps = owner, seen or "", None
+            claim.epoch = lineage.epoch
+            claim.take(force=seen is None)
+
+    def require(self) -> None:
+        """Check directly before a commit that the root still belongs to this Checkpointer.
+
+        Raises:
+            CheckpointExistsError: another job has taken the root over.
+        """
+        lineage = read_lineage(self._root)
+        if lineage is not None and lineage.owner != self.id:
+            raise _taken_error(self._root)
+
+    def _refuse_new_steps(self, *, force: bool) -> None:
+        if force or self.known_steps is None:
+            return
+        for name in self._root.list():
+            step = step_of_directory(name)
+            names: Sequence[str] = ()
+            if step is not None and step not in self.known_steps:
+                with suppress(NotADirectoryError):  # a file of the user
+                    names = self._root.at(name).list()
+            if MANIFEST in names:
+                raise _taken_error(self._root, f" (step {step})")
+
+
+@contextmanager
+def _locked(root: Store, run: str) -> Iterator[None]:
+    """Lock the root of a run while the block runs."""
+    deadline = Deadline(LOCK_TIMEOUT + 2 * root.traits.lock_expiry)
+    attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
+    with lock_save(root, run, attempts) as is_held:
+        if not is_held:
+            raise StoreUnavailableError(
+                f"{root}: cannot lock the root for the first save, because another process holds "
+                "its lock: another job that makes its first save here; save again"
+            )
+        yield
+
+
+def _taken_error(root: Store, what: str = "") -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{root}: nothing is saved, because another job saves to this root{what}, and the steps of "
+        "two jobs would mix. If it is a restart of this training, stop this job. If it is another "
+        "training, pass a new root to one of them. To continue from its steps, stop it and call "
+        "restore before the next save; overwrite=True in the first save takes the root over"
+    )
 
 
 def _read_run_file(root: Store) -> Lineage:

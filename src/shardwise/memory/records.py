@@ -129,6 +129,8 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         leader: the name of the leader's node.
         storage: the root to which the checkpoint is persisted, and what to do there afterwards.
         epoch: the epoch of the run at the save.
+        owner, previous_owner: for the claim to the root: the trainer's id, "" if it claims nothing;
+            and the owner that the trainer has seen, None for any owner.
         durable: whether to persist the save in any case.
         rescue: whether to persist the save if a trainer is lost, although it is not `durable`.
         overwrite: whether to replace a checkpoint of the same step.
@@ -148,6 +150,8 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     leader: str
     storage: StorageTask
     epoch: Count = 0
+    owner: str = ""
+    previous_owner: str | None = ""
     durable: bool = False
     rescue: bool = False
     overwrite: bool = False

@@ -31,7 +31,7 @@ from shardwise.memory import records
 from shardwise.memory.decide import Action
 from shardwise.memory.files import encode_record, read_record, write_record
 from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.memory.lineage import read_lineage
+from shardwise.memory.lineage import RootClaim, read_lineage
 from shardwise.memory.node_tree import NodeTree
 from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest, Retry, StageOutcome
@@ -235,7 +235,9 @@ class _LeaderSave:
             return RequestSender(to, request).send([request.tree.top])
 
     def _refuse_superseded(self, root: Store) -> None:
-        """Raise if the run was resumed from an older step while this snapshot was persisted."""
+        """Raise if the run was resumed from an older step while this snapshot was persisted, or if
+        another job has taken the root over without resuming this run. Claim the root if the trainer
+        has not done so."""
         step = self.place.step
         try:
             lineage = read_lineage(root)
@@ -244,8 +246,11 @@ class _LeaderSave:
         except StoreError as error:
             log.warning("cannot tell whether step %d is superseded: %s", step, error)
             return
-        is_same_run = lineage is not None and lineage.run == self.place.run.name
-        if lineage is not None and is_same_run and lineage.supersedes(step, self.pending.epoch):
+        if lineage is None or lineage.run != self.place.run.name:
+            return
+        if lineage.epoch == self.pending.epoch:
+            RootClaim.take_for(root, lineage, self.pending.owner, self.pending.previous_owner)
+        if lineage.supersedes(step, self.pending.epoch):
             raise StoreError(
                 f"step {step} is not persisted to {root}: meanwhile, run {lineage.run} was resumed "
                 "from an older step; it will save this step again"

@@ -202,19 +202,25 @@ class Snapshots:
         """Wait for the copy in progress, so that the state may change."""
         self._staging.fence()
 
-    def resume_from(self, step: int | None) -> None:
+    def resume_from(self, step: int | None, owner: str | None = None) -> None:
         """Discard the snapshots newer than the step that the run resumes from.
 
         All ranks call this together. Unreachable nodes and nodes without trainers may keep newer
-        snapshots. So the root records which steps are superseded.
+        snapshots. So the root records which steps are superseded. `lineage.resume_from` says what
+        `owner` is.
         """
         with Round(self._group, "discarding newer snapshots"):
             self._discard(step)
         lineage = self.membership.lineage
         with Round(self._group, "recording a resumption", rank0_only=True) as all_ranks:
             if self._group.rank == 0:
-                lineage = resume_from(self.root, self.run.name, step)
+                lineage = resume_from(self.root, self.run.name, step, owner)
             self.membership.lineage = all_ranks.broadcast(lineage, Lineage)
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the run."""
+        return self.membership.lineage.epoch
 
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
@@ -387,6 +393,9 @@ class Snapshots:
         """Return what the agents need to complete a save."""
         request, memory = planned.request, self._options
         node_of = self.membership.node_of
+        owner, previous_owner = "", None
+        if request.claim is not None:
+            owner, previous_owner = request.claim.for_agents(force=request.takes_root)
         return PendingManifest(
             save_id=planned.save_id,
             step=request.step or 0,
@@ -395,6 +404,8 @@ class Snapshots:
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
+            owner=owner,
+            previous_owner=previous_owner,
             rings=rings,
             fan_out=MOST_FAN_OUT,
             storage=storage,
