@@ -65,6 +65,28 @@ elif "${user[@]}" true 2>/dev/null; then
 else
     skip user "user namespaces are not permitted here"
 fi
+for version in 2.9.0 2.14.1; do  # a venv of its own, which sees the packages of the other one
+    name=torch-${version%.*}
+    venv=.venv-$name
+    if [ ! -x "$venv/bin/python" ]; then
+        if [[ " ${NAMES:-} " != *" $name "* ]]; then
+            skip "$name" "$venv is missing: NAMES=$name installs it, up to 5 GB"
+            continue
+        fi
+        packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        if ! { "$python" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet "torch==$version" numpy; }; then
+            rm -rf "$venv"
+            failed+=("$name")
+            continue
+        fi
+        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "$packages" >"$site/zz_other_packages.pth"
+    fi
+    of_default=$python
+    python=$PWD/$venv/bin/python
+    variation "$name" env PYTHONPATH="$PWD/src:$PWD"
+    python=$of_default
+done
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}"
     exit 1

@@ -44,6 +44,7 @@ DTYPES: dict[str, DType] = {
     "complex128": DType(16),
     "complex64": DType(8, "C64"),
     "complex32": DType(4),
+    "bcomplex32": DType(4),
     "bits16": DType(2),
     **{name: DType(1) for name in _PACKED + _BITS},
 }
