@@ -27,7 +27,10 @@ ON_TWO = (
     "zero3-sub-groups",
 )
 # Experts come first, because DeepSpeed keeps the ranks of an earlier pipeline.
-PARALLEL = ("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16")
+PARALLEL = (
+    *("experts-zero1", "experts-zero2-bfloat16", "pipeline-zero1", "pipeline-bfloat16"),
+    "pipeline-bfloat16-zero0",
+)
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
 LEGACY = (
     *("float32", "bfloat16", "distributed", "distributed-bfloat16", "interleaved", "untied"),

@@ -320,6 +320,22 @@ def settings_by_position(encoded: object, count: int) -> dict[int, list[JsonValu
     return found
 
 
+def with_frozen_members(
+    settings: Mapping[str, JsonValue], groups: Sequence[Group]
+) -> dict[str, JsonValue]:
+    """Return the settings, with those of each group also for its frozen parameters.
+
+    Some frameworks, such as DeepSpeed, leave frozen parameters out of the groups that they save.
+    """
+    completed = dict(settings)
+    for group in groups:
+        saved = next((settings[name] for name in group.names if name in settings), None)
+        for parameter in group.parameters if saved is not None else ():
+            for name in () if parameter.tensor.requires_grad else parameter.names:
+                completed.setdefault(name, saved)
+    return completed
+
+
 def find_group_problems(
     name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
 ) -> Iterator[str]:

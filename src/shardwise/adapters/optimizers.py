@@ -27,6 +27,7 @@ from shardwise.adapters.optimizer_groups import (
     settings_by_member,
     settings_by_position,
     steps_are_in,
+    with_frozen_members,
 )
 from shardwise.adapters.optimizer_views import View, groups_of, steps_of, view_of
 from shardwise.adapters.values import ComparedBinding, missing_inside, tensors_inside
@@ -139,7 +140,8 @@ class OptimizerBinding(Binding):
             local_state.grouped[self._formats_name] = []
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             saved_groups = saved.object(self._groups_name)
-            self._settings = settings_by_member(self._groups_name, saved_groups)
+            settings = settings_by_member(self._groups_name, saved_groups)
+            self._settings = with_frozen_members(settings, self._groups)
             self._by_position = settings_by_position(saved_groups, len(self._groups))
             problems = [*find_group_problems(self._groups_name, self._groups, self._settings)]
             if problems:

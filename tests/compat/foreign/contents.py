@@ -18,7 +18,7 @@ CONTENTS: dict[str, dict[str, str]] = {
         "deepspeed/[24]/*/*": SAVED,
         "deepspeed/[24]/*.expected.pt": HELD,
     },
-    "deepspeed_autotp": {"deepspeed-autotp/zero*": SAVED, "deepspeed-autotp/expected.pt": HELD},
+    "deepspeed_autotp": {"deepspeed-autotp*/zero*": SAVED, "deepspeed-autotp*/expected.pt": HELD},
     "deepspeed_parallel": {
         "deepspeed-parallel/*/*": SAVED,
         "deepspeed-parallel/*.expected-[0-3].pt": HELD,

@@ -171,6 +171,37 @@ def test_a_plain_model_goes_on_from_it(checkpoints: Checkpoints, case: str, rank
     assert (client, scheduler.last_epoch) == ({"epoch": 7, "note": "hello"}, 3)
 
 
+@pytest.mark.parametrize(
+    "case", ["zero0-float32", "zero0-bfloat16", "zero1-float32", "zero2-float16", "zero3-float32"]
+)
+def test_an_optimizer_over_frozen_parameters_goes_on(checkpoints: Checkpoints, case: str) -> None:
+    """DeepSpeed leaves frozen parameters out of the groups. The other members tell the group."""
+    expected = checkpoints.expected(case)
+    model = Model()
+    parameters = [*model.parameters()]
+    groups = [
+        {"params": [p for p in reversed(parameters) if p.dim() > 1], "lr": 7.0},
+        {"params": [p for p in reversed(parameters) if p.dim() <= 1], "lr": 7.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    sw.load(checkpoints.place(case), {"model": model, "optimizer": optimizer}, cast=True)
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    assert kept == [{**group} for group in expected["groups"]]
+    for name, parameter in model.named_parameters():
+        assert bool(optimizer.state.get(parameter)) == parameter.requires_grad
+        if parameter.requires_grad:
+            moment = optimizer.state[parameter]["exp_avg"]
+            assert same(moment, expected["moments"][f"{name}.exp_avg"])
+
+
+def test_a_group_of_frozen_parameters_only_is_refused(checkpoints: Checkpoints) -> None:
+    model = Model()
+    groups = [{"params": [*part.parameters()]} for part in (model.frozen, model.first)]
+    state = {"model": model, "optimizer": torch.optim.AdamW(groups)}
+    with pytest.raises(sw.MismatchError, match=r"no hyperparameters for frozen\.bias, frozen"):
+        sw.load(checkpoints.place("zero1-float32"), state, strict=False)
+
+
 def test_a_module_of_lower_precision_has_its_own_weights(checkpoints: Checkpoints) -> None:
     model = Model().bfloat16()
     sw.load(checkpoints.place("zero1-bfloat16"), {"module": model}, cast=True)

@@ -1,4 +1,4 @@
-"""Train a small Llama with AutoTP of DeepSpeed on two ranks, and save it: DIRECTORY STAGE...
+"""Train a small Llama with AutoTP of DeepSpeed on two ranks: DIRECTORY KEY_VALUE_HEADS STAGE...
 
 It writes `DIRECTORY/zero<STAGE>` for each ZeRO stage. The learning rate is 0, so the weights do not
 change. `DIRECTORY/expected.pt` has the weights, and the moments of the same step in one process.
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
     intermediate_size=32,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
+    num_key_value_heads=2,  # `main` sets it
     max_position_embeddings=64,
 )
 
@@ -64,7 +64,8 @@ def save(place: Path, stage: int) -> None:
     engine.destroy()
 
 
-def main(directory: Path, stages: list[int]) -> None:
+def main(directory: Path, heads: int, stages: list[int]) -> None:
+    CONFIG.num_key_value_heads = heads
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     for stage in stages:
@@ -76,4 +77,4 @@ def main(directory: Path, stages: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(stage) for stage in sys.argv[2:]])
+    main(Path(sys.argv[1]), int(sys.argv[2]), [int(stage) for stage in sys.argv[3:]])

@@ -26,6 +26,7 @@ from torch import nn
 CASES = {
     "pipeline-zero1": {"stage": 1, "pipeline": True},
     "pipeline-bfloat16": {"stage": 1, "pipeline": True, "bf16": True, "accumulated": "fp32"},
+    "pipeline-bfloat16-zero0": {"stage": 0, "pipeline": True, "bf16": True},
     "experts-zero1": {"stage": 1},
     "experts-zero2-bfloat16": {"stage": 2, "bf16": True},
 }

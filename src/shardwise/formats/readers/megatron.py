@@ -41,7 +41,8 @@ _OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+
 _OPTIMIZER_PREFIX = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MASTER_KEYS = ("fp32_param", "param")
 """Keys of master weights: of the mixed-precision optimizer, and of the distributed one."""
-_SAMPLED_BYTES, _FEWEST_SAMPLED, _MOST_BOXES = 2**24, 32, 64
+_SAMPLED_BYTES, _FEWEST_SAMPLED, _MOST_BOXES = 2**24, 64, 64
+_ROUNDING_ULPS = 2
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
@@ -205,7 +206,7 @@ def find_wrong_masters(tree: FileTree, tensors: Mapping[str, StoredTensor]) -> l
 
     Elements at the beginning of each box of the masters are compared: all elements of a small
     checkpoint, and at most `_SAMPLED_BYTES` of a large one. Rounding to the precision of the
-    weights, also to 8 bits, is no contradiction.
+    weights is no contradiction; nor is rounding to 8 bits, if the weights have few distinct values.
     """
     pairs = [
         (match[2], master, tensors[match[2]])
@@ -233,7 +234,7 @@ def find_wrong_masters(tree: FileTree, tensors: Mapping[str, StoredTensor]) -> l
     def read(file: FileRange) -> dict[StoredArray, torch.Tensor]:
         ranges = [(a.start, a.shape[0] * a.itemsize) for a in by_file[file.name]]
         return {
-            array: torch.frombuffer(bytearray(data), dtype=getattr(torch, array.dtype)).double()
+            array: torch.frombuffer(bytearray(data), dtype=getattr(torch, array.dtype))
             for array, data in zip(by_file[file.name], file.read_ranges(ranges), strict=True)
         }
 
@@ -273,8 +274,20 @@ def _is_contiguous(array: StoredArray) -> bool:
 
 
 def _contradict(masters: torch.Tensor, weights: torch.Tensor) -> bool:
-    size = weights.abs()
-    return bool(((masters - weights).abs() > size / 8 + size.max() / 64).any())
+    """Return whether masters differ from weights by more than the rounding of the weights.
+
+    The files hold weights of 8 or fewer bits in a larger dtype.
+    """
+    types = [torch.finfo(each.dtype) for each in (masters, weights)]
+    size = weights.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    smallest = max(each.tiny * each.eps for each in types) + torch.finfo(torch.float32).tiny
+    allowed = _ROUNDING_ULPS * (max(each.eps for each in types) * size + smallest)
+    if size[:128].unique().numel() * 4 <= min(len(size), 128) * 3 and len(size) >= 32:
+        allowed = torch.maximum(allowed, size / 8 + size.max() / 64)
+    is_near = (masters.double() - weights.double()).abs() <= allowed
+    # These are not near, but the same: infinities, also by rounding, and what is not a number.
+    is_same = (masters.to(weights.dtype) == weights) | (masters.isnan() & weights.isnan())
+    return not bool((is_near | is_same).all())
 
 
 def _read_common(tree: FileTree, builder: Builder, contents: Mapping[str, Any]) -> dict[Any, Any]:

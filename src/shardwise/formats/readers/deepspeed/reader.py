@@ -20,7 +20,11 @@ from shardwise.formats.readers.deepspeed.manifest import (
 from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCALING_KEYS, ModelState
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
-from shardwise.formats.readers.deepspeed.zero import find_flat_groups
+from shardwise.formats.readers.deepspeed.zero import (
+    add_empty_shards,
+    find_flat_groups,
+    shapes_of_slices,
+)
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -38,7 +42,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     placement_rule = ranks.placement_rule()
     modules = ranks.modules()
     if ranks.optimizers:
-        _add_zero_optimizer(builder, ranks, placement_rule)
+        _add_zero_optimizer(builder, ranks, modules, placement_rule)
     else:
         _add_optimizer_without_zero(builder, ranks, modules[0], placement_rule)
     if ranks.files.zero_3:
@@ -57,7 +61,9 @@ def read(tree: FileTree, builder: Builder) -> None:
             builder.left_out.append(f"the file {name}: DeepSpeed's engine does not write it")
 
 
-def _add_zero_optimizer(builder: Builder, ranks: AllRanks, placement_rule: PlacementRule) -> None:
+def _add_zero_optimizer(
+    builder: Builder, ranks: AllRanks, modules: Sequence[ModelState], placement_rule: PlacementRule
+) -> None:
     """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages."""
     param_groups: list[ParamGroup] = []
     values = ranks.first_model.values.get("ds_config")
@@ -65,19 +71,23 @@ def _add_zero_optimizer(builder: Builder, ranks: AllRanks, placement_rule: Place
     zero = config.get("zero_optimization")
     round_robin = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
     data_before_experts = bool(config.get("use_data_before_expert_parallelism"))
+    arrays = [module.arrays for module in modules]
     for stage in range(ranks.stages):
         shards = []
-        for rank in ranks.ranks_of_stage(stage):
+        for rank, own in zip(ranks.ranks_of_stage(stage), arrays, strict=True):
             states = [ranks.optimizers[d, rank] for d in range(ranks.files.data_parallel)]
             if round_robin:
                 # DeepSpeed 0.19.8 then writes the slices in another order, by mistake.
                 states = [replace(state, slices=None) for state in states]
             shapes = ranks.models[0, rank].shapes
+            if not shapes and all(state.slices for state in states):
+                shapes = shapes_of_slices(states, own)
             shards.append(
                 list(find_flat_groups(shapes, states, data_before_experts=data_before_experts))
             )
         first = ranks.optimizers[0, ranks.ranks_of_stage(stage)[0]]
-        for groups in zip(*shards, strict=True):
+        for same_groups in zip(*shards, strict=True):
+            groups = add_empty_shards(same_groups, arrays)
             add_flat_group(builder, groups, placement_rule)
             if first.hyperparameters is not None:
                 hyperparameters = first.hyperparameters[groups[0].param_group]

@@ -155,6 +155,77 @@ def ranges_in_whole_parameters(
     return ranges._replace(position=begin + ranges.start), totals.tolist()
 
 
+def shapes_of_slices(
+    states: Sequence[OptimizerState], arrays: Mapping[str, StoredArray]
+) -> tuple[Shapes, ...]:
+    """Return the parameters of each group, in the order in which they were flattened.
+
+    A bf16 pipeline without ZeRO does not record their shapes. Its slices name them, and the layers
+    have their shapes. A parameter of `tied_modules` has the shape of its layer.
+
+    Args:
+        states: the optimizer states by data-parallel rank.
+        arrays: the weights of all layers by name.
+
+    Raises:
+        FormatError: no layer has the shape of a parameter, or layers have several that fit.
+    """
+    groups: list[dict[str, int]] = [{} for _ in states[0].masters]
+    for state in states:
+        for sizes, slices in zip(groups, state.slices or (), strict=False):
+            for name, (_, length) in slices.items():
+                sizes[name] = sizes.get(name, 0) + length
+    trained = {name for sizes in groups for name in sizes}
+
+    def shape_of(name: str, size: int) -> Shape:
+        shapes = {arrays[name].shape} if name in arrays else set()
+        if name.startswith("tied_modules."):
+            key = name.split(".", 2)[-1]
+            layers = (n for n in arrays if n not in trained and n.partition(".")[2] == key)
+            shapes = {arrays[n].shape for n in layers}
+        shapes = {shape for shape in shapes if math.prod(shape) == size}
+        if len(shapes) != 1:
+            raise FormatError(
+                f"{states[0].path}: {name[:200]} has {size} elements, and "
+                f"{'several layers have' if shapes else 'no layer has'} a weight of this name and "
+                "size, so its shape is unknown: the files are from different saves: copy all files "
+                "of one save; or load it with DeepSpeed, and save it with sw.save"
+            )
+        return shapes.pop()
+
+    return tuple({name: shape_of(name, size) for name, size in each.items()} for each in groups)
+
+
+def add_empty_shards(
+    groups: Sequence[FlatGroup], arrays: Sequence[Mapping[str, StoredArray]]
+) -> list[FlatGroup]:
+    """Return the groups of tensor-parallel ranks with the parameters of which a rank has nothing.
+
+    DeepSpeed flattens no parameters without elements: for example, if there are more ranks than
+    heads.
+
+    Args:
+        groups: the same group on each tensor-parallel rank.
+        arrays: the module of each rank.
+    """
+    names = tuple(dict.fromkeys(name for group in groups for name in group.names))
+    index_of = {name: index for index, name in enumerate(names)}
+    completed = []
+    for group, module in zip(groups, arrays, strict=True):
+        shapes = {n: module[n].shape for n in names if n in module and 0 in module[n].shape}
+        shapes |= dict(zip(group.names, group.shapes, strict=True))
+        if len(shapes) == len(names):
+            moved = np.array([index_of[name] for name in group.names], np.int64)
+            flat = {
+                key: (ranges._replace(parameter=moved[ranges.parameter]), held)
+                for key, (ranges, held) in group.arrays.items()
+            }
+            of_all = tuple(shapes[name] for name in names)
+            group = replace(group, names=names, shapes=of_all, arrays=flat)
+        completed.append(group)
+    return completed
+
+
 def find_flat_groups(
     shapes: Sequence[Shapes], states: Sequence[OptimizerState], *, data_before_experts: bool
 ) -> Iterator[FlatGroup]:
