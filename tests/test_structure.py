@@ -14,13 +14,13 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=347,
-    statements=36370,
+    statements=36540,
     modules_of_api=89,
-    statements_of_api=10000,
+    statements_of_api=10030,
     record_types=283,
-    names_across_packages=398,  # the ports are used from everywhere
+    names_across_packages=401,  # the ports are used from everywhere
     names_of_readers=23,
-    test_files_with_inner_imports=70,
+    test_files_with_inner_imports=71,
 )
 """Lower a limit when its figure has fallen."""
 
