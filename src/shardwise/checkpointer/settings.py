@@ -244,14 +244,9 @@ def prepare_root_and_check_memory(
     root, in_memory = settings.root, settings.memory is not None
 
     with Round(group, "comparing options") as all_ranks:
-        signal_options = {"save_on_signals": "[]"}
-        if signals is not None:
-            signal_options = {
-                "save_on_signals": str(signals.numbers),
-                "after_signal": repr(signals.after_signal),
-            }
-        own = {**settings.shared_options(), **signal_options}
-        own["start_from"] = "given" if has_start else "None"
+        own = {**settings.shared_options(), "start_from": "given" if has_start else "None"}
+        own["save_on_signals"] = "[]" if signals is None else str(signals.numbers)
+        own["after_signal"] = "" if signals is None else repr(signals.after_signal)
         all_ranks.require_equal_values(
             own,
             "the options of the Checkpointer differ between ranks; pass the same on all ranks:",
