@@ -209,7 +209,7 @@ def test_telemetry_can_be_off(tmp_path: Path) -> None:
     with sw.Checkpointer(tmp_path, memory=None, telemetry=False) as cp:
         cp.save(1, {"w": torch.ones(9)})
         cp.restore({"w": torch.ones(9)})
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.json", "step-00000001"]
     assert not list(tmp_path.rglob("*telemetry*"))
 
 
@@ -232,7 +232,7 @@ def test_retention_removes_the_telemetry(tmp_path: Path) -> None:
             cp.save(step, {"w": torch.ones(9)})
     with sw.Checkpointer(tmp_path, keep=sw.Keep(last=1), memory=None):
         pass
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000003"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.json", "step-00000003"]
 
 
 def test_a_root_of_others_is_only_mentioned(
