@@ -134,3 +134,31 @@ def test_a_flattened_shard_that_does_not_divide_is_refused(tmp_path: Path) -> No
     (place / ".metadata").write_bytes(lying)
     with pytest.raises(sw.FormatError, match=r"flattened|.metadata says"):
         opened(place)
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(1.0005, False), (1.05, True), (0.0, True)])
+def test_masters_are_compared_in_the_precision_of_the_weights(
+    tmp_path: Path, factor: float, is_wrong: bool
+) -> None:
+    """The weights are in bfloat16. A master may differ from its weight by the rounding only.
+
+    Two parameters of this checkpoint begin with the same values, and both are changed.
+    """
+    place = unpacked("megatron_bfloat16", tmp_path)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    found = sw.open(place)
+    masters, weights = found[f"model.{name}"][...], found[f"module.{name}"][...]
+    first = masters.reshape(-1)[:16]
+    old, new = first.numpy().tobytes(), (first * factor).numpy().tobytes()
+    for file in place.glob("*.distcp"):
+        file.write_bytes(file.read_bytes().replace(old, new))
+    found = sw.open(place)
+    read = found[f"model.{name}"][...]
+    lines = [line for line in found.left_out if line.startswith("optimizer.*: the master")]
+    assert len(lines) == is_wrong
+    assert all(name in line for line in lines)
+    if is_wrong:
+        assert torch.equal(read, weights)
+        assert read.dtype == torch.bfloat16
+    else:
+        assert torch.equal(read.reshape(-1)[:16], first * factor)
