@@ -23,7 +23,7 @@ class Past(datetime):
 
 
 def steps(root: Path) -> list[int]:
-    return [int(path.name[5:]) for path in sorted(root.iterdir())]
+    return [int(path.name[5:]) for path in sorted(root.glob("step-*"))]
 
 
 def damage(checkpoint: Path) -> None:

@@ -67,9 +67,9 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     tmp_path: Path, shm: Path
 ) -> None:
     root = tmp_path / "root"
-    cp = checkpointer(root, shm)
     save_what_cannot_go(root / step_directory(0))
-    handle = cp.save(1, {"t": 1})
+    cp = checkpointer(root, shm)
+    handle = cp.save(1, {"t": 1}, overwrite=True)
     assert handle is not None
     handle.result(20.0)
     deadline = time.monotonic() + 20

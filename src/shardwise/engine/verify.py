@@ -244,7 +244,7 @@ class _Check:
             for start in range(0, end, step):
                 with self.arena.buffer() as buffer:
                     header += reader.read(start, min(start + step, end), buffer).tobytes()
-            names = {each.name for each in self.layout.tensors}
+            names = {each.name for each in self._as_saved.tensors}
             same = header[: entry.data_at] == expected
             differing = [] if same else _differing_entries(header[: entry.data_at], expected, names)
         if differing:
@@ -253,9 +253,13 @@ class _Check:
             problem = f"a header that contradicts the manifest: {shown}"
             self._add_damage(index, problem, (0, entry.data_at))
 
+    @property
+    def _as_saved(self) -> Layout:
+        return self.layout.as_saved or self.layout
+
     def _pieces_in(self, index: int) -> list[tuple[str, str, tuple[int, ...], Box]]:
         """Return the pieces in a file, as for `encode_header_entries`."""
-        layout, described = self.layout, []
+        layout, described = self._as_saved, []
         pieces = layout.pieces_in(index)
         for row in np.argsort(pieces.start, kind="stable").tolist():
             tensor = layout.tensors[layout.tensor_of[pieces.tensor[row]]]

@@ -72,6 +72,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
         runs=StoredRuns.of_pieces(_compose(remapped.pieces, layout.pieces, layout, labels)),
         replicas=Pieces.join(replicas),
         left_out=(*layout.left_out, *remapped.left_out),
+        as_saved=layout,
     )
 
 

@@ -91,6 +91,8 @@ class Layout:
         left_out: a line for each thing that is not loaded, with the reason.
         missing_files: files that this format usually has but this checkpoint lacks. The key is the
             name of the file's content in the state: `{"optimizer": "optimizer.pt"}`.
+        as_saved: the layout before a specification gave its tensors other names and shapes, which
+            is the one that the headers of the files describe; None if that is this layout.
     """
 
     format: str
@@ -108,6 +110,7 @@ class Layout:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     missing_files: Mapping[str, str] = field(default_factory=dict)
+    as_saved: Layout | None = None
 
     @cached_property
     def frozen(self) -> Mapping[str, tuple[str, ...]]:
