@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_a_save_of_agents_is_stored_when_all_ranks_know_that_it_has_ended(root: 
             ended = [{}, *ended]
         hook = hook_of(group, root, lambda: ended.pop(0))
         for step in (3, 4, 5, 6):
+            hook.begun(step)
             hook.staged(
                 report_of(group.rank, step) if step == 3 else other_of(group.rank, step),
                 durable=True,
@@ -201,7 +203,8 @@ def test_a_save_does_not_wait_for_its_agents_forever(root: Store) -> None:
 
     def train(group: ThreadGroup) -> None:
         hook = hook_of(group, root, dict)
-        for step in range(3, 3 + MOST_WAITING + 1):
+        for step in range(3, 3 + MOST_WAITING + 2):
+            hook.begun(step)
             record = replace(record_of(0), save_id=f"{step:016x}")
             hook.staged(replace(report_of(0, step), record=record), durable=True)
         hook.closed(completed=False)
@@ -218,6 +221,23 @@ def test_the_end_of_a_run_sends_saves_that_wait_for_their_agents(root: Store) ->
     def train(group: ThreadGroup) -> None:
         hook = hook_of(group, root, dict)
         hook.staged(report_of(group.rank), durable=True)
+        hook.closed(completed=True)
+
+    run_ranks(2, train)
+    assert len(root.at("step-00000003").list()) == 2
+
+
+def test_a_snapshot_does_not_wait_for_slower_copies(root: Store) -> None:
+    returned = threading.Event()
+
+    def train(group: ThreadGroup) -> None:
+        hook = hook_of(group, root, dict)
+        hook.begun(3)
+        if group.rank == 1:
+            assert returned.wait(20.0)
+        hook.staged(report_of(group.rank), durable=True)
+        if group.rank == 0:
+            returned.set()
         hook.closed(completed=True)
 
     run_ranks(2, train)

@@ -244,6 +244,7 @@ class Saving:
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
         step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
+        self._hooks.call("begun", step)
         watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
         recorder = Recorder(settings.on_event, watcher, call.began)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged

@@ -1,9 +1,9 @@
 """Run hooks: what runs along with a `Checkpointer`.
 
-A hook is told when a save is staged or durable, when one fails, when a checkpoint is restored, and
-when the run ends. The mirror and the comparison of replicas are hooks. A package adds its own by
-an entry point of the group `shardwise.hooks`: a function that takes a `Run`, and returns a
-`RunHook`, or None to stay out of this run.
+A hook is told when a save begins, is staged or durable, when one fails, when a checkpoint is
+restored, and when the run ends. The mirror and the comparison of replicas are hooks. A package adds
+its own by an entry point of the group `shardwise.hooks`: a function that takes a `Run`, and returns
+a `RunHook`, or None to stay out of this run.
 """
 
 from __future__ import annotations
@@ -82,12 +82,17 @@ class RunHook:
     """A hook of one rank. Derive a class from this one, and write the methods that you need.
 
     The training waits for each call, in the thread that called the Checkpointer. All ranks call
-    `staged`, `restored` and `closed` together, so these may communicate. `saved` and `failed` can
-    come at different times on different ranks, and `failed` on some ranks only.
+    `begun`, `staged`, `restored` and `closed` together, so these may communicate. Communicate in
+    `begun` rather than in `staged`: ranks wait for each other there anyway, but end their copies at
+    different times. `saved` and `failed` can come at different times on different ranks, and
+    `failed` on some ranks only.
 
     If a method raises a `ShardwiseError`, the call of the Checkpointer raises it. Raise one only
     on all ranks together. Any other exception is logged, and the training continues.
     """
+
+    def begun(self, step: int) -> None:
+        """A save begins. The ranks have not agreed on it yet, so it may be refused."""
 
     def staged(self, report: SaveReport, *, durable: bool) -> None:
         """A save is about to return, and the training may continue.

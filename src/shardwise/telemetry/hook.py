@@ -1,8 +1,9 @@
 """`TelemetryHook`: gathers the telemetry of a Checkpointer's operations, and stores it.
 
-At the end of each save and restore, every rank sends the records that it has to rank 0, along the
-tree of ranks, and does not wait for an answer. Rank 0 stores them in a thread. A failure is logged,
-and changes nothing else.
+Every rank sends the records that it has to rank 0, along the tree of ranks, and does not wait for
+an answer: at the end of a restore and of a save to storage, and at the beginning of a save that
+agents complete, because at its end rank 0 would wait for the slowest copy. Rank 0 stores the
+records in a thread. A failure is logged, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -63,17 +64,22 @@ class TelemetryHook(RunHook):
         self._writer = TelemetryWriter(run.root) if group.rank == 0 else None
         self._has_failed = False
 
+    def begun(self, step: int) -> None:
+        """Send the records of the saves that agents have ended."""
+        if self._take_ended is not None:
+            self._gather()
+
     def staged(self, report: SaveReport, *, durable: bool) -> None:
-        """Send what has ended; the save itself too, unless agents still work on it."""
+        """Send the record of the save, unless agents still work on it."""
         name = "save" if durable else "snapshot"
         operation = Operation(
             name=name, id=report.record.save_id, step=report.step, path=report.path
         )
         if self._take_ended is None:
             self._ready.append((operation, report.record))
+            self._gather()
         else:
             self._waiting[operation.id] = operation, report.record
-        self._gather()
 
     def restored(self, report: RestoreReport) -> None:
         """Send the record of a restore."""
