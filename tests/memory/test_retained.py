@@ -6,6 +6,7 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from shardwise.memory.reclaim import discard, free
 from shardwise.memory.records import StageOutcome
 from shardwise.memory.remote.lost_agents import SaveAgents
 from shardwise.memory.seal import MappedFiles
+from shardwise.memory.trainer import pending_saves
 from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.store.local import LocalStore
 from shardwise.tiers.options import StorageTask
@@ -227,6 +229,22 @@ def stages_of(place: SnapshotDirectory) -> PendingSave:
     return PendingSave(
         agents, place, SAVE, ("commit", "persist"), logs_failures=True, deletes_older=True
     )
+
+
+def test_who_waits_learns_of_the_end_within_milliseconds(
+    place: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, node="here")
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if sum(pauses) > 1.0:
+            write_record(place.path / records.save_record(records.REMOVE_OLD, SAVE, "all"), done)
+
+    monkeypatch.setattr(pending_saves, "Deadline", partial(Deadline, sleep=sleep))
+    assert stages_of(place).wait_for(records.REMOVE_OLD, None) == done
+    assert max(pauses) <= 0.005
 
 
 def in_storage(tmp_path: Path) -> list[str]:

@@ -20,7 +20,7 @@ from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.trainer.copying import CopyProgress
 from shardwise.memory.trainer.node_watch import NodeWatch
 
-PAUSE, LONGEST_PAUSE = 0.001, 0.05
+PAUSE, LONGEST_PAUSE = 0.001, 0.005
 MOST_ENDED = 64
 RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
 log = logging.getLogger("shardwise")
