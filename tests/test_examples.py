@@ -134,6 +134,7 @@ def test_a_training_of_lightning_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert_same(ours.tensors(), theirs.tensors(), "model.net", "optimizer.net")
 
 
+@pytest.mark.long
 def test_a_trainer_of_transformers_goes_on_from_ours_and_from_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

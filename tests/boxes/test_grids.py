@@ -147,6 +147,7 @@ def test_a_small_part_of_a_huge_grid_is_found_at_once() -> None:
     assert (k - [2**23, 2**20]).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
+@pytest.mark.long
 def test_too_much_of_a_huge_grid_is_refused() -> None:
     side = 2**24
     count, step = np.array([[side, side]]), np.array([[[3, 0], [0, 5]]])

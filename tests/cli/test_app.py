@@ -179,6 +179,7 @@ def plain(line: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
 
 
+@pytest.mark.long
 def test_colour_is_for_terminals(root: Path) -> None:
     checkpoint = root / "step-00000100"
     assert "\x1b" not in shell("-m", "shardwise", "inspect", checkpoint).stdout
@@ -204,16 +205,14 @@ def test_all_fits_80_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("--help", "ls {root}", "ls {root} --json", "inspect {root} --all", "inspect --help"),
+        *("--help", "ls {root}", "inspect {root} --all", "rm {root} --step 100 --yes"),
         *(
-            "verify {root}",
-            "verify {root}/step-00000100 --json",
-            "diff {root} {root}/step-00000100",
-        ),
-        *(
-            "rm {root} --step 100 --yes",
-            "export {root} {root}-hf --to hf",
-            "agent status --dir {root}-home",
+            pytest.param(command, marks=pytest.mark.long)
+            for command in (
+                *("ls {root} --json", "inspect --help", "verify {root}"),
+                *("verify {root}/step-00000100 --json", "diff {root} {root}/step-00000100"),
+                *("export {root} {root}-hf --to hf", "agent status --dir {root}-home"),
+            )
         ),
     ],
 )

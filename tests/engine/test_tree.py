@@ -620,7 +620,9 @@ def test_memory_grows_with_what_arrives_not_with_what_is_announced() -> None:
     link.close()
 
 
-@pytest.mark.parametrize("sender", [0, 1, 4, 6])
+@pytest.mark.parametrize(
+    "sender", [0, 4, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 6))]
+)
 def test_all_ranks_learn_whose_message_is_too_large(
     sender: int, deep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -764,7 +766,14 @@ def check_blamed(told: dict[int, Any], rank: int) -> None:
             assert "did not answer" in error.failures[rank]
 
 
-@pytest.mark.parametrize(("late", "size"), [(2, 3), (1, 3), (4, 7), (1, 7), (6, 7)])
+@pytest.mark.parametrize(
+    ("late", "size"),
+    [
+        (2, 3),
+        (4, 7),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 3), (1, 7), (6, 7))),
+    ],
+)
 def test_a_rank_that_was_late_is_not_blamed_for_another_that_hangs_later(
     late: int, size: int, deep: None
 ) -> None:
@@ -779,7 +788,10 @@ def test_a_rank_that_was_late_is_not_blamed_for_another_that_hangs_later(
     check_blamed(outcomes(size, run, timeout=timedelta(seconds=5)), 0)
 
 
-@pytest.mark.parametrize(("late", "stopped", "size"), [(2, 0, 3), (2, 0, 7), (3, 1, 7)])
+@pytest.mark.parametrize(
+    ("late", "stopped", "size"),
+    [(3, 1, 7), *(pytest.param(2, 0, size, marks=pytest.mark.long) for size in (3, 7))],
+)
 def test_a_rank_that_stops_while_it_waits_is_named(
     late: int, stopped: int, size: int, deep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -809,6 +821,7 @@ def test_a_rank_that_stops_while_it_waits_is_named(
     check_blamed(outcomes(size, run, timeout=timedelta(seconds=6)), stopped)
 
 
+@pytest.mark.long
 def test_the_rank_that_is_missing_in_the_next_round_is_named(deep: None) -> None:
     """What was said in one round does not count in the next."""
 

@@ -27,8 +27,8 @@ sys.meta_path = [Installed if each is PathFinder else each for each in sys.meta_
     [
         ("torch", "dcp"),
         ("accelerate", "accelerate"),
-        ("transformers", "transformers"),
-        ("lightning", "lightning"),
+        pytest.param("transformers", "transformers", marks=pytest.mark.long),
+        pytest.param("lightning", "lightning", marks=pytest.mark.long),
     ],
 )
 def test_an_integration_needs_only_its_framework(framework: str, module: str) -> None:

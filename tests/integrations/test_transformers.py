@@ -342,6 +342,7 @@ def test_strategies(gang: Gang, tmp_path: Path, strategy: str, steps: list[int] 
         assert saved_steps(run) == steps
 
 
+@pytest.mark.long
 def test_resume_from_the_best_from_paths_and_from_the_stock_trainer(
     gang: Gang, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_moved_training_finds_the_best(gang: Gang, tmp_path: Path, lose: str) 
     assert_loads_the_same_best(gang, whole, run)
 
 
+@pytest.mark.long
 def test_nodes_without_a_shared_output_directory_find_the_best(gang: Gang, tmp_path: Path) -> None:
     """Also if new nodes resume, which have no output directory."""
     run = Run(tmp_path, nodes=True, options=BEST_IS_EARLY)

@@ -200,6 +200,7 @@ def sessions(draw: st.DrawFn) -> list[tuple[list[int], int, bool, int | None]]:
     st.lists(st.integers(0, 8), min_size=1, max_size=3, unique=True),
     st.sampled_from([0, 1, registry.MOST_EARLIER]),
 )
+@pytest.mark.long
 def test_the_newest_step_is_found_among_few_nodes(
     history: list[tuple[list[int], int, bool, int | None]], last: list[int], most_earlier: int
 ) -> None:

@@ -443,6 +443,7 @@ def test_a_commit_fails_if_a_node_with_files_is_lost(tmp_path: Path) -> None:
             assert "node n2 did not provide" in outcome.failure
 
 
+@pytest.mark.long
 def test_another_node_persists_a_snapshot_when_the_leader_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, 6) as nodes:
         nodes.stage(tmp_path / "root", 2, 60.0, durable=False)

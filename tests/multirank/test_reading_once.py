@@ -237,6 +237,7 @@ def test_nodes_that_want_the_same_are_in_a_circle(gang: Gang, saved: str) -> Non
     assert all(received > 0 for _, received in loads)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_in_a_circle_is_named_on_all_ranks(gang: Gang, saved: str) -> None:
     fault = 3, refuse_connections
     outcomes = gang.run_outcomes(load_in_circles, saved, whole, fault, world=4)

@@ -75,7 +75,7 @@ def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
         if dies and moment == "while it waits":
             threading.Timer(1.0, die).start()
         elif moment == "while it waits" and rank == 2:
-            time.sleep(3.0)
+            time.sleep(4.0)
         if dies and moment == "in the middle of a message":
             Link._send = die_in_the_middle_of_a_message
         with Round(group, "second") as all_ranks:

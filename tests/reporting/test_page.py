@@ -241,6 +241,7 @@ def test_the_map_of_a_tensor_has_the_boxes_of_all_ranks(sharded_places: Path) ->
     assert all(re.fullmatch(r"r0000\d-\w+\.safetensors", name) for name in tensor["files"])
 
 
+@pytest.mark.long
 def test_of_very_many_boxes_some_are_kept(tmp_path: Path) -> None:
     rows = 40_000
     boxes = [

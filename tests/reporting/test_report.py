@@ -253,6 +253,7 @@ def test_the_trace_has_the_hosts_as_processes_and_the_ranks_as_threads(root: Pat
     assert starts[400] - starts[300] == pytest.approx(60e6, abs=1e5)
 
 
+@pytest.mark.long
 def test_a_trace_of_many_ranks_is_bounded_and_has_the_stragglers(tmp_path: Path) -> None:
     ranks = 52_000
     table = save_of(ranks, slow={"write": {ranks - 3: 3.0}}, axes={"dp": ranks})

@@ -191,6 +191,7 @@ def test_a_small_file_cannot_take_much_memory(text: bytes) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_long_names_of_files_are_bounded() -> None:
     n = 530_000
     table = table_of(range(n), n)

@@ -348,6 +348,7 @@ def test_clocks_that_are_off_are_named_once(
     assert "rank 3 on host-1 by +3600.0 s" in other
 
 
+@pytest.mark.long
 def test_a_warning_of_many_clocks_is_short(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

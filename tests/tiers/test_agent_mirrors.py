@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardwise as sw
@@ -48,6 +49,7 @@ def test_the_agent_copies_and_the_trainer_does_not(tmp_path: Path, shm: Path) ->
         assert torch.equal(target["t"], state(3)["t"])
 
 
+@pytest.mark.long
 def test_a_new_agent_continues_what_a_killed_agent_began(tmp_path: Path, shm: Path) -> None:
     """The mirror cannot be created, the agent is killed, the training ends; then it can."""
     root, mirror = tmp_path / "root", tmp_path / "mirror"

@@ -110,6 +110,7 @@ def test_ranks_that_moved_are_not_missed_where_they_were(gang: Gang, root: Path,
     assert steps_in(root) in ([STEPS - 1], [STEPS - 2, STEPS - 1])
 
 
+@pytest.mark.long
 def test_ranks_that_come_back_find_what_others_saved_meanwhile(
     gang: Gang, root: Path, shm: Path
 ) -> None:

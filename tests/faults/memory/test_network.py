@@ -116,6 +116,7 @@ def manifests(hosts: Sequence[Host], step: int) -> set[str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_host_that_is_cut_off_while_it_protects_and_returns(
     hosts: list[Host], starters: list[RankStarter], on_disk: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_worlds_grow_and_shrink(gang: Gang, root: Path, shm: Path) -> None:
 
 
 @needs_pyeclib
+@pytest.mark.long
 def test_two_nodes_of_a_group_are_made_up_for_by_two_parities(
     gang: Gang, root: Path, shm: Path
 ) -> None:

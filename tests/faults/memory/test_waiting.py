@@ -60,6 +60,7 @@ def wait_for_stopped(cluster: Cluster, stopped: int) -> list[tuple[str, float]]:
     return told
 
 
+@pytest.mark.long
 def test_an_agent_that_is_stopped_is_not_waited_for_forever(
     gang: Gang, root: Path, shm: Path
 ) -> None:
