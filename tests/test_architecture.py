@@ -30,7 +30,7 @@ LAYERS = (
     ("ports",),
     ("formats.readers",),
     ("memory", "formats"),
-    ("divergence", "tiers"),
+    ("tiers",),
     ("retention",),
     ("engine", "adapters"),
     ("ports.binding",),
@@ -71,7 +71,9 @@ LAYERS_OF_CHECKPOINTER = (
     ("saving",),
     ("start_from",),
     ("mirroring", "restoring"),
-    ("hooks", "saver", "settings"),
+    ("hooks", "saver"),
+    ("replica_checks",),
+    ("settings",),
     ("handle", "signals"),
 )
 TESTING = "testing"  # may import anything, and nothing imports it

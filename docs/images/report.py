@@ -20,7 +20,7 @@ from tests.tools.telemetry_runs import save_of, without_stage, write_run
 
 RANKS = 16_384
 AXES = {"pp": 16, "dp": 128, "tp": 8}
-STAGES = {"describe": 0.12, "plan": 0.3, "compare_replicas": 1.2, "write": 12.0, "publish": 0.4}
+STAGES = {"describe": 0.12, "plan": 0.3, "check_replicas": 1.2, "write": 12.0, "publish": 0.4}
 NO_DITHER = Image.Dither.NONE
 WIDTH = 1280
 DEMO_STEP = 50
@@ -31,7 +31,7 @@ def make_run(root: Path) -> None:
     """Make a run of six saves. In the last one, a host and a pipeline stage are slow."""
     slow = {
         "write": dict.fromkeys(range(9_384, 9_392), 2.6),
-        "compare_replicas": dict.fromkeys(range(5_120, 6_144), 3.8),
+        "check_replicas": dict.fromkeys(range(5_120, 6_144), 3.8),
     }
     days = [f"2026-11-{day}T03:12:44+00:00" for day in range(20, 26)]
     saves = [

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.handle import SaveHandle as SaveHandle
     from shardwise.convert.write import ConversionReport as ConversionReport
-    from shardwise.divergence.differences import Divergence as Divergence
     from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
+    from shardwise.engine.replica_check import Divergence as Divergence
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
@@ -81,7 +81,7 @@ _MODULE_OF_NAME = {
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
     "Damage": "engine.verify",
-    "Divergence": "divergence.differences",
+    "Divergence": "engine.replica_check",
     "Event": "events",
     "FormatError": "errors",
     "Keep": "retention",

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.trainer.copying import BYTES_AT_ONCE
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
-from shardwise.memory.trainer.slots import SampleBuffer, Slots
+from shardwise.memory.trainer.slots import Slots
 
 NBYTES = 1 << 30
 
@@ -46,12 +46,6 @@ def test_a_slot_is_page_locked_until_it_is_unmapped(slots: Slots) -> None:
     assert tensor[-4096:].is_pinned()
     slots.close()
     assert not tensor.is_pinned()
-
-
-def test_a_sample_is_page_locked(streams: CopyStreams) -> None:
-    buffer = SampleBuffer(streams)
-    assert torch.from_numpy(buffer.take(1 << 20, locks=True)).is_pinned()
-    buffer.close()
 
 
 def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: torch.device) -> None:

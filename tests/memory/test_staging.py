@@ -21,12 +21,9 @@ import torch
 import shardwise as sw
 from shardwise.boxes import Box
 from shardwise.deadline import Deadline
-from shardwise.divergence.comparison import ReplicaSample
-from shardwise.divergence.replica_sets import ReplicaSet
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.tensors import HostMemory, TensorMemory, TorchMemory
 from shardwise.engine.write_file import FileSource
-from shardwise.manifest.checksums import crc32
 from shardwise.manifest.manifest import FileEntry, data_file, encode_header_entries, lay_out_file
 from shardwise.memory import records
 from shardwise.memory.files import write_record
@@ -182,9 +179,7 @@ class Trial:
         used: Any = accelerator or self.accelerator
         self.staging = Staging(home, self.run, 0, options, used)
 
-    def begin(
-        self, content: FileSource | None, step: int = 1, sample: ReplicaSample | None = None
-    ) -> CopyProgress:
+    def begin(self, content: FileSource | None, step: int = 1) -> CopyProgress:
         """Begin a part that holds this."""
         nothing: Any = None
         save_id = f"{step:016x}"
@@ -198,7 +193,6 @@ class Trial:
             cached=False,
             fragments=(),
             objects=(),
-            sample=sample,
         )
         part = SnapshotPart(
             place=SnapshotDirectory(self.run, step),
@@ -260,57 +254,6 @@ def test_a_part_is_what_devices_held_at_the_save_and_no_thread_waits(
     trial.staging.raise_failure()
     assert trial.staged(content) == [1 if fenced else 2], "without a fence, this tells nothing"
     assert values[0] == 2
-
-
-def sample_of(*memories: TensorMemory) -> ReplicaSample:
-    """All bytes of tensors that another rank holds, too."""
-    source = source_of(memories)
-    nothing: Any = None
-    replicas = ReplicaSet(7, 2, is_first_owner=True, fragment=nothing, start=nothing)
-    return ReplicaSample("0" * 16, 1, 0, source, [replicas], [0, len(memories)], nothing)
-
-
-@pytest.mark.parametrize("writes_file", [True, False])
-def test_replicas_are_compared_as_they_were_at_the_save(trial: Trial, writes_file: bool) -> None:
-    """Checksums are of what a device and the host held then, though both change afterwards."""
-    accelerator = trial.accelerator
-    training = accelerator.training[CARD]
-    values, held = np.zeros(SIZE, np.uint8), torch.full((SIZE,), 5, dtype=torch.uint8)
-    memory = SimulatedMemory(accelerator, CARD, values)
-    sample = sample_of(memory, HostMemory(held))  # type: ignore[arg-type]
-    content = content_of(HostMemory(held)) if writes_file else None
-    training.work.append(lambda: values.fill(1))
-    copying = trial.begin(content, sample=sample)
-    trial.staging.fence()
-    held += 1
-    training.work.append(lambda: values.fill(2))
-    assert not sample.has_checksums, "before the device has copied them"
-    for stream in (training, accelerator.own[CARD], training):
-        stream.run()
-    assert copying.wait(BOUND)
-    expected = [crc32(bytes([each]) * SIZE) for each in (1, 5)]
-    assert np.frombuffer(sample.checksums()[7], np.uint32).tolist() == expected
-    assert values[0] == 2
-    with pytest.raises(RuntimeError, match="already freed"):
-        _ = sample.source
-
-
-def test_replicas_of_a_part_that_failed_are_not_compared(trial: Trial) -> None:
-    class Failing(SimulatedMemory):
-        def read(self, index: tuple[slice, ...], out: np.ndarray, *, wait: bool = True) -> None:
-            raise RuntimeError("out of memory")
-
-    failing: Any = Failing(trial.accelerator, CARD, np.zeros(SIZE, np.uint8))
-    sample = sample_of(HostMemory(torch.zeros(SIZE, dtype=torch.uint8)), failing)
-    copying = trial.begin(content_of(HostMemory(torch.zeros(SIZE, dtype=torch.uint8))), 1, sample)
-    deadline = time.monotonic() + BOUND
-    while not copying.done.wait(0.01):
-        assert time.monotonic() < deadline
-        for stream in (trial.accelerator.training[CARD], trial.accelerator.own[CARD]):
-            stream.run()
-    assert sample.checksums() == {}
-    with pytest.raises(sw.StoreError, match="out of memory"):
-        trial.staging.raise_failure()
 
 
 def test_devices_and_the_host_are_copied_together(trial: Trial) -> None:

@@ -59,7 +59,7 @@ def save_flipped(path: str) -> None:
 
 def test_a_replica_that_differs_in_one_bit_is_found(gang: Gang, tmp_path: Path) -> None:
     outcomes = gang.run_outcomes(save_flipped, str(tmp_path), world=2)
-    all_refused(outcomes, "flipped[0:1000]: rank 0 has checksum ", ", rank 1 has")
+    all_refused(outcomes, "flipped[0:1000]: rank 0 and rank 1 differ")
     assert "fine" not in str(outcomes[0].exception)
 
 

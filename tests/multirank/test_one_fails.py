@@ -44,7 +44,6 @@ def save_with(path: str, name: str) -> None:
     options = {
         "staging_bytes": {"staging_bytes": mine(0, 1 << 20)},
         "metrics": {"metrics": mine({"loss": "low"}, None)},
-        "check_replicas": {"check_replicas": mine(True, False)},
         "overwrite": {"overwrite": mine(True, False)},
         "place": {},
     }[name]
@@ -94,9 +93,7 @@ def check(gang: Gang, function: Any, path: str, name: str) -> list[str]:
     return [str(outcome.exception) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(
-    "name", ["staging_bytes", "metrics", "check_replicas", "overwrite", "place"]
-)
+@pytest.mark.parametrize("name", ["staging_bytes", "metrics", "overwrite", "place"])
 def test_saving(gang: Gang, tmp_path: Path, name: str) -> None:
     said = check(gang, save_with, str(tmp_path / "c"), name)
     assert "rank 1" in said[0]

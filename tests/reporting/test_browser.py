@@ -110,7 +110,7 @@ def test_it_fits_the_screen(browser: Any, report: Path, width: int, dark: bool) 
 
 def test_maps_are_level_and_the_longest_name_of_a_stage_fits(browser: Any, tmp_path: Path) -> None:
     """Times are below the names, however long: of 0.12 s and of 999 s."""
-    seconds = {"describe": 0.12, "compare_replicas": 999.0, "check_replicas": 99.0, "write": 8.0}
+    seconds = {"describe": 0.12, "plan": 999.0, "check_replicas": 99.0, "write": 8.0}
     write_run(tmp_path, [save_of(16, seconds=seconds)])
     sw.report(tmp_path).write_page(tmp_path / "report.html")
     page = opened(browser, tmp_path / "report.html")

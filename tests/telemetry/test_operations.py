@@ -162,7 +162,7 @@ def test_the_check_of_replicas_is_a_stage(tmp_path: Path, shm: Path, background:
     with sw.Checkpointer(
         tmp_path,
         memory=memory,
-        check_replicas=True,
+        check_replicas_every=1,
         on_event=lambda each: stages.append(each.stage),
     ) as cp:
         handle = cp.save(1, {"w": torch.ones(9)})

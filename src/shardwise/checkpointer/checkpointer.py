@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.hooks import DivergenceWatch, RunHooks, make_other_hooks
+from shardwise.checkpointer.hooks import RunHooks, make_other_hooks
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
+from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.restoring import Restoring
 from shardwise.checkpointer.saver import DirectSaver, Saver, SnapshotSaver
 from shardwise.checkpointer.saving import Saving
@@ -32,13 +33,12 @@ from shardwise.checkpointer.settings import (
 )
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.checkpointer.start_from import StartFrom, start
-from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.divergence.differences import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.process_groups import connect_default_group
+from shardwise.engine.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
@@ -92,10 +92,11 @@ class Checkpointer:
             and `save` returns. `"return"`: `save` returns.
         on_failure: the reaction if storage fails during a save. `"raise"`: raise on all ranks.
             `"warn"`: log the error; `save` returns None, or the handle of a snapshot.
-        on_divergence: the reaction if ranks that should hold the same bytes do not: `"warn"`,
-            `"raise"` at the next save or at the end, or `"ignore"`. Or a dict from patterns of
-            names to reactions: the first match decides.
-        check_replicas, allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
+        check_replicas_every: at every so many saves, compare all bytes that several ranks hold.
+            None: as often as comparisons take at most 1 % of the time of saves.
+        on_divergence: the reaction if such bytes differ: `"warn"`; `"raise"` instead of saving; or
+            `"ignore"`. Or a dict from patterns of names to reactions: the first match decides.
+        allow_pickle, staging_bytes, on_event: as for `shardwise.save`.
         timeout: the longest time that ranks wait for each other before they raise.
         telemetry: store what each rank did in each save and restore, for `shardwise report`.
         hooks: functions that make additional hooks for this run, as entry points do.
@@ -126,8 +127,8 @@ class Checkpointer:
         save_on_signals: Iterable[signal.Signals] = (),
         after_signal: AfterSignal = "deliver",
         on_failure: Literal["raise", "warn"] = "raise",
+        check_replicas_every: int | None = None,
         on_divergence: OnDivergence = "warn",
-        check_replicas: bool = False,
         allow_pickle: bool = False,
         staging_bytes: int | None = None,
         timeout: timedelta = TIMEOUT,
@@ -152,7 +153,7 @@ class Checkpointer:
                     mirror=open_mirror(mirror, self._root, opened_by_agents=memory is not None),
                     save_every=check_integer("Checkpointer(save_every", save_every),
                     memory=memory,
-                    check_replicas=check_replicas,
+                    check_replicas_every=check_replicas_every,
                     allow_pickle=allow_pickle,
                     staging_bytes=staging_bytes,
                     on_event=on_event,
@@ -163,18 +164,17 @@ class Checkpointer:
                 )
                 self._signals = install_signals(save_on_signals, after_signal)
             self._claim = RootClaim(self._root)
-            self._comparison = ReplicaComparison(settings.on_divergence)
-            self._saver, steps = self._open_saver(self._comparison, hooks)
+            self._checks = ReplicaChecks(settings, self._group.size)
+            self._saver, steps = self._open_saver(self._checks, hooks)
         except BaseException:
             self._release()
             raise
-        self._saving = Saving(
-            self._settings, self._group, self._saver, self._hooks, self._damaged, steps, self._claim
-        )
+        self._saving = Saving(self._settings, self._group, self._saver, self._hooks, self._damaged,
+            steps, self._claim, self._checks)  # fmt: skip
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
     def _open_saver(
-        self, comparison: ReplicaComparison, make_hooks: Sequence[MakeHook]
+        self, checks: ReplicaChecks, make_hooks: Sequence[MakeHook]
     ) -> tuple[Saver, list[int]]:
         """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
         settings, group, hooks = self._settings, self._group, self._hooks
@@ -185,16 +185,15 @@ class Checkpointer:
         with Round(group, "making hooks"):
             others = make_other_hooks(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
-        saver: Saver = DirectSaver(settings.root, group, comparison, watch)
+        saver: Saver = DirectSaver(settings.root, group, checks, watch)
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
-            saver = SnapshotSaver(settings.root, settings.memory, group, comparison, watch, steps)
+            saver = SnapshotSaver(settings.root, settings.memory, group, checks, watch, steps)
         if watch is not None:
             hooks.add(RunMirror(settings, group, watch, saver.request_mirroring, self._damaged))
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
-        hooks.add(DivergenceWatch(comparison, group, settings.on_event))
         if settings.telemetry:
             take_ended = None if isinstance(saver, DirectSaver) else saver.take_ended
             hooks.add(TelemetryHook(run, group, take_ended))
@@ -297,8 +296,8 @@ class Checkpointer:
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """The differences between replicas that the last `save` found; the same on all ranks."""
-        return self._comparison.divergences
+        """The differences that the last comparison of replicas found; the same on all ranks."""
+        return self._checks.divergences
 
     @property
     def plan_cache(self) -> PlanCache:

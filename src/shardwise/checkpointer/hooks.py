@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from shardwise.divergence.comparison import ReplicaComparison
-from shardwise.engine.group import Group
 from shardwise.errors import ShardwiseError
-from shardwise.events import Recorder, Sink
 from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
-from shardwise.ports.hooks import GROUP, MakeHook, RestoreReport, Run, RunHook
+from shardwise.ports.hooks import GROUP, MakeHook, Run, RunHook
 
 log = logging.getLogger("shardwise")
 
@@ -61,26 +58,3 @@ def make_other_hooks(run: Run, make_hooks: Iterable[MakeHook]) -> list[RunHook]:
         except PluginError as error:  # noqa: PERF203 - few plug-ins
             ignore_failure(error)
     return [hook for hook in made if hook is not None]
-
-
-class DivergenceWatch(RunHook):
-    """Ends the comparison of replicas.
-
-    After a restore, the last sample is forgotten. At the end of the run, it is compared.
-    """
-
-    def __init__(self, comparison: ReplicaComparison, group: Group, on_event: Sink | None) -> None:
-        self._comparison, self._group, self._on_event = comparison, group, on_event
-
-    def restored(self, report: RestoreReport) -> None:
-        """Forget the last sample, because the state was replaced."""
-        self._comparison.forget()
-
-    def closed(self, *, completed: bool) -> None:
-        """Compare the replicas of the last save, because no save follows.
-
-        Raises:
-            MismatchError: replicas differ, and `on_divergence` is "raise".
-        """
-        if completed:
-            self._comparison.compare_last(self._group, Recorder(self._on_event))

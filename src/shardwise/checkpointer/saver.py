@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.divergence.comparison import ReplicaComparison
+from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, check_replicas, save_all
+from shardwise.engine.save import SaveReport, save_all
 from shardwise.errors import StoreError
 from shardwise.events import Event, Recorder, Watcher
 from shardwise.memory.options import Memory
@@ -30,7 +30,7 @@ class DirectSaver:
     Args:
         root: the store of the checkpoints.
         group: the ranks.
-        comparison: compares the replicas of the ranks.
+        checks: compares the replicas of the ranks.
         mirror: follows the mirror of the root; None if the root has none.
 
     Attributes:
@@ -43,11 +43,11 @@ class DirectSaver:
         self,
         root: Store,
         group: Group,
-        comparison: ReplicaComparison,
+        checks: ReplicaChecks,
         mirror: MirrorWatch | None,
     ) -> None:
         self._root, self._group = root, group
-        self._comparison, self._mirror = comparison, mirror
+        self._checks, self._mirror = checks, mirror
         self._saved: list[int] = []
 
     def save(
@@ -60,7 +60,7 @@ class DirectSaver:
         durable: bool,
     ) -> SaveHandle | None:
         """Save a step, then remove the checkpoints that the rules drop."""
-        report = save_all(make_save, self._group, plan_cache, recorder, self._comparison)
+        report = save_all(make_save, self._group, plan_cache, recorder, self._checks.check)
         self._saved.append(report.step or 0)
         if storage.mirror is None:  # otherwise, the thread that copies also removes
             with Round(self._group, "removing old checkpoints", rank0_only=True):
@@ -121,7 +121,7 @@ class SnapshotSaver(Snapshots):
     """Saves to memory, from where agents write to storage.
 
     Args:
-        root, group, comparison, mirror: as for `DirectSaver`.
+        root, group, checks, mirror: as for `DirectSaver`.
         options: the options for memory.
         steps: the committed steps of the root.
     """
@@ -131,12 +131,12 @@ class SnapshotSaver(Snapshots):
         root: Store,
         options: Memory,
         group: Group,
-        comparison: ReplicaComparison,
+        checks: ReplicaChecks,
         mirror: MirrorWatch | None,
         steps: Collection[int],
     ) -> None:
         super().__init__(root, options, group)
-        self._comparison, self._mirror = comparison, mirror
+        self._checks, self._mirror = checks, mirror
         # Training must not wait for an object store. The agent looks again when it publishes, and
         # claims the root.
         self._steps_to_look_for = steps if root.traits.lock_expiry > 0.0 else None
@@ -163,7 +163,7 @@ class SnapshotSaver(Snapshots):
             return save
 
         claim = SaveRequest.claim_root if self._steps_to_look_for is None else None
-        planned = plan_together(prepare, group, plan_cache, recorder, self._comparison, claim)
+        planned = plan_together(prepare, group, plan_cache, recorder, claim)
         if not self.accept(planned.notes):
             return None
         request, plan = planned.request, planned.plan
@@ -172,10 +172,9 @@ class SnapshotSaver(Snapshots):
             with Round(group, "looking for an earlier save", rank0_only=True):
                 if group.rank == 0:
                     request.check_place(self._steps_to_look_for)
-        if request.check_replicas:
+        if planned.checks_replicas:
             with recorder.stage("check_replicas"):
-                check_replicas(planned, group)
-        planned.choose_sample(self._comparison)
+                self._checks.check(planned, group)
         with recorder.stage("copy") as stage:
             pending = self.stage(planned, storage, durable=durable)
             stage.bytes = pending.nbytes
@@ -204,9 +203,8 @@ class SnapshotSaver(Snapshots):
             return save
 
         planned = plan_together(prepare, self._group, plan_cache, recorder)
-        compared = self._comparison.most_bytes(planned.plan)
         with recorder.stage("allocate"):
-            return self.allocate(planned, compared)
+            return self.allocate(planned)
 
 
 Saver = DirectSaver | SnapshotSaver

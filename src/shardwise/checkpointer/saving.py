@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.adapters import local_state_of, torch_optimizers_in
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
+from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
 from shardwise.checkpointer.start_from import refuse_steps_of_another_run
@@ -61,6 +62,7 @@ class Saving:
         found_steps: the committed steps of the root. Unless a restore succeeds first, the first
             save refuses to add to them.
         claim: claims the root at the first save.
+        checks: compares replicas.
 
     Attributes:
         plan_cache: the plans of earlier saves.
@@ -75,6 +77,7 @@ class Saving:
         damaged: set[int],
         found_steps: list[int],
         claim: RootClaim,
+        checks: ReplicaChecks,
     ) -> None:
         self._settings = settings
         self._group = group
@@ -85,7 +88,7 @@ class Saving:
         self._step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._unsaved_call: _SaveCall | None = None  # the last call, if its step is not in the root
         self._has_stepped = False  # whether an optimizer has stepped since that call
-        self._claim = claim
+        self._claim, self._checks = claim, checks
         self._found_steps = found_steps  # empty once this run has restored or saved
         self.plan_cache = PlanCache()
 
@@ -279,6 +282,8 @@ class Saving:
             raise
         if handle is None:
             return None
+        seconds = handle.report.seconds
+        self._checks.add_save(seconds["total"] - seconds.get("check_replicas", 0.0))
         self._damaged.discard(call.step)
         self._hooks.call("staged", handle.report, durable=durable)
         self.tell_saved()
@@ -328,7 +333,7 @@ class Saving:
             arena=Arena(settings.staging_bytes),
             step=step,
             overwrite=overwrite,
-            check_replicas=settings.check_replicas,
+            check_replicas=self._group.rank == 0 and self._checks.is_due(),
             metrics=metrics or {},
         )
 

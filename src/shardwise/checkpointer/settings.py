@@ -12,10 +12,10 @@ from typing import Literal, get_args
 
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
-from shardwise.divergence.differences import DivergencePolicy
-from shardwise.engine.check_numbers import is_due
+from shardwise.engine.check_numbers import check_integer, is_due
 from shardwise.engine.commit import remove_leftovers_below
 from shardwise.engine.group import Group
+from shardwise.engine.replica_check import DivergencePolicy
 from shardwise.engine.rounds import Round
 from shardwise.errors import StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
@@ -34,7 +34,7 @@ log = logging.getLogger("shardwise")
 _EQUAL_ON_ALL_RANKS = (
     "keep",
     "save_every",
-    "check_replicas",
+    "check_replicas_every",
     "staging_bytes",
     "save_at_end",
     "on_failure",
@@ -61,7 +61,7 @@ class Settings:
     mirror: Mirror | None
     save_every: int
     memory: Memory | None
-    check_replicas: bool
+    check_replicas_every: int | None
     allow_pickle: bool
     staging_bytes: int | None
     on_event: Sink | None
@@ -69,6 +69,10 @@ class Settings:
     on_failure: Literal["raise", "warn"]
     on_divergence: DivergencePolicy
     telemetry: bool
+
+    def __post_init__(self) -> None:
+        if self.check_replicas_every is not None:
+            check_integer("Checkpointer(check_replicas_every", self.check_replicas_every)
 
     def shared_options(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks: name and value as text."""

@@ -24,7 +24,6 @@ from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
 from shardwise.engine.group import Group
-from shardwise.engine.replica_watch import ReplicaSample, ReplicaWatch
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
 from shardwise.engine.shared_structures import digest_of, encode_structure, share_structures
 from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
@@ -76,7 +75,8 @@ class SaveRequest:
         state: the tensors and values of this rank.
         store: the place of the checkpoint in storage.
         arena: the buffers to write through.
-        step, overwrite, check_replicas, metrics: as for `shardwise.save`.
+        step, overwrite, metrics: as for `shardwise.save`.
+        check_replicas: whether this rank asks to compare replicas; all ranks do if any rank asks.
         place: the destination, for error messages. Default: the store.
         note: what this rank tells the others; see `PlannedSave.notes`.
         needs_room: whether the store must have room for all tensors before the save.
@@ -203,7 +203,7 @@ class PlannedSave:
         objects: the plain values that all ranks share.
         holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
         notes: the distinct notes in the requests, in the order of their first ranks.
-        sample: the boxes that this rank compares with other ranks; None if there are none.
+        checks_replicas: whether all ranks compare their replicas at this save.
     """
 
     request: SaveRequest
@@ -214,7 +214,7 @@ class PlannedSave:
     objects: tuple[ObjectEntry, ...]
     holding_key: bytes = b""
     notes: Sequence[bytes] = ()
-    sample: ReplicaSample | None = None
+    checks_replicas: bool = False
 
     @property
     def file_names(self) -> dict[int, str]:
@@ -245,11 +245,6 @@ class PlannedSave:
             request.manifest(self.save_id, plan.world, files, values, plan.encoded_tensors)
         )
 
-    def choose_sample(self, watch: ReplicaWatch) -> None:
-        """Choose the replicas to compare. Call this after all checks that can refuse the save."""
-        step = self.request.step or 0
-        self.sample = watch.begin(self.save_id, step, self.plan, self.fragments)
-
 
 @prepare_decoding
 class _Offer(msgspec.Struct, array_like=True):
@@ -259,7 +254,7 @@ class _Offer(msgspec.Struct, array_like=True):
         settings: those that must be equal on all ranks, formatted for error messages.
         plans: the keys of plans that all of these ranks have in their caches, for their state.
         digests: the distinct digests of plain values; more than two are not kept.
-        sample: tells whether the replicas that the ranks compared at the last save are equal.
+        check_replicas: whether any of these ranks asks to compare replicas.
         save_id: the id of the save, from rank 0.
         notes: the distinct notes in the requests, with the first rank of each.
         elements: plain tensors in the state of sharded parameters, by name: the bytes of one
@@ -271,7 +266,7 @@ class _Offer(msgspec.Struct, array_like=True):
     settings: Values
     plans: list[bytes]
     digests: list[bytes]
-    sample: bytes
+    check_replicas: bool
     save_id: str
     notes: dict[bytes, int]
     elements: dict[str, bytes | None]
@@ -284,7 +279,7 @@ class _Agreement(msgspec.Struct, array_like=True):
     Attributes:
         plan: the key of a plan that all ranks have in their caches; None if there is none.
         values_differ: whether plain values of ranks differ.
-        sample: as in the offers.
+        check_replicas: as in the offers.
         save_id: the id of the save.
         notes: the distinct notes, in the order of their first ranks.
         of_shards: the names of the tensors that are saved for each shard.
@@ -292,7 +287,7 @@ class _Agreement(msgspec.Struct, array_like=True):
 
     plan: bytes | None
     values_differ: bool
-    sample: bytes
+    check_replicas: bool
     save_id: str
     notes: list[bytes]
     of_shards: list[str]
@@ -303,7 +298,6 @@ def plan_together(
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    watch: ReplicaWatch | None = None,
     lock: Callable[[SaveRequest], None] | None = None,
 ) -> PlannedSave:
     """Describe a save, agree on it, and plan it. All ranks call this function together.
@@ -313,8 +307,6 @@ def plan_together(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: the comparison of replicas; this call ends the comparison of the last save. None if
-            replicas are not compared.
         lock: locks the place of the save. Rank 0 calls it when the ranks agree, before it replies
             to them. An error is the same on all ranks.
 
@@ -329,17 +321,15 @@ def plan_together(
             own = group.rank, group.size, fingerprint, description.coordinates
             known = plan_cache.plans_for(*own)
         agreement = all_ranks.all_reduce(
-            _make_offer(request, known, group, watch, plan_cache.of_shards),
+            _make_offer(request, known, group, plan_cache.of_shards),
             _Offer,
-            partial(_combine_offers, watch=watch),
+            _combine_offers,
             partial(_conclude, request=request, known=known, lock=lock),
             _Agreement,
         )
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
         plan_cache.of_shards |= {*agreement.of_shards}
         description, fragments, fingerprint = _describe(state, plan_cache.of_shards)
-    if watch is not None:
-        watch.conclude(agreement.sample, group, recorder)
     with recorder.stage("plan"):
         is_cached = agreement.plan is not None
         if agreement.plan is not None:
@@ -354,9 +344,8 @@ def plan_together(
             plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
         objects = _share_values(state, fingerprint, plan, group, differ=agreement.values_differ)
     held = msgspec.msgpack.encode((fingerprint, description.coordinates))
-    return PlannedSave(
-        request, agreement.save_id, plan, is_cached, fragments, objects, held, agreement.notes
-    )
+    return PlannedSave(request, agreement.save_id, plan, is_cached, fragments, objects, held,
+        agreement.notes, agreement.check_replicas)  # fmt: skip
 
 
 def _describe(
@@ -380,13 +369,11 @@ def _make_offer(
     request: SaveRequest,
     known: Mapping[bytes, SavePlan],
     group: Group,
-    watch: ReplicaWatch | None,
     of_shards: Collection[str],
 ) -> _Offer:
     elements: dict[str, bytes | None] = dict.fromkeys(sorted(of_shards))
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
-    settings += " with check_replicas=True" if request.check_replicas else ""
     for leaf in () if known else request.state.tensors:
         if leaf.of_shard is not None and leaf.fragments and leaf.name not in elements:
             elements[leaf.name] = _element_of(leaf)
@@ -394,7 +381,7 @@ def _make_offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
         digests=[digest_of(encode_values(request.state, order="sorted"))],
-        sample=b"" if watch is None else watch.encode_message(),
+        check_replicas=request.check_replicas,
         save_id=request.save_id if group.rank == 0 else "",
         notes={request.note: group.rank} if request.note else {},
         elements=elements,
@@ -409,7 +396,7 @@ def _element_of(leaf: TensorLeaf) -> bytes | None:
     return view_for_numpy(data).cpu().numpy().tobytes() if data.numel() == 1 else None
 
 
-def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Offer:
+def _combine_offers(offers: Sequence[_Offer]) -> _Offer:
     plans = set(offers[0].plans).intersection(*(each.plans for each in offers[1:]))
     notes: dict[bytes, int] = {}
     elements: dict[str, bytes | None] = {}
@@ -422,7 +409,7 @@ def _combine_offers(offers: Sequence[_Offer], watch: ReplicaWatch | None) -> _Of
         settings=combine_values([each.settings for each in offers]),
         plans=sorted(plans),
         digests=sorted({digest for each in offers for digest in each.digests})[:2],
-        sample=b"" if watch is None else watch.combine_messages([each.sample for each in offers]),
+        check_replicas=any(each.check_replicas for each in offers),
         save_id="".join(each.save_id for each in offers),
         notes=notes,
         elements=elements,
@@ -448,7 +435,7 @@ def _conclude(
     return _Agreement(
         plan=plan,
         values_differ=len(offer.digests) > 1,
-        sample=offer.sample,
+        check_replicas=offer.check_replicas,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
         of_shards=[name for name, value in offer.elements.items() if value is None],

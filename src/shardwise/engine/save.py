@@ -8,32 +8,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 
-from shardwise.boxes import Box
 from shardwise.engine.commit import check_readable, commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
-from shardwise.engine.replica_watch import ReplicaWatch
-from shardwise.engine.rounds import Round, Values, combine_values, values_of
-from shardwise.engine.shared_structures import digest_of
+from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import MismatchError, StoreError, storage_errors
+from shardwise.errors import StoreError, storage_errors
 from shardwise.events import OperationRecord, Recorder, format_bytes, format_count
-from shardwise.manifest.checksums import crc32
 from shardwise.manifest.data_files import FileEntry, FileTable
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
-from shardwise.state.local_state import view_for_numpy
 from shardwise.store import Store, abort_uploads, count_retries
 
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
-_REPLICAS_DIFFER = (
-    "replicas of tensors differ; make them equal before saving (for example, broadcast them from "
-    "rank 0), or save without check_replicas"
-)
-MOST_DIFFERING = 16
-"""Of how many sets of ranks with different replicas an error lists the boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +37,8 @@ class SaveReport:
         files: the number of data files of the whole checkpoint.
         plan_cached: whether the plan of an earlier save was reused.
         bytes_communicated: the bytes that this rank sent to other ranks.
-        seconds: the duration of each stage (describe, plan, check_replicas, compare_replicas,
-            write, publish), and `total`.
+        seconds: the duration of each stage (describe, plan, check_replicas, write,
+            publish), and `total`.
         record: the events of the stages, and the waits for other ranks.
     """
 
@@ -86,7 +74,7 @@ def save_all(
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    watch: ReplicaWatch | None = None,
+    check: Callable[[PlannedSave, Group], object] | None = None,
 ) -> SaveReport:
     """Save the local states of all ranks as one checkpoint. All ranks call this function together.
 
@@ -95,7 +83,7 @@ def save_all(
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        watch: compares a part of the replicas at each save; None: no comparison.
+        check: compares the replicas, if a rank asks for it. Default: raise if any differ.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
@@ -104,14 +92,12 @@ def save_all(
     sent_before = group.bytes_sent
     with ExitStack() as cleanup:
         lock = partial(prepare_place, cleanup=cleanup)
-        planned = plan_together(prepare, group, plan_cache, recorder, watch, lock)
+        planned = plan_together(prepare, group, plan_cache, recorder, lock)
         request, plan = planned.request, planned.plan
         recorder.save_id = planned.save_id
-        if request.check_replicas:
+        if planned.checks_replicas:
             with recorder.stage("check_replicas"):
-                check_replicas(planned, group)
-        if watch is not None:
-            planned.choose_sample(watch)
+                (check or _check_replicas)(planned, group)
         written = _write_and_publish(planned, group, recorder)
     return SaveReport(
         path=str(request.store),
@@ -127,72 +113,10 @@ def save_all(
     )
 
 
-def check_replicas(planned: PlannedSave, group: Group) -> None:
-    """Compare the boxes that several ranks hold. Every rank takes the checksums of all of them.
+def _check_replicas(planned: PlannedSave, group: Group) -> None:
+    from shardwise.engine.replica_check import refuse_differing_replicas  # few saves need it
 
-    First, ranks compare a digest for each set of ranks that hold the same boxes, because equal
-    digests become one on their way to rank 0. Only if some differ, they compare single boxes.
-
-    Raises:
-        MismatchError: boxes differ; the same error on all ranks, which lists such boxes.
-    """
-    plan, fragments = planned.plan, planned.fragments
-    with Round(group, "comparing replicas") as all_ranks:
-        _check_own_copies(planned)
-        checksums = {
-            each.set_id: [_checksum(fragments[i].data) for i in each.fragment.tolist()]
-            for each in plan.replicas
-        }
-        digests = {
-            str(set_id): digest_of(np.array(listed, "<u4").tobytes()).hex()
-            for set_id, listed in checksums.items()
-        }
-        own = values_of(group.number, digests)
-        count, differing = all_ranks.all_reduce(
-            own, Values, combine_values, _find_differing, tuple[int, list[int]]
-        )
-    if not count:
-        return
-    names, tensors = plan.description.structure.names, plan.description.tensor
-    with Round(group, "locating replicas that differ") as all_ranks:
-        boxes = {
-            f"{names[tensors[i]]}{fragments[i].box}": f"checksum {checksum:08x}"
-            for each in plan.replicas
-            if each.set_id in differing
-            for i, checksum in zip(each.fragment.tolist(), checksums[each.set_id], strict=True)
-        }
-        rest = count - len(differing)
-        all_ranks.require_equal_values(
-            boxes,
-            _REPLICAS_DIFFER
-            + (f". Boxes of {rest} more sets of ranks differ, too" if rest else "")
-            + ":",
-        )
-
-
-def _check_own_copies(planned: PlannedSave) -> None:
-    """Compare the boxes that this rank holds several times, for example in `sw.Shards`."""
-    description, fragments = planned.plan.description, planned.fragments
-    first_copy: dict[tuple[int, Box], int] = {}
-    problems = []
-    for i, tensor in enumerate(description.tensor.tolist()):
-        first = first_copy.setdefault((tensor, fragments[i].box), i)
-        if first != i and _checksum(fragments[first].data) != _checksum(fragments[i].data):
-            name = f"{description.structure.names[tensor]}{fragments[i].box}"
-            problems.append(f"{name}: this rank holds two copies, which differ")
-    if problems:
-        raise MismatchError(_REPLICAS_DIFFER + ":", problems)
-
-
-def _find_differing(digests: Values) -> tuple[int, list[int]]:
-    """Return how many sets of ranks have different digests, and the first of these sets."""
-    differing = sorted(int(set_id) for set_id, found in digests.items() if len(found) > 1)
-    return len(differing), differing[:MOST_DIFFERING]
-
-
-def _checksum(data: torch.Tensor) -> int:
-    array = view_for_numpy(data.cpu()).numpy()
-    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    refuse_differing_replicas(planned, group)
 
 
 def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
@@ -249,9 +173,6 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
     all_ranks = Round(group, "writing a save")
     try:
         with all_ranks:
-            if planned.sample is not None:
-                with recorder.stage("compare_replicas", planned.sample.nbytes):
-                    planned.sample.checksum_state()
             with recorder.stage("write") as stage, storage_errors(request.store):
                 source, retries = planned.source(), count_retries(request.store)
                 if source is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.deadline import Deadline
-from shardwise.engine.buffers import aligned_buffer, allocate_pages, map_pages
+from shardwise.engine.buffers import allocate_pages, map_pages
 from shardwise.errors import StoreError
 from shardwise.memory.files import opened, regular_files
 from shardwise.memory.home import Run
@@ -38,40 +38,6 @@ class Slot:
     name: str
     path: Path
     buffer: Buffer
-
-
-class SampleBuffer:
-    """Memory of this process for a sample of replicas. It is reused, and grows if necessary.
-
-    Args:
-        page_locker: page-locks the memory if devices copy to it.
-    """
-
-    def __init__(self, page_locker: CopyStreams) -> None:
-        self._page_locker = page_locker
-        self._memory = _Mapping(aligned_buffer(0), 0)
-
-    def take(self, nbytes: int, *, locks: bool = False) -> Buffer:
-        """Return memory of `nbytes` bytes. The memory that was returned before is invalid.
-
-        Args:
-            locks: whether devices copy to the memory.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        if len(self._memory.buffer) < nbytes:
-            self.close()
-            size = _round_to_pages(nbytes)
-            self._memory = _Mapping(aligned_buffer(size), size)
-        if locks and nbytes:
-            self._memory.lock(self._page_locker)
-        return self._memory.buffer[:nbytes]
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._memory.unlock(self._page_locker)
-        self._memory = _Mapping(aligned_buffer(0), 0)
 
 
 @dataclass(slots=True)

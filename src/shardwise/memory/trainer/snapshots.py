@@ -162,12 +162,11 @@ class Snapshots:
         self.membership.nodes = list(nodes.values())
         return self._options.when_full == "wait" or all(has_slot for has_slot, _ in found)
 
-    def allocate(self, planned: PlannedSave, bytes_compared: int) -> int:
+    def allocate(self, planned: PlannedSave) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank.
 
         Args:
             planned: a save like those to come.
-            bytes_compared: the largest number of bytes of replicas that a save compares.
 
         Raises:
             ShardwiseError: on all ranks: the memory of a node is too small. The message says how
@@ -175,7 +174,7 @@ class Snapshots:
         """
         source, ring, _ = self._join_ring(planned)
         with Round(self._group, "allocating slots"):
-            return self._staging.prepare(source, ring, bytes_compared)
+            return self._staging.prepare(source, ring)
 
     def _join_ring(
         self, planned: PlannedSave

@@ -30,8 +30,7 @@ from shardwise.memory.trainer.copying import CopyProgress, Fill, Slack, copy_ran
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.rings import Ring, bytes_to_read, protect_ring
-from shardwise.memory.trainer.slots import SampleBuffer, Slot, Slots
-from shardwise.store.store import Buffer
+from shardwise.memory.trainer.slots import Slot, Slots
 
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
@@ -65,15 +64,12 @@ class SnapshotPart:
     def nbytes(self) -> int:
         """The largest number of bytes to copy."""
         own = 0 if self.source is None else self.source.entry.checksums_at
-        compared = 0 if self.planned.sample is None else self.planned.sample.nbytes
-        return own + compared + (0 if self.ring is None else bytes_to_read(self.ring))
+        return own + (0 if self.ring is None else bytes_to_read(self.ring))
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """The devices that hold data of the part."""
         devices = frozenset() if self.source is None else self.source.devices
-        if self.planned.sample is not None:
-            devices |= self.planned.sample.devices
         if self.ring is None:
             return devices
         of_replicas = {fragment.data.device for fragment in self.planned.fragments}
@@ -128,16 +124,13 @@ class Staging:
         self._own_slots = Slots(run, f"r{rank:05d}-", "staged", slots, self._streams)
         ring_slots = slots * max(options.copies, options.parity)
         self._ring_slots = Slots(run, f"k{rank:05d}-", "kept", ring_slots, self._streams)
-        self._sample_buffer = SampleBuffer(self._streams)
-        self._sample_copy: Buffer | None = None  # a copy whose checksums were not taken yet
         self.is_prepared = False  # whether slots were allocated
 
-    def prepare(self, source: FileSource | None, ring: Ring | None, sample_bytes: int = 0) -> int:
+    def prepare(self, source: FileSource | None, ring: Ring | None) -> int:
         """Allocate slots for parts like this one, and return the bytes allocated.
 
         Args:
             source, ring: as in `SnapshotPart`.
-            sample_bytes: the largest number of bytes of a sample of replicas.
 
         Raises:
             StoreError: there is not enough memory; says how much is needed.
@@ -145,7 +138,6 @@ class Staging:
         self._wait_for_copy()
         devices = frozenset() if source is None else source.devices
         self._streams.begin(devices)
-        self._sample_buffer.take(sample_bytes, locks=bool(devices))[:] = 0  # loads the pages
         return self._allocate(source, ring)
 
     def _allocate(self, source: FileSource | None, ring: Ring | None) -> int:
@@ -187,8 +179,6 @@ class Staging:
         self._wait_for_copy()
         self._streams.begin(part.devices)
         copying = self._copying = CopyProgress(part.nbytes, self._slack)
-        if part.planned.sample is not None:
-            part.planned.sample.expect_copy()
         try:
             self._background_thread.submit(self._stage, part, copying)
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
@@ -243,7 +233,6 @@ class Staging:
             self.watch.close()
         self._own_slots.close()
         self._ring_slots.close()
-        self._sample_buffer.close()
 
     def _stage(self, part: SnapshotPart, copying: CopyProgress) -> None:
         """Stage a part in the background.
@@ -261,15 +250,9 @@ class Staging:
                 self._run_and_keep_failure(part, lambda: self._protect_ring(part, ring, copying))
             self._home.wake()
         finally:
-            is_incomplete = self._run_and_keep_failure(
-                part, self._streams.wait_for_copies
-            )  # then no device reads the state
+            # Afterwards, no device reads the state.
+            self._run_and_keep_failure(part, self._streams.wait_for_copies)
             copying.finish(failure)
-            copy, self._sample_copy = self._sample_copy, None
-            if part.planned.sample is not None:
-                if copy is not None and not is_incomplete:
-                    part.planned.sample.checksum_copy(copy)
-                part.planned.sample.cancel()
 
     def _stage_own_file(self, part: SnapshotPart, copying: CopyProgress) -> None:
         part.place.path.mkdir(parents=True, exist_ok=True)
@@ -278,7 +261,6 @@ class Staging:
         if part.source is not None:
             self._copy_to_slot(part, part.source, copying)
         else:
-            self._copy_sample(part, copying)
             self._streams.record_copies()
             if part.ring is None:
                 copying.all_queued.set()
@@ -338,7 +320,6 @@ class Staging:
                     self._pool,
                     from_devices=bool(source.devices),
                 )
-                self._copy_sample(part, copying)
             finally:
                 self._streams.record_copies()
             if part.ring is None:
@@ -351,20 +332,6 @@ class Staging:
         # written, the slot is still free, and a record without its file has no effect.
         write_record(place.path / records.file_record(file, "staged"), staged)
         slot.path.rename(place.path / file)
-
-    def _copy_sample(self, part: SnapshotPart, copying: CopyProgress) -> None:
-        """Copy the boxes that are compared with other ranks. Their checksums are taken later."""
-        sample = part.planned.sample
-        if sample is None:
-            return
-        try:
-            copy = self._sample_buffer.take(sample.nbytes, locks=bool(sample.devices))
-        except OSError as error:
-            log.warning("step %d: replicas are not compared: %s", part.place.step, error)
-            return
-        fill = copying.pace_fill(self._streams.make_fill(sample.source, wait=False))
-        copy_range(fill, 0, sample.nbytes, copy, self._pool, from_devices=bool(sample.devices))
-        self._sample_copy = copy
 
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""

@@ -1,1 +1,0 @@
-"""Notice replicas that differ: the ranks that hold a box compare a part of it at each save."""
