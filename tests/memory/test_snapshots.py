@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import signal
@@ -149,6 +150,21 @@ def test_agents_that_are_killed_are_followed_by_others(
     gang.run(train, root, str(shm), 2, 3, 100, world=4)
     end_agents(shm)
     assert gang.run(recover, root, str(shm), 2, world=4)[0][:2] == (3, "memory")
+
+
+def test_ranks_that_know_the_agent_do_not_wait_for_each_other(tmp_path: Path, shm: Path) -> None:
+    memory = sw.Memory(dir=str(shm), when_full="wait")
+    with sw.Checkpointer(tmp_path / "root", save_every=100, memory=memory) as cp:
+        for step in (1, 2):
+            handle = cp.save(step, {"step": step})
+            assert handle is not None
+            handle.result(20.0)
+        (lock,) = shm.glob("**/start.lock")
+        with lock.open("r+b") as file:  # as another rank that starts an agent
+            fcntl.flock(file, fcntl.LOCK_EX)
+            start = time.monotonic()
+            assert cp.save(3, {"step": 3}) is not None
+            assert time.monotonic() - start < 20.0
 
 
 def test_a_run_that_is_begun_anew_takes_nothing_of_the_one_before(

@@ -31,7 +31,7 @@ from shardwise.memory.options import Memory
 from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.client import AgentClient
-from shardwise.memory.spawn import LOCK_TIMEOUT, START_LOCK, ensure_agent, running_agent
+from shardwise.memory.spawn import ensure_agent, running_agent
 from shardwise.memory.trainer import agents
 from shardwise.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
@@ -210,16 +210,6 @@ def test_an_agent_of_another_version_is_replaced_unless_a_training_uses_it(home:
     second = ensure_agent(home, options)
     assert second.process != first.process
     assert (second.url, second.schema) == (first.url, first.schema)
-
-
-def test_ranks_that_find_an_agent_do_not_wait_for_each_other(home: Home) -> None:
-    options = Memory(dir=str(home.path.parent))
-    first = ensure_agent(home, options)
-    with home.lock(START_LOCK) as is_held:  # as another rank that starts an agent
-        assert is_held
-        start = time.monotonic()
-        assert ensure_agent(home, options) == first
-        assert time.monotonic() - start < LOCK_TIMEOUT / 10
 
 
 def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:

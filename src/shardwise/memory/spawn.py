@@ -34,23 +34,11 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
     A running agent of another version of shardwise is replaced, because it may not be able to read
     the records of this version. If a training uses the agent, an error is raised instead.
 
-    Each save calls this. The lock of the node is taken only to start an agent, because all ranks
-    of the node save at once, and would wait for each other.
-
     Raises:
         StoreError: the agent does not start (the message includes the end of its log), or a running
             agent does not match the options.
     """
     address = None if options.interface is None else resolve_interface(options.interface)
-    info = running_agent(home)
-    if info is None or info.schema != schema():
-        info = _start_or_replace(home, options, address or LOOPBACK)
-    _refuse_other_options(home, info, options, address)
-    return info
-
-
-def _start_or_replace(home: Home, options: Memory, address: str) -> AgentInfo:
-    """Return the node's agent, after starting one unless another rank has done so meanwhile."""
     with home.lock(START_LOCK, timeout=LOCK_TIMEOUT) as is_held:
         if not is_held:
             raise StoreError(
@@ -62,7 +50,11 @@ def _start_or_replace(home: Home, options: Memory, address: str) -> AgentInfo:
         if info is not None and info.schema != schema():
             _end_other_version(home, info, options)
             info = None
-        return info or _start_or_wait(home, _make_agent_command(home, options, address), options)
+        info = info or _start_or_wait(
+            home, _make_agent_command(home, options, address or LOOPBACK), options
+        )
+    _refuse_other_options(home, info, options, address)
+    return info
 
 
 def running_agent(home: Home) -> AgentInfo | None:

@@ -30,7 +30,7 @@ from shardwise.memory.reclaim import (
 )
 from shardwise.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
 from shardwise.memory.remote.lost_agents import SaveAgents
-from shardwise.memory.spawn import ensure_agent
+from shardwise.memory.spawn import ensure_agent, running_agent
 from shardwise.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.memory.trainer.node_watch import NodeWatch
 from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
@@ -72,6 +72,7 @@ class Snapshots:
         self._options = options = choose_interface(options, group)
         self._group = group
         self._pending = PendingSaves()
+        self._agent: AgentInfo | None = None  # of this node, at the last save
         self._held = HeldTable()
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
@@ -143,7 +144,10 @@ class Snapshots:
         self._raise_failures()
         if self._supervisor is not None:
             self._supervisor.check()
-        info = ensure_agent(self.home, self._options)
+        info = running_agent(self.home)
+        if info is None or info != self._agent:
+            # This waits for the other ranks of the node, so only a new agent is worth it.
+            info = self._agent = ensure_agent(self.home, self._options)
         refuse_older_step(self.run, step, self.membership.lineage, self.root)
         self._pending.wait_until_ended(step=step)  # this save replaces one of the same step
         has_slot = not self._staging.is_prepared or durable or self._staging.has_free()
