@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 Params = ParamSpec("Params")
@@ -38,13 +38,17 @@ def skip_compile(function: Callable[Params, Result]) -> Callable[Params, Result]
     saves. So the decorator uses it only if the compiler is imported already.
     """
 
+    @cache
+    def disabled() -> Callable[Params, Result]:
+        from torch.compiler import disable
+
+        skipped: Callable[Params, Result] = disable(function)  # type: ignore[no-untyped-call]
+        return skipped
+
     @wraps(function)
     def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if "torch._dynamo" in sys.modules:
-            from torch.compiler import disable
-
-            disabled: Callable[Params, Result] = disable(function)  # type: ignore[no-untyped-call]
-            return disabled(*args, **kwargs)
+            return disabled()(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -53,7 +53,7 @@ class RankLock:
     def is_replaced(self) -> bool:
         """Return whether a newer `RankLock` of this process owns the lock."""
         owner = self._read_owner()
-        return owner.startswith(_process_id()) and owner != self._owner
+        return owner != self._owner and owner.startswith(_process_id())
 
     def raise_if_replaced(self) -> None:
         """Raise if a newer `RankLock` of this process has taken over the lock.

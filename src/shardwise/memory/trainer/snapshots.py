@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -392,18 +393,17 @@ class Snapshots:
 
     def _make_pending_manifest(
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
-    ) -> PendingManifest:
-        """Return what the agents need to complete a save."""
+    ) -> Callable[[], PendingManifest]:
+        """Return a function that returns what the agents need to complete a save."""
         request, memory = planned.request, self._options
         node_of = self.membership.node_of
         owner, previous_owner = "", None
         if request.claim is not None:
             owner, previous_owner = request.claim.for_agents(force=request.takes_root)
-        return PendingManifest(
+        make = partial(
+            PendingManifest,
             save_id=planned.save_id,
             step=request.step or 0,
-            manifest=planned.manifest(()).decode(),
-            files=[(name, node_of[rank]) for rank, name in planned.file_names.items()],
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
@@ -420,6 +420,10 @@ class Snapshots:
             group=memory.group,
             wait=memory.wait,
             budget=memory.max_bytes_per_second,
+        )
+        return lambda: make(
+            manifest=planned.manifest(()).decode(),
+            files=[(name, node_of[rank]) for rank, name in planned.file_names.items()],
         )
 
 

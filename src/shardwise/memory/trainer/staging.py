@@ -47,7 +47,8 @@ class SnapshotPart:
         planned: the plan of the save.
         source: the content of this rank's file; None if it writes none.
         ring: the ring of ranks whose files this rank protects, if any.
-        pending: on rank 0, the pending manifest for the leader's agent.
+        pending: on rank 0, returns the pending manifest for the leader's agent. The thread that
+            stages calls it, because it takes a while for many tensors.
         stages: the stages that the snapshot will go through.
         epoch: the epoch of the run.
     """
@@ -56,7 +57,7 @@ class SnapshotPart:
     planned: PlannedSave
     source: FileSource | None
     ring: Ring | None
-    pending: PendingManifest | None
+    pending: Callable[[], PendingManifest] | None
     stages: tuple[str, ...]
     epoch: int
 
@@ -268,10 +269,9 @@ class Staging:
             self._write_pending(part, part.pending)
         self._home.wake()
 
-    def _write_pending(self, part: SnapshotPart, pending: PendingManifest) -> None:
-        write_record(
-            part.place.path / records.save_record("pending", part.planned.save_id), pending
-        )
+    def _write_pending(self, part: SnapshotPart, pending: Callable[[], PendingManifest]) -> None:
+        path = part.place.path / records.save_record("pending", part.planned.save_id)
+        write_record(path, pending())
 
     def _run_and_keep_failure(self, part: SnapshotPart, work: Callable[[], object]) -> str:
         """Run `work`, and return why it failed, or "". `raise_failure` raises the failure."""
