@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=345,
-    statements=36258,
+    statements=36262,
     modules_of_api=88,
-    statements_of_api=9940,
+    statements_of_api=9942,
     record_types=281,
     names_across_packages=401,  # the ports are used from everywhere
     names_of_readers=23,
