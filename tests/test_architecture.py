@@ -61,7 +61,7 @@ LAYERS_OF_FORMATS = (
     ("language", "merge_ranks"),
     ("values",),
     ("nested",),
-    ("optimizers",),
+    ("masters", "optimizers"),
     ("file_tree",),
     ("containers",),
     ("foreign",),

@@ -13,13 +13,13 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=345,
-    statements=36262,
+    modules=346,
+    statements=36358,
     modules_of_api=88,
     statements_of_api=9942,
     record_types=281,
     names_across_packages=401,  # the ports are used from everywhere
-    names_of_readers=23,
+    names_of_readers=28,
     test_files_with_inner_imports=71,
 )
 """Lower a limit when its figure has fallen."""

@@ -229,3 +229,50 @@ def test_values_of_other_ranks_are_told(megatron: Checkpoints, tmp_path: Path) -
     torch.save(state, path)
     said = "num_floating_point_operations_so_far: 1 ranks have other values"
     assert any(line.startswith(said) for line in sw.open(place).left_out)
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    copy = one.detach().clone()
+    with torch.no_grad():
+        one.copy_(other)
+        other.copy_(copy)
+
+
+@pytest.mark.parametrize(
+    ("case", "file", "starts"),
+    [
+        ("bfloat16", "mp_rank_01_000/model_optim_rng.pt", (2, 4)),
+        # From the last parameter to the first, each aligned to 64 elements.
+        ("distributed-bfloat16", "mp_rank_01_000/distrib_optim.pt", (0, 256)),
+        ("distributed", "mp_rank_01/distrib_optim.pt", (192, 320)),
+    ],
+)
+def test_swapped_masters_are_found(
+    megatron: Checkpoints, tmp_path: Path, case: str, file: str, starts: tuple[int, int]
+) -> None:
+    """Of linear_fc2 and another matrix. The weights are read without the optimizer's state."""
+    place, expected = tmp_path / case, megatron.expected(case, 4)
+    shutil.copytree(megatron.place(case, 4), place)
+    assert not [line for line in sw.open(place).left_out if line.startswith("optimizer")]
+    path = place / "iter_0000002" / file
+    state = torch.load(path, weights_only=False)
+    if case == "bfloat16":
+        masters = state["optimizer"]["fp32_from_fp16_params"][0]
+        swap(*(masters[index] for index in starts))
+    else:
+        (buffer,) = state[0].values()
+        swap(*(buffer["param"][start : start + 64] for start in starts))
+    torch.save(state, path)
+    found = sw.open(place)
+    assert not [name for name in found if name.startswith(("module.", "optimizer.decoder"))]
+    assert "optimizer.param_groups" not in found
+    (line,) = [line for line in found.left_out if line.startswith("optimizer.*: ")]
+    assert "the master weights of 2 parameters, such as decoder.layers." in line
+    for full, tensor in expected.items():
+        name, key = full.split("|")
+        if key == "weight":
+            assert_same(found[f"model.{name}"][...], tensor)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    wanted = {"optimizer": {f"{name}.exp_avg": torch.zeros(8, 16)}}
+    with pytest.raises(sw.MismatchError, match="left out: the master weights of"):
+        sw.load(place, wanted)

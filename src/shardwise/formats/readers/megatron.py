@@ -8,16 +8,17 @@ undoes the flattening.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from math import prod
-from operator import mul
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from shardwise.formats.masters import (
+    Run,
+    describe_wrong_masters,
+    find_common_run,
+    find_wrong_masters,
+)
 from shardwise.formats.reader import (
     Builder,
-    FileRange,
     FileTree,
     FormatError,
     ParamGroup,
@@ -41,8 +42,7 @@ _OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+
 _OPTIMIZER_PREFIX = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _MASTER_KEYS = ("fp32_param", "param")
 """Keys of master weights: of the mixed-precision optimizer, and of the distributed one."""
-_SAMPLED_BYTES, _FEWEST_SAMPLED, _MOST_BOXES = 2**24, 64, 64
-_ROUNDING_ULPS = 2
+_MOST_BOXES = 64
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 
 
@@ -83,14 +83,15 @@ def read(tree: FileTree, builder: Builder) -> None:
     recorded = metadata.extra_fields.get("mcore_data") or {}
     tensors = unflatten_optimizer(tensors, recorded, str(tree))
     tensors = unstack_layers(tensors, str(tree))
-    if wrong := find_wrong_masters(tree, tensors):
+    if wrong := find_wrong_masters(tree, _runs_of_masters(tensors)):
         tensors = {name: t for name, t in tensors.items() if not _OPTIMIZER_STATE.fullmatch(name)}
         builder.left_out.append(
-            f"optimizer.*: the master weights of {len(wrong)} parameters, such as "
-            f"{', '.join(wrong[:3])}, contradict the weights of the model in the same files, so "
-            "the moments are wrong as well: Megatron-Core 0.16 saves those of other parameters as "
-            "fully_reshardable if it pads its buckets. model.* has the weights of the model. Load "
-            "them with only=['model.*']; or save again without padding, or as dp_reshardable"
+            describe_wrong_masters(
+                wrong,
+                "Megatron-Core 0.16 saves those of other parameters as fully_reshardable if it "
+                "pads its buckets",
+                "save again without padding, or as dp_reshardable",
+            )
         )
     parameters = _add_tensors(builder, tensors)
     _add_sharded_objects(builder, {k: value for k, value in values.items() if k != COMMON_ITEM})
@@ -201,94 +202,21 @@ def unstack_layers(tensors: Mapping[str, StoredTensor], path: str) -> dict[str, 
     return unstacked
 
 
-def find_wrong_masters(tree: FileTree, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Return the parameters whose master weights contradict the weights of the model.
-
-    Elements at the beginning of each box of the masters are compared: all elements of a small
-    checkpoint, and at most `_SAMPLED_BYTES` of a large one. Rounding to the precision of the
-    weights is no contradiction; nor is rounding to 8 bits, if the weights have few distinct values.
-    """
-    pairs = [
-        (match[2], master, tensors[match[2]])
-        for name, master in tensors.items()
-        if (match := _OPTIMIZER_STATE.fullmatch(name)) is not None
-        and match[1] in _MASTER_KEYS
-        and match[2] in tensors
-        and tensors[match[2]].shape == master.shape
-        and {master.dtype, tensors[match[2]].dtype} <= {"float32", "float16", "bfloat16"}
-    ]
-    boxes = sum(len(master.boxes) for _, master, _ in pairs)
-    longest = max(_FEWEST_SAMPLED, _SAMPLED_BYTES // (4 * max(boxes, 1)))
-    samples: list[tuple[str, StoredArray, StoredArray]] = []
-    for parameter, master, weights in pairs:
+def _runs_of_masters(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Run]]:
+    """Yield runs of each box of master weights, with the parameters' names."""
+    for name, master in tensors.items():
+        match = _OPTIMIZER_STATE.fullmatch(name)
+        if match is None or match[1] not in _MASTER_KEYS or match[2] not in tensors:
+            continue
+        weights = tensors[match[2]]
+        if weights.shape != master.shape:
+            continue
         weights_at = dict(weights.boxes)
         for offset, array in master.boxes:
             candidates = [(offset, weights_at[offset])] if offset in weights_at else weights.boxes
-            runs = (_common_run(offset, array, *each, longest) for each in candidates[:_MOST_BOXES])
-            samples += [(parameter, *run) for run in runs if run is not None][:1]
-    arrays = {array for _, *pair in samples for array in pair}
-    by_file: dict[str, list[StoredArray]] = {}
-    for array in sorted(arrays, key=lambda array: array.start):
-        by_file.setdefault(array.file, []).append(array)
-
-    def read(file: FileRange) -> dict[StoredArray, torch.Tensor]:
-        ranges = [(a.start, a.shape[0] * a.itemsize) for a in by_file[file.name]]
-        return {
-            array: torch.frombuffer(bytearray(data), dtype=getattr(torch, array.dtype))
-            for array, data in zip(by_file[file.name], file.read_ranges(ranges), strict=True)
-        }
-
-    values: dict[StoredArray, torch.Tensor] = {}
-    for found in tree.read_each(by_file, read).values():
-        values |= found
-    return list(dict.fromkeys(n for n, a, b in samples if _contradict(values[a], values[b])))
-
-
-def _common_run(
-    offset: tuple[int, ...],
-    array: StoredArray,
-    other_offset: tuple[int, ...],
-    other: StoredArray,
-    longest: int,
-) -> tuple[StoredArray, StoredArray] | None:
-    """Return the elements of two boxes that lie in a row from the offset of the first, or None."""
-    inner = tuple(a - b for a, b in zip(offset, other_offset, strict=True))
-    if any(not 0 <= at < n for at, n in zip(inner, other.shape, strict=True)) or 0 in array.shape:
-        return None
-    if array.shape == other.shape and _is_contiguous(array) and _is_contiguous(other):
-        count = prod(array.shape)
-    elif (array.stride[-1], other.stride[-1]) == (1, 1):
-        count = min(array.shape[-1], other.shape[-1] - inner[-1])
-    else:
-        count = 1
-    count = min(count, longest)
-    start = other.start + sum(map(mul, inner, other.stride)) * other.itemsize
-    return (
-        StoredArray.contiguous(array.file, array.start, array.dtype, (count,)),
-        StoredArray.contiguous(other.file, start, other.dtype, (count,)),
-    )
-
-
-def _is_contiguous(array: StoredArray) -> bool:
-    return array == StoredArray.contiguous(array.file, array.start, array.dtype, array.shape)
-
-
-def _contradict(masters: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Return whether masters differ from weights by more than the rounding of the weights.
-
-    The files hold weights of 8 or fewer bits in a larger dtype.
-    """
-    types = [torch.finfo(each.dtype) for each in (masters, weights)]
-    size = weights.double().abs().nan_to_num(nan=0.0, posinf=0.0)
-    smallest = max(each.tiny * each.eps for each in types) + torch.finfo(torch.float32).tiny
-    allowed = _ROUNDING_ULPS * (max(each.eps for each in types) * size + smallest)
-    few = 4 * len({*size[:128].tolist()}) <= min(len(size), 128) * 3
-    if few and len(size) >= 32:
-        allowed = torch.maximum(allowed, size / 8 + size.max() / 64)
-    is_near = (masters.double() - weights.double()).abs() <= allowed
-    # These are not near, but the same: infinities, also by rounding, and what is not a number.
-    is_same = (masters.to(weights.dtype) == weights) | (masters.isnan() & weights.isnan())
-    return not bool((is_near | is_same).all())
+            runs = (find_common_run(offset, array, *each) for each in candidates[:_MOST_BOXES])
+            if run := next(filter(None, runs), None):
+                yield match[2], run
 
 
 def _read_common(tree: FileTree, builder: Builder, contents: Mapping[str, Any]) -> dict[Any, Any]:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader
+from shardwise.formats.masters import describe_wrong_masters, find_wrong_masters
+from shardwise.formats.reader import (
+    Builder,
+    FileTree,
+    FormatError,
+    ParamGroup,
+    Reader,
+    StoredArray,
+)
 from shardwise.formats.readers.deepspeed.all_ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.files import (
     FILES_WITHOUT_STATE,
@@ -21,8 +30,10 @@ from shardwise.formats.readers.deepspeed.states import DEEPSPEED_KEYS, LOSS_SCAL
 from shardwise.formats.readers.deepspeed.tensor_parallel import PlacementRule, place_whole
 from shardwise.formats.readers.deepspeed.without_zero import add_undivided_optimizer
 from shardwise.formats.readers.deepspeed.zero import (
+    FlatGroup,
     add_empty_shards,
     find_flat_groups,
+    runs_of_masters,
     shapes_of_slices,
 )
 
@@ -64,39 +75,85 @@ def read(tree: FileTree, builder: Builder) -> None:
 def _add_zero_optimizer(
     builder: Builder, ranks: AllRanks, modules: Sequence[ModelState], placement_rule: PlacementRule
 ) -> None:
-    """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages."""
-    param_groups: list[ParamGroup] = []
-    values = ranks.first_model.values.get("ds_config")
-    config = values if isinstance(values, Mapping) else {}
-    zero = config.get("zero_optimization")
-    round_robin = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
-    data_before_experts = bool(config.get("use_data_before_expert_parallelism"))
+    """Add the weights and the optimizer state that ZeRO divided, of all pipeline stages.
+
+    If the master weights contradict the modules, leave them and the state out.
+    """
+    config = _config_of(ranks)
     arrays = [module.arrays for module in modules]
-    for stage in range(ranks.stages):
-        shards = []
-        for rank, own in zip(ranks.ranks_of_stage(stage), arrays, strict=True):
-            states = [ranks.optimizers[d, rank] for d in range(ranks.files.data_parallel)]
-            if round_robin:
-                # DeepSpeed 0.19.8 then writes the slices in another order, by mistake.
-                states = [replace(state, slices=None) for state in states]
-            shapes = ranks.models[0, rank].shapes
-            if not shapes and all(state.slices for state in states):
-                shapes = shapes_of_slices(states, own)
-            shards.append(
-                list(find_flat_groups(shapes, states, data_before_experts=data_before_experts))
-            )
+    groups_of_stages = [_find_groups(ranks, stage, arrays, config) for stage in range(ranks.stages)]
+    if not _has_stale_masters(config):
+        wrong = find_wrong_masters(
+            ranks.tree,
+            (
+                run
+                for groups in groups_of_stages
+                for shards in groups
+                for group, own in zip(shards, arrays, strict=True)
+                for run in runs_of_masters(group, own)
+            ),
+        )
+        if wrong:
+            builder.left_out.append(describe_wrong_masters(wrong))
+            return
+    param_groups: list[ParamGroup] = []
+    for stage, groups in enumerate(groups_of_stages):
         first = ranks.optimizers[0, ranks.ranks_of_stage(stage)[0]]
-        for same_groups in zip(*shards, strict=True):
-            groups = add_empty_shards(same_groups, arrays)
-            add_flat_group(builder, groups, placement_rule)
+        for shards in groups:
+            add_flat_group(builder, shards, placement_rule)
             if first.hyperparameters is not None:
-                hyperparameters = first.hyperparameters[groups[0].param_group]
-                param_groups.append(ParamGroup(groups[0].names, hyperparameters))
+                hyperparameters = first.hyperparameters[shards[0].param_group]
+                param_groups.append(ParamGroup(shards[0].names, hyperparameters))
         if first.hyperparameters is None and stage == 0:
             builder.left_out.append(
                 "optimizer.param_groups: an elastic checkpoint does not store them"
             )
     add_param_groups(builder, param_groups)
+
+
+def _config_of(ranks: AllRanks) -> Mapping[str, Any]:
+    config = ranks.first_model.values.get("ds_config")
+    return config if isinstance(config, Mapping) else {}
+
+
+def _zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = config.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def _has_stale_masters(config: Mapping[str, Any]) -> bool:
+    """Return whether master weights are older than the weights, as ZenFlow has them.
+
+    It steps the most important weights themselves, and their masters only now and then.
+    """
+    return bool(_zero_config(config).get("zenflow"))
+
+
+def _find_groups(
+    ranks: AllRanks,
+    stage: int,
+    arrays: Sequence[Mapping[str, StoredArray]],
+    config: Mapping[str, Any],
+) -> list[list[FlatGroup]]:
+    """Return the flat groups of a pipeline stage, each on all tensor-parallel ranks.
+
+    Args:
+        arrays: the module of each tensor-parallel rank.
+    """
+    shards = []
+    for rank, own in zip(ranks.ranks_of_stage(stage), arrays, strict=True):
+        states = [ranks.optimizers[d, rank] for d in range(ranks.files.data_parallel)]
+        if _zero_config(config).get("round_robin_gradients"):
+            # DeepSpeed 0.19.8 then writes the slices in another order, by mistake.
+            states = [replace(state, slices=None) for state in states]
+        shapes = ranks.models[0, rank].shapes
+        if not shapes and all(state.slices for state in states):
+            shapes = shapes_of_slices(states, own)
+        data_before_experts = bool(config.get("use_data_before_expert_parallelism"))
+        shards.append(
+            list(find_flat_groups(shapes, states, data_before_experts=data_before_experts))
+        )
+    return [add_empty_shards(same_groups, arrays) for same_groups in zip(*shards, strict=True)]
 
 
 def _add_optimizer_without_zero(

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardwise.formats.masters import (
+    Run,
+    describe_wrong_masters,
+    find_common_run,
+    find_wrong_masters,
+)
 from shardwise.formats.reader import Builder, FileTree, FormatError, ParamGroup, Reader, StoredArray
 from shardwise.formats.readers.deepspeed.all_ranks import AllRanks, read_ranks
 from shardwise.formats.readers.deepspeed.files import (
@@ -24,6 +30,8 @@ from shardwise.formats.readers.deepspeed.reader import add_modules, add_values
 from shardwise.formats.readers.deepspeed.states import (
     CLASSES,
     STEP,
+    ModelState,
+    Number,
     Shape,
     parse_torch_optimizer,
     select_loss_scaling_values,
@@ -37,6 +45,8 @@ KEYS_OF_PARAMETER_SHAPE = (WEIGHTS_KEY, "exp_avg", "exp_avg_sq", "momentum_buffe
 
 ParameterFiles: TypeAlias = Mapping[tuple[str, str], str]
 """The file of each parameter and key of its state."""
+State: TypeAlias = tuple[str, str, "StoredArray | Number"]
+"""A parameter; `MASTER` for its weight, or the key of a state; and the value."""
 
 
 def read(tree: FileTree, builder: Builder) -> None:
@@ -67,8 +77,15 @@ def read(tree: FileTree, builder: Builder) -> None:
     trained = _trained_shapes(ranks)
     placement_rule = ranks.placement_rule()
     _require_parameter_files(tree, f"{folder}zero", parameter_files, ranks, settings)
-    _add_parameters(builder, tree, parameter_files, values, trained, placement_rule)
-    _add_settings(builder, ranks, settings, tree.label(settings_file))
+    states = _take_states(tree, parameter_files, values, trained, placement_rule)
+    runs = _runs_of_masters(states, ranks.modules(), placement_rule)
+    if wrong := find_wrong_masters(tree, runs):
+        builder.left_out.append(describe_wrong_masters(wrong))
+    else:
+        for name, key, value in states:
+            add_state(builder, name, key, [value], place_whole)
+        _add_param_groups(builder, ranks, settings, tree.label(settings_file))
+    _add_loss_scaling(builder, settings)
     if ranks.files.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), placement_rule)
     add_modules(builder, ranks.modules(), placement_rule, zero_3=ranks.files.zero_3)
@@ -115,15 +132,16 @@ def _require_parameter_files(
             tree.require(paths, "hold parameters and their states")
 
 
-def _add_parameters(
-    builder: Builder,
+def _take_states(
     tree: FileTree,
     files: ParameterFiles,
     values: Mapping[str, Any],
     trained: Mapping[str, Sequence[Shape]],
     placement_rule: PlacementRule,
-) -> None:
+) -> list[State]:
+    """Return the weights and states of trained parameters, in their shapes."""
     shapes: dict[str, Shape] = {}
+    states: list[State] = []
     for (name, key), file in files.items():
         if name not in trained:
             continue
@@ -145,7 +163,27 @@ def _add_parameters(
                     f"{list(shapes[name])}: the file is of another model, or damaged: copy all "
                     "files of one save"
                 )
-        add_state(builder, name, MASTER if key == WEIGHTS_KEY else key, [array], place_whole)
+        states.append((name, MASTER if key == WEIGHTS_KEY else key, array))
+    return states
+
+
+def _runs_of_masters(
+    states: Iterable[State], modules: Sequence[ModelState], placement_rule: PlacementRule
+) -> Iterator[tuple[str, Run]]:
+    """Yield runs of the weights that the modules of tensor-parallel ranks have as well."""
+    for name, key, master in states:
+        shards = [module.arrays[name] for module in modules if name in module.arrays]
+        if key != MASTER or not isinstance(master, StoredArray) or len(shards) < len(modules):
+            continue
+        placement = placement_rule(name, [shard.shape for shard in shards])
+        if placement.averaged or placement.shape != master.shape:
+            continue
+        for shard, boxes in zip(shards, placement.parts, strict=True):
+            for box, offset in boxes:
+                pair = master.part(offset, box.shape), shard.part(box.offset, box.shape)
+                origin = (0,) * len(offset)
+                if run := find_common_run(origin, pair[0], origin, pair[1]):
+                    yield name, run
 
 
 def _unwrap_parameter(value: Any) -> Any:
@@ -165,16 +203,16 @@ def _unflatten(array: StoredArray, shapes: Sequence[Shape], path: str) -> Stored
     return StoredArray.contiguous(array.file, array.start, array.dtype, shape)
 
 
-def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -> None:
-    """Add hyperparameters, the loss scaler, and the steps of parameters without a step file."""
-    settings = dict(value) if isinstance(value, Mapping) else {}
-    saved_groups = settings.get("param_groups")
+def _add_param_groups(builder: Builder, ranks: AllRanks, settings: object, path: str) -> None:
+    """Add hyperparameters, and the steps of parameters without a step file."""
+    values = settings if isinstance(settings, Mapping) else {}
+    saved_groups = values.get("param_groups")
     if not isinstance(saved_groups, (list, tuple)):
         raise FormatError(
             f"{path}: not a file of hyperparameters: it has no list param_groups; copy the file "
             "again from an intact source"
         )
-    state = settings.get("optimizer_state_dict", {"state": {}, "param_groups": list(saved_groups)})
+    state = values.get("optimizer_state_dict", {"state": {}, "param_groups": list(saved_groups)})
     optimizer = parse_torch_optimizer(state, path)
     param_groups: list[ParamGroup] = []
     for stage in range(ranks.stages):
@@ -191,10 +229,14 @@ def _add_settings(builder: Builder, ranks: AllRanks, value: object, path: str) -
                 add_scalars(builder, list(group), STEP, [step])
             param_groups.append(ParamGroup(tuple(group), (optimizer.hyperparameters or ())[index]))
     add_param_groups(builder, param_groups)
-    for key, item in select_loss_scaling_values(settings).items():
+
+
+def _add_loss_scaling(builder: Builder, settings: object) -> None:
+    values = settings if isinstance(settings, Mapping) else {}
+    for key, item in select_loss_scaling_values(values).items():
         if item is not None:
             builder.add_value(f"deepspeed.{key}", item)
-    if "fp32_flat_groups" in settings:
+    if "fp32_flat_groups" in values:
         builder.left_out.append(
             f"zero/{HYPERPARAMETERS_FILE}: the first rank's flat state, which the parameters' "
             "files have too"

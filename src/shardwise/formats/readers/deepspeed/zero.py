@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.formats.masters import Run, find_flat_run
 from shardwise.formats.reader import FormatError, StoredArray
 from shardwise.formats.readers.deepspeed.states import Number, OptimizerState, Shape, Shapes
 
@@ -224,6 +225,25 @@ def add_empty_shards(
             group = replace(group, names=names, shapes=of_all, arrays=flat)
         completed.append(group)
     return completed
+
+
+def runs_of_masters(
+    group: FlatGroup, weights: Mapping[str, StoredArray]
+) -> Iterator[tuple[str, Run]]:
+    """Yield runs of all master weights of a group that the module has as well.
+
+    Args:
+        group: the group on one tensor-parallel rank.
+        weights: the module of this rank.
+    """
+    ranges, arrays = group.arrays[MASTER]
+    for parameter, rank, start, stop, position in zip(*(c.tolist() for c in ranges), strict=True):
+        name, masters = group.names[parameter], arrays[rank]
+        own = weights.get(name)
+        if masters is None or own is None or own.shape != group.shapes[parameter]:
+            continue
+        if run := find_flat_run(masters, position, own, start, stop - start):
+            yield name, run
 
 
 def find_flat_groups(

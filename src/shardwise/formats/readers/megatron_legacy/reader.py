@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from shardwise.formats.masters import (
+    Run,
+    describe_wrong_masters,
+    find_common_run,
+    find_wrong_masters,
+)
 from shardwise.formats.reader import (
     Builder,
     FileTree,
@@ -69,7 +75,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     _check_ranks(tree, files, ranks)
     chunks, gates = count_chunks_and_gates(ranks, str(tree))
     _refuse_unsupported(ranks[0], sizes)
-    optimizers = _find_optimizers(ranks, sizes["pp"], builder.left_out)
+    optimizers = _find_optimizers(tree, ranks, sizes["pp"], builder.left_out)
     master_dtypes = _find_master_dtypes(ranks, optimizers)
     rows = [
         row
@@ -154,12 +160,12 @@ def _refuse_unsupported(rank: Rank, sizes: Mapping[str, int]) -> None:
 
 
 def _find_optimizers(
-    ranks: Sequence[Rank], stages: int, left_out: list[str]
+    tree: FileTree, ranks: Sequence[Rank], stages: int, left_out: list[str]
 ) -> list[RankOptimizer]:
     """Return the optimizer state of each rank.
 
-    If it cannot be assigned to parameters on one rank, it is left out on all: state that some ranks
-    lack does not make up whole tensors.
+    If it cannot be assigned to parameters on one rank, or if master weights contradict the weights,
+    it is left out on all ranks: state that some ranks lack does not make up whole tensors.
     """
     optimizers = [RankOptimizer() for _ in ranks]
     try:
@@ -169,7 +175,20 @@ def _find_optimizers(
     except UnassignedStateError as error:
         left_out.append(f"optimizer.*: {rank.path}: {error}")
         return [RankOptimizer(values=each.values) for each in optimizers]
+    if wrong := find_wrong_masters(tree, _runs_of_masters(optimizers)):
+        left_out.append(describe_wrong_masters(wrong))
+        return [RankOptimizer(values=each.values) for each in optimizers]
     return optimizers
+
+
+def _runs_of_masters(optimizers: Iterable[RankOptimizer]) -> Iterator[tuple[str, Run]]:
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            master, weights = state.get(MASTER), parameter.array
+            if isinstance(master, StoredArray) and master.shape == weights.shape:
+                origin = (0,) * len(weights.shape)
+                if run := find_common_run(origin, master, origin, weights):
+                    yield parameter.name, run
 
 
 def _find_master_dtypes(ranks: Sequence[Rank], optimizers: Sequence[RankOptimizer]) -> MasterDtypes:
