@@ -31,6 +31,7 @@ from shardwise.boxes import (
     split_into_boxes,
 )
 from shardwise.errors import LayoutError
+from tests.breadth import OLD_TORCH
 
 # Flattened ranges as boxes, against numpy's row-major order.
 
@@ -163,12 +164,19 @@ def at_index(splits: list[tuple[int, int, int]], index: tuple[int, ...]) -> list
     return [Split(dim, parts, i, strides) for (dim, parts, strides), i in pairs]
 
 
+def chunk(values: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
+    """As `torch.chunk`, which returns fewer parts if the last ones are empty."""
+    chunks = list(values.chunk(parts, dim))
+    return chunks + [values.narrow(dim, 0, 0)] * (parts - len(chunks))
+
+
 def cut_by_torch(values: torch.Tensor, dim: int, parts: int, strides: int) -> list[torch.Tensor]:
     """As DTensor cuts for a placement."""
     if strides == 1:
-        chunks = list(values.chunk(parts, dim))
-        empty = values.narrow(dim, 0, 0)
-        return chunks + [empty] * (parts - len(chunks))
+        return chunk(values, dim, parts)
+    if OLD_TORCH:  # its placement cuts indivisible dimensions otherwise than FSDP2 with TP does
+        cut = [chunk(each, dim, parts) for each in chunk(values, dim, strides)]
+        return [torch.cat(each, dim) for each in zip(*cut, strict=True)]
     placement = _StridedShard(dim, split_factor=strides)
     return placement._split_tensor(values, parts, with_padding=False)[0]
 

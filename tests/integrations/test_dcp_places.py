@@ -57,6 +57,27 @@ def test_ranks_that_load_different_steps(gang: Gang, tmp_path: Path) -> None:
     gang.run(load_two_steps, str(tmp_path), world=2)
 
 
+def load_what_one_rank_lacks(root: str) -> None:
+    """Each rank has the reason why it refuses, and knows which ranks failed."""
+    warnings.simplefilter("ignore")
+    dcp.save(sharded(1.0), checkpoint_id=f"{root}/here")
+    for lacking in ([1], [0, 1]):
+        place = f"{root}/{'lacking' if dist.get_rank() in lacking else 'here'}"
+        reader = dcp.StorageReader(place)
+        with pytest.raises(dcp.CheckpointError) as raised:
+            dcp.load(sharded(0.0), storage_reader=reader)
+        assert [*raised.value.failures] == lacking
+        if dist.get_rank() in lacking:
+            error, stack = raised.value.failures[dist.get_rank()]
+            assert isinstance(error, sw.CheckpointNotFoundError)
+            assert stack
+        assert reader.take_refusal() is None  # it would hold the state
+
+
+def test_each_rank_says_why_it_refuses_a_checkpoint(gang: Gang, tmp_path: Path) -> None:
+    gang.run(load_what_one_rank_lacks, str(tmp_path), world=2)
+
+
 def test_a_copy_at_another_place_is_the_same_checkpoint(tmp_path: Path) -> None:
     """Each node may read a copy of its own."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")

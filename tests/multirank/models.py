@@ -203,7 +203,10 @@ def _shard(model: Model, mesh: DeviceMesh, grid: Grid) -> None:
     for block in model.blocks.values():
         if grid.tensors is not None:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            frozen = [name for name, each in block.named_parameters() if not each.requires_grad]
             parallelize_module(block, mesh[grid.tensors], plan)
+            for name in frozen:  # torch 2.9 would train them
+                block.get_parameter(name).requires_grad_(False)
         if grid.data is not None:
             fully_shard(block, mesh=mesh[grid.data])
     if grid.data is not None:

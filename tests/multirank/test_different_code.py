@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def test_ranks_with_other_code_of_the_same_version_are_refused(tmp_path: Path) -
     ]
     for process in ranks:
         output, _ = process.communicate(timeout=120)
-        assert output.startswith("RankError")
+        assert re.search(
+            "^RankError", output, re.MULTILINE
+        )  # gloo of torch 2.9 prints lines before
         assert "install the same code on all hosts" in output
     assert not (path / "manifest.json").exists()
 

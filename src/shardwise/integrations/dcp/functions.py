@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -280,7 +281,8 @@ def load(
     Raises:
         StateError: an option has no meaning here.
         CheckpointError: the load failed on some ranks. All ranks raise it, and its `failures`
-            has the errors of shardwise.
+            has the errors of shardwise. Why a checkpoint was refused is in the error of the rank
+            that refused it; other ranks have an AssertionError of DCP.
     """
     if storage_reader is None:
         storage_reader = StorageReader(_required(checkpoint_id, "storage_reader"))
@@ -289,7 +291,8 @@ def load(
             f"storage_reader={storage_reader!r}: it reads another format: pass it to "
             "torch.distributed.checkpoint.load, or pass only checkpoint_id="
         )
-    with as_checkpoint_error("the load"):
+    rank = 0 if no_dist or not dist.is_initialized() else dist.get_rank(process_group)
+    with _with_refusal(storage_reader, rank), as_checkpoint_error("the load"):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -298,6 +301,21 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
+
+
+@contextmanager
+def _with_refusal(reader: StorageReader, rank: int) -> Iterator[None]:
+    """Put why the reader of this rank refused its checkpoint into the error of the load.
+
+    DCP has an AssertionError instead, which hides the reason before torch 2.11.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        refusal = reader.take_refusal()
+        if refusal is not None and rank in error.failures:
+            error.failures[rank] = refusal, traceback.extract_tb(refusal.__traceback__)
+        raise
 
 
 def _writer(

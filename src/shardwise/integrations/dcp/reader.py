@@ -77,6 +77,7 @@ class StorageReader(storage.StorageReader):
         )
         self._has_spec = spec is not None
         self._opened: tuple[sw.Checkpoint, DcpNames] | None = None
+        self._refusal: Exception | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -102,6 +103,19 @@ class StorageReader(storage.StorageReader):
         Raises:
             CheckpointNotFoundError, FormatError: as for `sw.open`.
         """
+        self._refusal = None
+        try:
+            return self._read_metadata()
+        except Exception as error:
+            self._refusal = error
+            raise
+
+    def take_refusal(self) -> Exception | None:
+        """Return why `read_metadata` failed, once: DCP catches that, and asserts a result."""
+        refusal, self._refusal = self._refusal, None
+        return refusal
+
+    def _read_metadata(self) -> Metadata:
         checkpoint = self._open(self.path)
         names = names_in_checkpoint(checkpoint)
         if checkpoint.layout.format == DCP_FORMAT and not self._has_spec:
