@@ -19,6 +19,10 @@ CONTENTS: dict[str, dict[str, str]] = {
         "deepspeed/[24]/*.expected.pt": HELD,
     },
     "deepspeed_autotp": {"deepspeed-autotp*/zero*": SAVED, "deepspeed-autotp*/expected.pt": HELD},
+    "deepspeed_frozen": {
+        "deepspeed-frozen/2/*/*": SAVED,
+        "deepspeed-frozen/2/*.expected.pt": HELD,
+    },
     "deepspeed_parallel": {
         "deepspeed-parallel/*/*": SAVED,
         "deepspeed-parallel/*.expected-[0-3].pt": HELD,

@@ -35,6 +35,11 @@ def swap_on_second_rank(held: dict[str, Any]) -> None:
     swap(flat[:32], flat[32:64])
 
 
+def swap_without_zero(held: dict[str, Any]) -> None:
+    _, first, second = held["optimizer"]["fp32_groups"][0]
+    swap(first, second)
+
+
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     held = torch.load(path, weights_only=False)
     change(held)
@@ -63,13 +68,16 @@ def weights_of(place: Path) -> dict[str, torch.Tensor]:
     return {name: each for name, each in module.items() if not name.startswith("norm.")}
 
 
-@pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.parametrize("case", [*DIVIDED, "zero0-bfloat16"])
 def test_swapped_masters_are_found(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
     place = tmp_path / case
     shutil.copytree(checkpoints.place(case), place)
     assert not [line for line in sw.open(place).left_out if "contradict" in line]
-    (path,) = (place / TAG).glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    edit(path, swap_on_second_rank)
+    if case.startswith("zero0"):
+        edit(place / TAG / "mp_rank_00_model_states.pt", swap_without_zero)
+    else:
+        (path,) = (place / TAG).glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        edit(path, swap_on_second_rank)
     assert_left_out(place, weights_of(place / TAG))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FormatError
-from shardwise.formats.readers.deepspeed.without_zero import assign_by_shape
+from shardwise.formats.readers.deepspeed.without_zero import Group, Slot, assign_members
 from shardwise.formats.readers.deepspeed.zero import (
     FlatRanges,
     ranges_of_partitions,
@@ -81,18 +83,81 @@ def test_partitions_that_are_too_short_are_refused() -> None:
 
 def test_names_are_told_by_shapes_only_if_one_way_is_left() -> None:
     parameters = [("a", (2, 3)), ("frozen", (3,)), ("b", (4,)), ("c", (3,)), ("d", (2, 3))]
-    assert assign_by_shape(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
-    assert assign_by_shape(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [
+    assert assign_members(parameters, [[(2, 3), (2, 3)], [(4,), (3,)]]) == [["a", "d"], ["b", "c"]]
+    assert assign_members(parameters, [[(2, 3), (2, 3)], [(3,), (4,)]]) == [
         ["a", "d"],
         ["frozen", "b"],
     ]
-    assert assign_by_shape(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
-    assert assign_by_shape(parameters, [[(9,)]]) is None
-    assert assign_by_shape(parameters, []) == []
+    assert assign_members(parameters, [[(2, 3)], [(4,)]]) is None  # a or d
+    assert assign_members(parameters, [[(9,)]]) is None
+    assert assign_members(parameters, []) == []
     whole: list[tuple[int, ...] | None] = [(2, 3), None, (4,), None, (2, 3)]
-    assert assign_by_shape(parameters, [whole]) == [["a", "frozen", "b", "c", "d"]]
-    assert assign_by_shape(parameters, [[(2, 3), None, (3,), None]]) is None  # frozen or b
-    assert assign_by_shape(parameters, [[None]]) is None
+    assert assign_members(parameters, [whole]) == [["a", "frozen", "b", "c", "d"]]
+    # A member without state may be frozen or b. Nothing belongs to it.
+    assert assign_members(parameters, [[(2, 3), None, (3,), None]]) == [["a", None, "c", "d"]]
+    assert assign_members(parameters, [[None]]) == [[None]]
+    assert assign_members(parameters, [[None, (3,), None]]) is None  # frozen or c
+
+
+def assignments(shapes: list[tuple[int, ...]], groups: list[Group]) -> Iterator[dict[Slot, int]]:
+    """Every way to fill the slots of all groups, each in the order of the parameters."""
+    for choice in product(range(-1, len(groups)), repeat=len(shapes)):
+        taken, at = dict[Slot, int](), [0] * len(groups)
+        for index, group in enumerate(choice):
+            if group >= 0:
+                taken[group, at[group]] = index
+                is_flat = isinstance(groups[group], int)
+                at[group] += math.prod(shapes[index]) if is_flat else 1
+        ends = [group if isinstance(group, int) else len(group) for group in groups]
+        alike = (
+            isinstance(groups[g], int) or groups[g][at] in (shapes[index], None)
+            for (g, at), index in taken.items()
+        )
+        if at == ends and all(alike):
+            yield taken
+
+
+@given(
+    st.lists(st.sampled_from([(2,), (3,), (2, 2), (1, 3)]), min_size=1, max_size=6),
+    st.lists(st.integers(-1, 1), min_size=6, max_size=6),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+    st.booleans(),
+)
+def test_members_are_told_just_if_all_assignments_agree(
+    shapes: list[tuple[int, ...]], group_of: list[int], has_state: list[bool], is_flat: bool
+) -> None:
+    parameters = [(str(index), shape) for index, shape in enumerate(shapes)]
+    own = [[i for i in range(len(shapes)) if group_of[i] == group] for group in (0, 1)]
+    groups: list[Group] = [
+        sum(math.prod(shapes[i]) for i in members)
+        if is_flat
+        else [shapes[i] if has_state[i] else None for i in members]
+        for members in own
+    ]
+    ways = [*assignments(shapes, groups)]
+    slots = {
+        slot
+        for way in ways
+        for slot in way
+        if is_flat or groups[slot[0]][slot[1]] is not None  # type: ignore[index]
+    }
+    is_unique = all(len({way.get(slot) for way in ways}) == 1 for slot in slots)
+    found = assign_members(parameters, groups)
+    assert (found is not None) is is_unique
+    if found is not None:
+        for members, names in zip(own, found, strict=True):
+            for i, name in zip(members, names, strict=True):
+                assert name == str(i) or (name is None and not is_flat and not has_state[i])
+    # Values that are only in the right slots tell all members.
+    right = {
+        (group, sum(math.prod(shapes[i]) for i in members[:at]) if is_flat else at): str(i)
+        for group, members in enumerate(own)
+        for at, i in enumerate(members)
+    }
+    found = assign_members(
+        parameters, groups, lambda name, slots: {s for s in slots if right.get(s) == name}
+    )
+    assert found == [[str(i) for i in members] for members in own]
 
 
 def test_an_optimizer_over_frozen_parameters_is_read_without_zero(tmp_path: Path) -> None:

@@ -29,6 +29,26 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class FrozenModel(nn.Module):
+    """Frozen parameters between trained ones of the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5)
+        self.norms = nn.ModuleList(nn.LayerNorm(5) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.head = nn.Linear(5, 13, bias=False)
+        for index in (0, 2):
+            self.norms[index].requires_grad_(False)
+            self.layers[index].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + torch.tanh(layer(norm(x)))
+        return self.head(x)
+
+
 def optimizer_of(model: nn.Module, *, sgd: bool = False) -> torch.optim.Optimizer:
     """Return an optimizer with two param groups."""
     trained = [p for p in model.parameters() if p.requires_grad]

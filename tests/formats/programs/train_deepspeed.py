@@ -19,9 +19,10 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from small_model import Model, optimizer_of
+from small_model import FrozenModel, Model, optimizer_of
 from torch import nn
 
+FUSED = deepspeed.runtime.engine.FusedAdam
 CASES: dict[str, dict[str, Any]] = {
     "zero0-float32": {"stage": 0},
     "zero0-bfloat16": {"stage": 0, "bf16": True},
@@ -48,6 +49,15 @@ MUON: dict[str, dict[str, Any]] = {
 }
 """DeepSpeed's own Muon, which keeps the momentum of whole matrices on several ranks. DeepSpeed
 0.19.8 cannot load what it saves with elastic_checkpoint."""
+
+FROZEN: dict[str, dict[str, Any]] = {
+    "float32": {"stage": 0, "frozen": Model},
+    "float32-alike": {"stage": 0, "frozen": FrozenModel},
+    "bfloat16": {"stage": 0, "frozen": FrozenModel, "bf16": True},
+    "bfloat16-flat": {"stage": 0, "frozen": FrozenModel, "bf16": True, "flat": True},
+    "float16-flat": {"stage": 0, "frozen": FrozenModel, "fp16": True, "flat": True},
+}
+"""Frozen parameters without ZeRO, in both param groups. `flat`: master weights are flattened."""
 
 
 def config(case: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +94,24 @@ def muon_of(model: nn.Module) -> torch.optim.Optimizer:
     return MuonWithAuxAdam(groups)
 
 
+def optimizer_over(model: nn.Module, case: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer with two param groups, of matrices and of vectors."""
+    # DeepSpeed flattens only master weights of its own fused Adam, which must be compiled first.
+    deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if case.get("flat") else FUSED
+    members = [*model.parameters()]
+    groups = [
+        {"params": [p for p in members if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": [p for p in members if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups)
+
+
 def start(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
+    if "frozen" in case:
+        model = case["frozen"]()
+        settings = {"optimizer": optimizer_over(model, case), "config": config(case)}
+        return deepspeed.initialize(model=model, **settings)[0]
     model = Model()
     if case.get("muon"):
         settings = {"optimizer": muon_of(model), "config": config(case)}
@@ -181,6 +207,16 @@ def reordered(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor
 
 def without_zero(optimizer: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the master weight of a parameter and its state, of which each rank has all."""
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for low, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            start = 0
+            for weight in low:
+                if weight is parameter:
+                    flat = {**optimizer.optimizer.state[masters], "master": masters}
+                    part = slice(start, start + weight.numel())
+                    own = {k: v[part].view_as(weight) for k, v in flat.items() if v.dim()}
+                    return own.pop("master"), own
+                start += weight.numel()
     if not hasattr(optimizer, "fp32_groups"):
         return parameter, optimizer.state[parameter]
     for low, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -197,7 +233,7 @@ def main(directory: Path, names: list[str]) -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in names:
-        case = {**CASES, **MUON}[name]
+        case = {**CASES, **MUON, **FROZEN}[name]
         engine = train(case)
         engine.save_checkpoint(str(directory / name), client_state={"epoch": 7, "note": "hello"})
         if name in MUON:

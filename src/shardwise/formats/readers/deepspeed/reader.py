@@ -55,7 +55,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     if ranks.optimizers:
         _add_zero_optimizer(builder, ranks, modules, placement_rule)
     else:
-        _add_optimizer_without_zero(builder, ranks, modules[0], placement_rule)
+        _add_optimizer_without_zero(builder, ranks, modules, placement_rule)
     if ranks.files.zero_3:
         add_frozen_slices(builder, ranks.models_by_tensor_rank(), placement_rule)
     add_modules(builder, modules, placement_rule, zero_3=ranks.files.zero_3)
@@ -157,7 +157,7 @@ def _find_groups(
 
 
 def _add_optimizer_without_zero(
-    builder: Builder, ranks: AllRanks, module: ModelState, placement_rule: PlacementRule
+    builder: Builder, ranks: AllRanks, modules: Sequence[ModelState], placement_rule: PlacementRule
 ) -> None:
     states = [ranks.models[0, rank] for rank in ranks.ranks_of_stage(0)]
     if any(state.optimizer is None for state in states):
@@ -167,13 +167,14 @@ def _add_optimizer_without_zero(
             "optimizer.*: the files of the pipeline's stages do not name its parameters"
         )
         return
-    ties = module.find_ties()
+    ties = modules[0].find_ties()
     shapes = {
         name: array.shape
-        for name, array in module.arrays.items()
-        if name not in module.buffers and name not in ties
+        for name, array in modules[0].arrays.items()
+        if name not in modules[0].buffers and name not in ties
     }
-    add_undivided_optimizer(builder, states, shapes, placement_rule)
+    arrays = [module.arrays for module in modules]
+    add_undivided_optimizer(builder, states, arrays, shapes, placement_rule)
 
 
 def add_modules(
