@@ -65,27 +65,29 @@ elif "${user[@]}" true 2>/dev/null; then
 else
     skip user "user namespaces are not permitted here"
 fi
-for version in 2.9.0 2.14.1; do  # a venv of its own, which sees the packages of the other one
+# A venv of its own, which sees the packages and the programs of the other one.
+of_default=$python
+programs=$(cd "$(dirname "$python")" && pwd)
+for version in 2.9.0 2.14.1; do
     name=torch-${version%.*}
     venv=.venv-$name
-    if [ ! -x "$venv/bin/python" ]; then
+    if [ ! -e "$venv/.ready" ]; then
         if [[ " ${NAMES:-} " != *" $name "* ]]; then
-            skip "$name" "$venv is missing: NAMES=$name installs it, up to 5 GB"
+            skip "$name" "$venv is missing: NAMES=$name installs it, up to 7 GB"
             continue
         fi
-        packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        if ! { "$python" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet "torch==$version" numpy; }; then
-            rm -rf "$venv"
+        grep -v '^torch==' constraints.txt >"$out/constraints.txt"
+        if ! { "$of_default" -m venv --clear "$venv" &&
+            "$venv/bin/python" -m pip install --quiet --constraint "$out/constraints.txt" "torch==$version"; }; then
             failed+=("$name")
             continue
         fi
-        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        echo "$packages" >"$site/zz_other_packages.pth"
+        purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
+        "$of_default" -c "$purelib" >"$("$venv/bin/python" -c "$purelib")/zz_other_packages.pth"
+        touch "$venv/.ready"
     fi
-    of_default=$python
     python=$PWD/$venv/bin/python
-    variation "$name" env PYTHONPATH="$PWD/src:$PWD"
-    python=$of_default
+    variation "$name" env PYTHONPATH="$PWD/src:$PWD" PATH="$PWD/$venv/bin:$programs:$PATH"
 done
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}"
