@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=348,
-    statements=36751,
+    statements=36778,
     modules_of_api=89,
     statements_of_api=10030,
     record_types=283,
