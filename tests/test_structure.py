@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=346,
-    statements=36498,
+    statements=36525,
     modules_of_api=88,
     statements_of_api=9942,
     record_types=281,

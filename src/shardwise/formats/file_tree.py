@@ -249,6 +249,8 @@ class FileTree:
             with self.open_range(name) as file_range:
                 return read_file(file_range)
 
+        if len(names) == 1:  # a thread would take longer than many reads
+            return {names[0]: open_and_read(names[0])}
         with ThreadPoolExecutor(self.threads, "shardwise-open") as pool:
             return dict(zip(names, pool.map(open_and_read, names), strict=True))
 

@@ -154,10 +154,29 @@ def test_members_are_told_just_if_all_assignments_agree(
         for group, members in enumerate(own)
         for at, i in enumerate(members)
     }
+    for unlike_later in ((), [name for name, _ in parameters]):
+        found = assign_members(
+            parameters,
+            groups,
+            lambda name, slots: {s for s in slots if right.get(s) == name},
+            unlike_later,
+        )
+        assert found == [[str(i) for i in members] for members in own]
+
+
+def test_values_tell_the_members_of_many_parameters() -> None:
+    """Every third is frozen. Each frozen one could be skipped, or a trained one in its place."""
+    parameters = [(str(index), (2, 2)) for index in range(600)]
+    trained = [[name for name, _ in parameters[group::3]] for group in (0, 1)]
+    right = {(g, 4 * at): name for g, names in enumerate(trained) for at, name in enumerate(names)}
     found = assign_members(
-        parameters, groups, lambda name, slots: {s for s in slots if right.get(s) == name}
+        parameters,
+        [4 * len(names) for names in trained],
+        lambda name, slots: {slot for slot in slots if right.get(slot) == name},
+        {name for name, _ in parameters},
     )
-    assert found == [[str(i) for i in members] for members in own]
+    assert found == trained
+    assert assign_members(parameters, [4 * len(names) for names in trained]) is None
 
 
 def test_an_optimizer_over_frozen_parameters_is_read_without_zero(tmp_path: Path) -> None:

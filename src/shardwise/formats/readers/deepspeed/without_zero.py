@@ -7,7 +7,7 @@ weights, their values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import eq
 from typing import Any, TypeAlias
 
@@ -158,9 +158,15 @@ def _infer_members(
             shapes[group].append(_shape_of_member(optimizer, index))
         groups = [*shapes]
     ordered = list(parameters.items())
-    found = assign_members(ordered, groups)
-    if found is None and optimizer.masters:
-        found = assign_members(ordered, groups, _comparison(tree, optimizer, groups, weights))
+    if not optimizer.masters:
+        return assign_members(ordered, groups)
+    found = assign_members(ordered, groups, most_prefixes=MOST_PREFIXES // 10)
+    if found is None:
+        own = {name: weights[name] for name in parameters}
+        agreeing = _comparison(tree, optimizer, groups, own)
+        found = assign_members(
+            ordered, groups, agreeing, _find_unlike_later(tree, own, optimizer.masters)
+        )
     return found
 
 
@@ -221,6 +227,34 @@ def _comparison(
     return agreeing
 
 
+def _find_unlike_later(tree: FileTree, weights: Arrays, masters: Sequence[StoredArray]) -> set[str]:
+    """Return the parameters that begin otherwise than all later ones.
+
+    If some arrays cannot be compared element by element, return none.
+    """
+    filled = {name: array for name, array in weights.items() if math.prod(array.shape)}
+    begins = {name: _beginning(array) for name, array in filled.items()}
+    are_comparable = all(map(_beginning, masters)) and all(begins.values())
+    if not are_comparable or len({array.dtype for array in filled.values()}) > 1:
+        return set()
+    values = read_runs(tree, filter(None, begins.values()))
+    texts = {name: tuple(values[each].tolist()) for name, each in begins.items() if each}
+    lengths = {len(text) for text in texts.values()}
+    unlike = set[str]()
+    whole, cut = set[tuple[float, ...]](), set[tuple[float, ...]]()
+    for name, text in reversed(texts.items()):
+        if text not in cut and not any(text[:length] in whole for length in lengths):
+            unlike.add(name)
+        whole.add(text)
+        cut.update(text[:length] for length in lengths if length <= len(text))
+    return unlike
+
+
+def _beginning(array: StoredArray) -> StoredArray | None:
+    run = find_flat_run(array, 0, array, 0, min(_BEGINNING, math.prod(array.shape)))
+    return None if run is None else run[0]
+
+
 def _windows(run: Run) -> list[tuple[int, int]]:
     """Return the starts and lengths of the parts of a run that are compared."""
     (size,) = run[0].shape
@@ -277,6 +311,8 @@ def assign_members(
     parameters: Sequence[tuple[str, Shape]],
     groups: Sequence[Group],
     agreeing: Agreement | None = None,
+    unlike_later: Container[str] = frozenset(),
+    most_prefixes: int = MOST_PREFIXES,
 ) -> list[list[str | None]] | None:
     """Return the names of the members of groups, if exactly one parameter can be each of them.
 
@@ -287,13 +323,16 @@ def assign_members(
         parameters: the name and the shape of each parameter, in the module's order.
         groups: the groups, all flattened or none.
         agreeing: returns in which slots a parameter's values are; by default, in all of them.
+        unlike_later: parameters whose values are not those of any later one. If they are in a slot,
+            no other parameter can be in it.
+        most_prefixes: the most prefixes to follow.
 
     Returns:
         The names in each group. The name of a member without state is None if several parameters
         can be this member. The result is None if there is no assignment, if several parameters can
         be a member with state, or if there are too many ways to follow.
     """
-    followed = _follow(parameters, groups, agreeing)
+    followed = _follow(parameters, groups, agreeing, unlike_later, most_prefixes)
     if followed is None:
         return None
     # From the last parameter to the first, keep what leads to the end of all groups.
@@ -323,7 +362,11 @@ def assign_members(
 
 
 def _follow(
-    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Group], agreeing: Agreement | None
+    parameters: Sequence[tuple[str, Shape]],
+    groups: Sequence[Group],
+    agreeing: Agreement | None,
+    unlike_later: Container[str],
+    most_prefixes: int,
 ) -> list[tuple[set[Prefix], set[Slot]]] | None:
     """Return the prefixes that are possible before each parameter, and the slots it may take.
 
@@ -344,13 +387,16 @@ def _follow(
             slots = agreeing(name, slots)
         followed.append((prefixes, slots))
         left -= math.prod(shape) if is_flat else 1
+        is_last = agreeing is not None and name in unlike_later
         prefixes = {
             after
             for slot, after in moves
-            if (slot is None or slot in slots) and needed - sum(after) <= left
+            if (slot is None or slot in slots)
+            and needed - sum(after) <= left
+            and not (is_last and not slots.isdisjoint(enumerate(after)))
         }
         count += len(prefixes)
-        if count > MOST_PREFIXES:
+        if count > most_prefixes:
             return None
     return followed
 
