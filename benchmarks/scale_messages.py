@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.scale_states import Job
 from shardwise.engine.buffers import Arena
+from shardwise.engine.describe import BoundState
 from shardwise.engine.group import Combine, Decode, Group
 from shardwise.engine.planning import (
     PlannedSave,
@@ -130,7 +131,7 @@ class SavingRank:
         """Return a rank of a job. Nothing is written to the directory."""
         store = open_store(directory / "checkpoint")
         request = SaveRequest(
-            state=job.state(rank),
+            state=BoundState(job.state(rank)),
             store=store,
             arena=Arena(1 << 20),
             step=1000,
@@ -141,7 +142,7 @@ class SavingRank:
 
     def plan(self, group: ReplayGroup) -> PlannedSave:
         """Plan the save with the other ranks."""
-        return plan_together(lambda: self.request, group, self.plan_cache, Recorder())
+        return plan_together(lambda: self.request, None, group, self.plan_cache, Recorder())
 
     def publish(self, group: ReplayGroup, planned: PlannedSave) -> bytes:
         """Tell the other ranks of this rank's file. Return the manifest, on rank 0."""
@@ -287,7 +288,9 @@ def files_of(planned: PlannedSave) -> Change:
     writes = np.zeros(plan.world, bool)
     writes[plan.writers] = True
     objects = (
-        len(msgspec.json.encode(per_rank)) if (per_rank := planned.request.state.per_rank) else 0
+        len(msgspec.json.encode(per_rank))
+        if (per_rank := planned.request.state.values.per_rank)
+        else 0
     )
     header = lay_out_file(planned.save_id, 0, plan.header_entries, objects)[1].data_at
 

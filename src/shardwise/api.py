@@ -16,12 +16,13 @@ from shardwise.adapters import local_state_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.compile_and_gc import pause_gc, skip_compile
+from shardwise.engine.describe import BoundState
 from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.process_groups import connect_process_group
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, save_all
+from shardwise.engine.save import SaveReport, Storage, save_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state
@@ -29,9 +30,7 @@ from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_on_place, open_any, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
-from shardwise.state.local_state import LocalState
 from shardwise.state.name_lookup import Rename
-from shardwise.state.tensors import mesh_axes
 from shardwise.store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
@@ -90,26 +89,20 @@ def save(
         StoreError: the storage failed on this rank.
         RankError: another rank failed.
     """
-    recorder = Recorder(on_event)
 
-    def prepare() -> SaveRequest:
+    def make_request() -> SaveRequest:
         arena, store = Arena(staging_bytes), open_store(place)
-        local = _describe(state, recorder, allow_pickle=allow_pickle)
-        request = SaveRequest(state=local, store=store, arena=arena, step=step,
+        bound = BoundState(local_state_of(state, allow_pickle=allow_pickle))
+        request = SaveRequest(state=bound, store=store, arena=arena, step=step,
             overwrite=overwrite, check_replicas=check_replicas, metrics=metrics or {})  # fmt: skip
         if ranks.rank == 0:
             refuse_as_destination(store)
         return request
 
     warn_without_group(group)
-    with pause_gc(), resolved_group(group) as ranks:
-        return save_all(prepare, ranks, PlanCache() if plan_cache is None else plan_cache, recorder)
-
-
-def _describe(state: State, recorder: Recorder, *, allow_pickle: bool) -> LocalState:
-    local = local_state_of(state, allow_pickle=allow_pickle)
-    recorder.axes = mesh_axes(local.tensors)
-    return local
+    cache = PlanCache() if plan_cache is None else plan_cache
+    with pause_gc(), resolved_group(group) as ranks, Storage() as storage:
+        return save_together(make_request, storage, ranks, cache, Recorder(on_event))
 
 
 @skip_compile

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
+from shardwise.engine.describe import BoundState
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
 from shardwise.engine.shared_values import SharedValues, merge_values
@@ -102,7 +103,7 @@ class PartialSave:
     ) -> None:
         self._allow_pickle = allow_pickle
         self._request = SaveRequest(
-            state=LocalState(),
+            state=BoundState(LocalState()),
             store=open_store(place),
             arena=Arena(staging_bytes),
             step=step,

@@ -165,7 +165,7 @@ class Checkpointer:
                 self._signals = install_signals(save_on_signals, after_signal)
             self._claim = RootClaim(self._root)
             self._checks = ReplicaChecks(settings, self._group.size)
-            self._saver, steps = self._open_saver(self._checks, hooks)
+            self._saver, steps = self._open_saver(hooks)
         except BaseException:
             self._release()
             raise
@@ -173,9 +173,7 @@ class Checkpointer:
             steps, self._claim, self._checks)  # fmt: skip
         call_at_exit(weakref.WeakMethod(self._wait_at_exit))
 
-    def _open_saver(
-        self, checks: ReplicaChecks, make_hooks: Sequence[MakeHook]
-    ) -> tuple[Saver, list[int]]:
+    def _open_saver(self, make_hooks: Sequence[MakeHook]) -> tuple[Saver, list[int]]:
         """Check the root, and return what saves to it; and the steps that it has. Add the hooks."""
         settings, group, hooks = self._settings, self._group, self._hooks
         can_use_memory, steps = prepare_root_and_check_memory(
@@ -185,11 +183,11 @@ class Checkpointer:
         with Round(group, "making hooks"):
             others = make_other_hooks(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
-        saver: Saver = DirectSaver(settings.root, group, checks, watch)
+        saver: Saver = DirectSaver(settings.root, group, watch)
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
-            saver = SnapshotSaver(settings.root, settings.memory, group, checks, watch, steps)
+            saver = SnapshotSaver(settings.root, settings.memory, group, watch, steps)
         if watch is not None:
             hooks.add(RunMirror(settings, group, watch, saver.request_mirroring, self._damaged))
         elif group.rank == 0:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.replica_checks import ReplicaChecks
-from shardwise.engine.group import Group, TimedGroup
-from shardwise.engine.planning import SaveRequest, plan_together
+from shardwise.engine.group import Group
+from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
 from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, save_all
+from shardwise.engine.save import SaveReport, Storage
 from shardwise.errors import StoreError
 from shardwise.events import Event, Recorder, Watcher
 from shardwise.memory.options import Memory
+from shardwise.memory.trainer.pending_saves import PendingSave
 from shardwise.memory.trainer.recovery import FoundSnapshots
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.plan.save import PlanCache
@@ -21,16 +22,109 @@ from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.options import StorageTask
 
 
+class ToStorage(Storage):
+    """The root, as the destination of one save; then checkpoints that the rules drop are removed.
+
+    Args:
+        root: the store of the checkpoints.
+        storage: the rules.
+        saved: gets the step of the save.
+        mirror: follows the mirror of the root; None if the root has none.
+    """
+
+    def __init__(
+        self, root: Store, storage: StorageTask, saved: list[int], mirror: MirrorWatch | None
+    ) -> None:
+        super().__init__()
+        self._root, self._task, self._saved, self._mirror = root, storage, saved, mirror
+
+    def accepts(self, notes: Sequence[bytes]) -> bool:
+        """Return True: storage has no slots."""
+        return True
+
+    def move(self, planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[str, int]:
+        """Write and publish the checkpoint, and remove old ones; see `Destination.move`."""
+        moved = super().move(planned, group, recorder)
+        self._saved.append(planned.request.step or 0)
+        if self._task.mirror is None:  # otherwise, the thread that copies also removes
+            with Round(group, "removing old checkpoints", rank0_only=True):
+                if group.rank == 0:
+                    self._task.remove_old(self._root)
+        return moved
+
+    def handle(self, report: SaveReport) -> SaveHandle:
+        """Return what the user gets of the save."""
+        return SaveHandle(report, mirror=self._mirror)
+
+
+class ToMemory:
+    """Slots in the memory of the nodes, as the destination of one save.
+
+    Args:
+        snapshots: stages the save.
+        storage: the root, and what to do there after the save.
+        durable: whether agents write the checkpoint to the root.
+        steps_to_look_for: look only for earlier checkpoints of these steps. None: look for any, and
+            claim the root.
+        mirror: follows the mirror of the root; None if the root has none.
+    """
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        storage: StorageTask,
+        *,
+        durable: bool,
+        steps_to_look_for: Collection[int] | None,
+        mirror: MirrorWatch | None,
+    ) -> None:
+        self._snapshots, self._task, self._durable = snapshots, storage, durable
+        self._steps_to_look_for, self._mirror = steps_to_look_for, mirror
+        self._pending: PendingSave | None = None
+
+    def offer(self, request: SaveRequest) -> bytes:
+        """Return whether this rank has a slot, and the agent of its node; see `Snapshots.offer`."""
+        request.needs_room = self._durable
+        if not self._durable:
+            request.place = f"memory, for {request.store}"
+        return self._snapshots.offer(request.step or 0, durable=self._durable)
+
+    def lock(self, request: SaveRequest) -> None:
+        """Claim the root, unless that would make the training wait for an object store."""
+        if self._steps_to_look_for is None:
+            request.claim_root()
+
+    def accepts(self, notes: Sequence[bytes]) -> bool:
+        """Return whether all ranks have a slot, or wait for one."""
+        return self._snapshots.accept(notes)
+
+    def move(self, planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[str, int]:
+        """Copy this rank's part into a slot, or begin to; see `Destination.move`."""
+        request = planned.request
+        if self._durable:
+            with Round(group, "looking for an earlier save", rank0_only=True):
+                if group.rank == 0:
+                    request.check_place(self._steps_to_look_for)
+        with recorder.stage("copy") as stage:
+            pending = self._snapshots.stage(planned, self._task, durable=self._durable)
+            stage.bytes = pending.nbytes
+        self._pending = pending
+        return str(request.store if self._durable else pending.place.path), pending.nbytes
+
+    def handle(self, report: SaveReport) -> SaveHandle:
+        """Return what the user gets of the save."""
+        return SaveHandle(report, self._pending, self._mirror)
+
+
 class DirectSaver:
     """Saves to storage. A save is durable when `save` returns.
 
     `SnapshotSaver` has the same methods. All ranks call them together, except as noted. Without
-    agents, only `save` and `take_saved` have something to do.
+    agents, only `destination` and `take_saved` have something to do.
 
     Args:
         root: the store of the checkpoints.
         group: the ranks.
-        checks: compares the replicas of the ranks.
         mirror: follows the mirror of the root; None if the root has none.
 
     Attributes:
@@ -39,37 +133,24 @@ class DirectSaver:
 
     request_mirroring: Callable[[StorageTask], None] | None = None
 
-    def __init__(
-        self,
-        root: Store,
-        group: Group,
-        checks: ReplicaChecks,
-        mirror: MirrorWatch | None,
-    ) -> None:
+    def __init__(self, root: Store, group: Group, mirror: MirrorWatch | None) -> None:
         self._root, self._group = root, group
-        self._checks, self._mirror = checks, mirror
+        self._mirror = mirror
         self._saved: list[int] = []
 
-    def save(
-        self,
-        make_save: Callable[[], SaveRequest],
-        storage: StorageTask,
-        plan_cache: PlanCache,
-        recorder: Recorder,
-        *,
-        durable: bool,
-    ) -> SaveHandle | None:
-        """Save a step, then remove the checkpoints that the rules drop."""
-        report = save_all(make_save, self._group, plan_cache, recorder, self._checks.check)
-        self._saved.append(report.step or 0)
-        if storage.mirror is None:  # otherwise, the thread that copies also removes
-            with Round(self._group, "removing old checkpoints", rank0_only=True):
-                if self._group.rank == 0:
-                    storage.remove_old(self._root)
-        return SaveHandle(report, mirror=self._mirror)
+    def destination(
+        self, storage: StorageTask, *, durable: bool
+    ) -> AbstractContextManager[ToStorage]:
+        """Return where the next save goes. One rank may call this.
+
+        Args:
+            storage: the root, and what to do there after the save.
+            durable: whether the save goes to the root, rather than to memory alone.
+        """
+        return ToStorage(self._root, storage, self._saved, self._mirror)
 
     def prepare(
-        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+        self, make_request: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the memory of saves, and return the bytes for this rank."""
         return 0
@@ -83,7 +164,8 @@ class DirectSaver:
 
     def take_saved(self) -> list[int]:
         """Return the steps that became durable since the last call. One rank may call this."""
-        saved, self._saved = self._saved, []
+        saved = [*self._saved]
+        self._saved.clear()
         return saved
 
     def make_watcher(self, operation: str, step: int | None) -> Watcher | None:
@@ -121,7 +203,7 @@ class SnapshotSaver(Snapshots):
     """Saves to memory, from where agents write to storage.
 
     Args:
-        root, group, checks, mirror: as for `DirectSaver`.
+        root, group, mirror: as for `DirectSaver`.
         options: the options for memory.
         steps: the committed steps of the root.
     """
@@ -131,78 +213,30 @@ class SnapshotSaver(Snapshots):
         root: Store,
         options: Memory,
         group: Group,
-        checks: ReplicaChecks,
         mirror: MirrorWatch | None,
         steps: Collection[int],
     ) -> None:
         super().__init__(root, options, group)
-        self._checks, self._mirror = checks, mirror
+        self._mirror = mirror
         # Training must not wait for an object store. The agent looks again when it publishes, and
         # claims the root.
         self._steps_to_look_for = steps if root.traits.lock_expiry > 0.0 else None
 
-    def save(
-        self,
-        make_save: Callable[[], SaveRequest],
-        storage: StorageTask,
-        plan_cache: PlanCache,
-        recorder: Recorder,
-        *,
-        durable: bool,
-    ) -> SaveHandle | None:
-        """Stage a snapshot for the agents, and return its handle; None if no slot was free."""
+    def destination(
+        self, storage: StorageTask, *, durable: bool
+    ) -> AbstractContextManager[ToMemory]:
+        """Return where the next save goes, after the copy in progress."""
         self.fence()
-        group, sent_before = TimedGroup(self._group, recorder), self._group.bytes_sent
-
-        def prepare() -> SaveRequest:
-            save = make_save()
-            save.note = self.offer(save.step or 0, durable=durable)
-            save.needs_room = durable
-            if not durable:
-                save.place = f"memory, for {save.store}"
-            return save
-
-        claim = SaveRequest.claim_root if self._steps_to_look_for is None else None
-        planned = plan_together(prepare, group, plan_cache, recorder, claim)
-        if not self.accept(planned.notes):
-            return None
-        request, plan = planned.request, planned.plan
-        recorder.save_id = planned.save_id
-        if durable:
-            with Round(group, "looking for an earlier save", rank0_only=True):
-                if group.rank == 0:
-                    request.check_place(self._steps_to_look_for)
-        if planned.checks_replicas:
-            with recorder.stage("check_replicas"):
-                self._checks.check(planned, group)
-        with recorder.stage("copy") as stage:
-            pending = self.stage(planned, storage, durable=durable)
-            stage.bytes = pending.nbytes
-        report = SaveReport(
-            path=str(request.store if durable else pending.place.path),
-            step=request.step,
-            bytes_total=plan.bytes_stored,
-            bytes_written=pending.nbytes,
-            bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
-            files=len(plan.writers),
-            plan_cached=planned.cached,
-            bytes_communicated=group.bytes_sent - sent_before,
-            seconds=recorder.seconds(),
-            record=recorder.record(),
+        looked_for, mirror = self._steps_to_look_for, self._mirror
+        return nullcontext(
+            ToMemory(self, storage, durable=durable, steps_to_look_for=looked_for, mirror=mirror)
         )
-        return SaveHandle(report, pending, self._mirror)
 
     def prepare(
-        self, make_save: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
+        self, make_request: Callable[[], SaveRequest], plan_cache: PlanCache, recorder: Recorder
     ) -> int:
         """Allocate the slots of all ranks, and return the bytes allocated for this rank."""
-
-        def prepare() -> SaveRequest:
-            save = make_save()
-            save.needs_room = False
-            return save
-
-        planned = plan_together(prepare, self._group, plan_cache, recorder)
+        planned = plan_together(make_request, None, self._group, plan_cache, recorder)
         with recorder.stage("allocate"):
             return self.allocate(planned)
 

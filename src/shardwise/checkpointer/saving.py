@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -22,17 +23,17 @@ from shardwise.checkpointer.start_from import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.compile_and_gc import pause_gc
-from shardwise.engine.group import Group
-from shardwise.engine.planning import SaveRequest
+from shardwise.engine.describe import BoundState, StateToSave
+from shardwise.engine.group import Group, TimedGroup
+from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
+from shardwise.engine.save import complete_save
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.loading import State
 from shardwise.manifest.manifest import step_directory
 from shardwise.memory.lineage import RootClaim
 from shardwise.plan.save import PlanCache
-from shardwise.state.tensors import mesh_axes
-from shardwise.store import Store
 
 LONGEST_LAST_SAVE = 600.0  # seconds
 
@@ -246,58 +247,42 @@ class Saving:
 
     def _save(self, call: _SaveCall, *, durable: bool) -> SaveHandle | None:
         settings = self._settings
-        step = call.step if isinstance(call.step, int) else 0  # otherwise, `make_save` raises
+        step = call.step if isinstance(call.step, int) else 0  # otherwise, `_make_request` raises
         self._hooks.call("begun", step)
         watcher = self._saver.make_watcher("save" if durable else "snapshot", max(0, step))
         recorder = Recorder(settings.on_event, watcher, call.began)
         is_damaged = isinstance(call.step, Hashable) and call.step in self._damaged
         overwrite = call.overwrite or is_damaged
-
-        def make_save() -> SaveRequest:
-            if isinstance(call.step, Mapping):
-                raise TypeError(
-                    "Checkpointer.save(step, state): step is a dict. The arguments seem to be "
-                    "swapped: pass the step first"
-                )
-            step = check_step(call.step)
-            store, metrics = settings.root.at(step_directory(step)), call.metrics or {}
-            if durable:
-                self._require_ranked_metric(step, metrics)
-            request = self._make_save(call.state, store, step, metrics, overwrite=overwrite)
-            self._claim.epoch = self._saver.epoch
-            request.claim, request.takes_root = self._claim, call.overwrite
-            recorder.axes = mesh_axes(request.state.tensors)
-            return request
-
-        self._fence_optimizer_steps(call.state)
+        request = partial(self._make_request, call, durable=durable, overwrite=overwrite)
         damaged = self._damaged - ({call.step} if is_damaged else set())
         storage = settings.storage_task(step, damaged)
+        group = TimedGroup(self._group, recorder)
         try:
-            with pause_gc():
-                handle = self._saver.save(
-                    make_save, storage, self.plan_cache, recorder, durable=durable
-                )
+            with pause_gc(), self._saver.destination(storage, durable=durable) as destination:
+                planned = plan_together(request, destination, group, self.plan_cache, recorder)
+                if not destination.accepts(planned.notes):
+                    return None
+                report = complete_save(planned, destination, group, recorder, self._checks.check)
         except OSError as error:
             self._hooks.call("failed", error)
             raise
-        if handle is None:
-            return None
-        seconds = handle.report.seconds
+        seconds = report.seconds
         self._checks.add_save(seconds["total"] - seconds.get("check_replicas", 0.0))
         self._damaged.discard(call.step)
-        self._hooks.call("staged", handle.report, durable=durable)
+        self._hooks.call("staged", report, durable=durable)
         self.tell_saved()
-        return handle
+        return destination.handle(report)
 
     def prepare(self, state: State) -> int:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""
 
-        def make_save() -> SaveRequest:
-            return self._make_save(state, self._settings.root)
+        def make_request() -> SaveRequest:
+            store, arena = self._settings.root, Arena(self._settings.staging_bytes)
+            return SaveRequest(state=self._bind(state), store=store, arena=arena, needs_room=False)
 
         with pause_gc():
             recorder = Recorder(self._settings.on_event)
-            return self._saver.prepare(make_save, self.plan_cache, recorder)
+            return self._saver.prepare(make_request, self.plan_cache, recorder)
 
     def close(self) -> None:
         """Remove the hooks from optimizers."""
@@ -317,25 +302,33 @@ class Saving:
             if optimizer not in self._step_hooks:
                 self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
-    def _make_save(
-        self,
-        state: State,
-        store: Store,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> SaveRequest:
-        settings = self._settings
+    def _make_request(self, call: _SaveCall, *, durable: bool, overwrite: bool) -> SaveRequest:
+        """Return the request for a call of `save`. An error is raised on all ranks."""
+        if isinstance(call.step, Mapping):
+            raise TypeError(
+                "Checkpointer.save(step, state): step is a dict. The arguments seem to be "
+                "swapped: pass the step first"
+            )
+        step = check_step(call.step)
+        if durable:
+            self._require_ranked_metric(step, call.metrics or {})
+        self._claim.epoch = self._saver.epoch
         return SaveRequest(
-            state=local_state_of(state, allow_pickle=settings.allow_pickle),
-            store=store,
-            arena=Arena(settings.staging_bytes),
+            state=self._bind(call.state),
+            store=self._settings.root.at(step_directory(step)),
+            arena=Arena(self._settings.staging_bytes),
             step=step,
             overwrite=overwrite,
             check_replicas=self._group.rank == 0 and self._checks.is_due(),
-            metrics=metrics or {},
+            metrics=call.metrics or {},
+            claim=self._claim,
+            takes_root=call.overwrite,
         )
+
+    def _bind(self, state: State) -> StateToSave:
+        """Return what this rank saves of a state, and let its optimizers wait for copies."""
+        self._fence_optimizer_steps(state)
+        return BoundState(local_state_of(state, allow_pickle=self._settings.allow_pickle))
 
     def _require_ranked_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         best = self._settings.keep.best

@@ -107,6 +107,12 @@ class TimedGroup:
         self._group, self._recorder = group, recorder
         self.rank, self.number, self.size = group.rank, group.number, group.size
         self.timeout = group.timeout
+        self._sent_before = group.bytes_sent
+
+    @property
+    def bytes_sent_here(self) -> int:
+        """The bytes that this rank has sent since this object was made."""
+        return self._group.bytes_sent - self._sent_before
 
     @property
     def bytes_sent(self) -> int:

@@ -23,11 +23,11 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
+from shardwise.engine.describe import StateToSave
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
-from shardwise.engine.shared_structures import digest_of, encode_structure, share_structures
-from shardwise.engine.shared_values import decode_values, encode_values, members_of, merge_values
-from shardwise.engine.tensors import describe_tensors
+from shardwise.engine.shared_structures import digest_of, share_structures
+from shardwise.engine.shared_values import decode_values, encode_values, merge_values
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import StateError, StoreError, storage_errors
 from shardwise.events import Recorder
@@ -43,8 +43,7 @@ from shardwise.manifest.manifest import (
     new_save_id,
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.plan.structure import Description
-from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.local_state import Fragment, LocalState
 from shardwise.store import Store, free_bytes
 
 _PLANS_DIFFER = (
@@ -52,6 +51,34 @@ _PLANS_DIFFER = (
     "was written. This is a bug of shardwise: report it, with the shapes and placements of the "
     "tensors:"
 )
+
+
+class Destination(Protocol):
+    """Where a save goes: a store, or the memory of the nodes."""
+
+    def offer(self, request: SaveRequest) -> bytes:
+        """Prepare for a save on this rank, and return a note for the others.
+
+        Raises:
+            ShardwiseError: the save cannot begin; it is raised on all ranks.
+        """
+
+    def lock(self, request: SaveRequest) -> None:
+        """Lock the place of the save. Rank 0 calls it when the ranks agree, before it replies.
+
+        Raises:
+            ShardwiseError: the place cannot be locked; it is raised on all ranks.
+        """
+
+    def move(self, planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[str, int]:
+        """Move the bytes of this rank, and complete the save or hand it over. A collective.
+
+        Returns:
+            Where the checkpoint is, and the size of this rank's file; 0 if it has none.
+
+        Raises:
+            ShardwiseError: the save failed, on every rank.
+        """
 
 
 class Claim(Protocol):
@@ -72,13 +99,12 @@ class SaveRequest:
     """One rank's request to save.
 
     Attributes:
-        state: the tensors and values of this rank.
+        state: what this rank saves.
         store: the place of the checkpoint in storage.
         arena: the buffers to write through.
         step, overwrite, metrics: as for `shardwise.save`.
         check_replicas: whether this rank asks to compare replicas; all ranks do if any rank asks.
         place: the destination, for error messages. Default: the store.
-        note: what this rank tells the others; see `PlannedSave.notes`.
         needs_room: whether the store must have room for all tensors before the save.
         save_id: the id of the save, if this is rank 0.
         claim: the claim to the root; None if the save belongs to no root.
@@ -88,7 +114,7 @@ class SaveRequest:
         StateError: the step is not an integer from 0, or a metric is not a number.
     """
 
-    state: LocalState
+    state: StateToSave
     store: Store
     arena: Arena
     step: int | None = None
@@ -96,7 +122,6 @@ class SaveRequest:
     check_replicas: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     place: str = ""
-    note: bytes = b""
     needs_room: bool = True
     save_id: str = field(default_factory=new_save_id)
     claim: Claim | None = None
@@ -202,7 +227,9 @@ class PlannedSave:
         fragments: the fragments in the description, with their memory.
         objects: the plain values that all ranks share.
         holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
-        notes: the distinct notes in the requests, in the order of their first ranks.
+        notes: what ranks told the others (`Destination.offer`): the distinct notes, in the order of
+            their first ranks.
+        axes: the coordinate of this rank in each named axis of the meshes of its tensors.
         checks_replicas: whether all ranks compare their replicas at this save.
     """
 
@@ -210,10 +237,11 @@ class PlannedSave:
     save_id: str
     plan: SavePlan
     cached: bool
-    fragments: tuple[Fragment, ...]
+    fragments: Sequence[Fragment]
     objects: tuple[ObjectEntry, ...]
     holding_key: bytes = b""
     notes: Sequence[bytes] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
     checks_replicas: bool = False
 
     @property
@@ -223,7 +251,7 @@ class PlannedSave:
 
     def source(self) -> FileSource | None:
         """Return the source of this rank's file; None if the rank writes no file."""
-        plan, per_rank = self.plan, self.request.state.per_rank
+        plan, per_rank = self.plan, self.request.state.values.per_rank
         if not (plan.pieces.fragment or per_rank):
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
@@ -294,42 +322,43 @@ class _Agreement(msgspec.Struct, array_like=True):
 
 
 def plan_together(
-    prepare: Callable[[], SaveRequest],
+    make_request: Callable[[], SaveRequest],
+    destination: Destination | None,
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    lock: Callable[[SaveRequest], None] | None = None,
 ) -> PlannedSave:
     """Describe a save, agree on it, and plan it. All ranks call this function together.
 
     Args:
-        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        make_request: makes this rank's request. A failure on one rank is raised on all ranks.
+        destination: where the save goes; None to plan without a save.
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        lock: locks the place of the save. Rank 0 calls it when the ranks agree, before it replies
-            to them. An error is the same on all ranks.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank.
     """
     with Round(group, "agreeing on a save") as all_ranks:
         with recorder.stage("describe"):
-            request = prepare()
-            state = request.state
-            description, fragments, fingerprint = _describe(state, plan_cache.of_shards)
-            own = group.rank, group.size, fingerprint, description.coordinates
+            request = make_request()
+            note = b"" if destination is None else destination.offer(request)
+            described = request.state.describe(plan_cache.of_shards)
+            coordinates = described.description.coordinates
+            own = group.rank, group.size, described.fingerprint, coordinates
             known = plan_cache.plans_for(*own)
         agreement = all_ranks.all_reduce(
-            _make_offer(request, known, group, plan_cache.of_shards),
+            _make_offer(request, known, note, group, plan_cache.of_shards),
             _Offer,
             _combine_offers,
-            partial(_conclude, request=request, known=known, lock=lock),
+            partial(_conclude, request=request, known=known, destination=destination),
             _Agreement,
         )
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
         plan_cache.of_shards |= {*agreement.of_shards}
-        description, fragments, fingerprint = _describe(state, plan_cache.of_shards)
+        described = request.state.describe(plan_cache.of_shards)
+    fingerprint, description = described.fingerprint, described.description
     with recorder.stage("plan"):
         is_cached = agreement.plan is not None
         if agreement.plan is not None:
@@ -342,58 +371,32 @@ def plan_together(
                     request.check_room(plan.bytes_stored)
                 all_ranks.require_equal(f"digest {plan.digest.hex()}", _PLANS_DIFFER)
             plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
-        objects = _share_values(state, fingerprint, plan, group, differ=agreement.values_differ)
+        values, differ = request.state.values, agreement.values_differ
+        objects = _share_values(values, fingerprint, plan, group, differ=differ)
     held = msgspec.msgpack.encode((fingerprint, description.coordinates))
-    return PlannedSave(request, agreement.save_id, plan, is_cached, fragments, objects, held,
-        agreement.notes, agreement.check_replicas)  # fmt: skip
-
-
-def _describe(
-    state: LocalState, of_shards: Collection[str]
-) -> tuple[Description, tuple[Fragment, ...], bytes]:
-    """Return the description of a state, its fragments, and a digest of its structure.
-
-    Args:
-        state: the state. Its tensors are renamed.
-        of_shards: the names of tensors to save for each shard.
-    """
-    for index, leaf in enumerate(state.tensors if of_shards else ()):
-        if leaf.of_shard is not None and leaf.name in of_shards:
-            state.tensors[index] = leaf.of_shard()
-            check_name(state.tensors[index].name)
-    described = describe_tensors(state.tensors, tuple(state.per_rank), members_of(state))
-    return *described, digest_of(encode_structure(described[0].structure))
+    return PlannedSave(request, agreement.save_id, plan, is_cached, described.fragments, objects,
+        held, agreement.notes, described.axes, agreement.check_replicas)  # fmt: skip
 
 
 def _make_offer(
     request: SaveRequest,
     known: Mapping[bytes, SavePlan],
+    note: bytes,
     group: Group,
     of_shards: Collection[str],
 ) -> _Offer:
-    elements: dict[str, bytes | None] = dict.fromkeys(sorted(of_shards))
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
-    for leaf in () if known else request.state.tensors:
-        if leaf.of_shard is not None and leaf.fragments and leaf.name not in elements:
-            elements[leaf.name] = _element_of(leaf)
+    elements = dict.fromkeys(of_shards) if known else request.state.elements(of_shards)
     return _Offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
-        digests=[digest_of(encode_values(request.state, order="sorted"))],
+        digests=[digest_of(encode_values(request.state.values, order="sorted"))],
         check_replicas=request.check_replicas,
         save_id=request.save_id if group.rank == 0 else "",
-        notes={request.note: group.rank} if request.note else {},
-        elements=elements,
+        notes={note: group.rank} if note else {},
+        elements={**elements},
     )
-
-
-def _element_of(leaf: TensorLeaf) -> bytes | None:
-    """Return what must be equal on all ranks, unless the leaf is saved for each shard."""
-    if leaf.is_like_parameter:
-        return b""
-    data = leaf.fragments[0].data
-    return view_for_numpy(data).cpu().numpy().tobytes() if data.numel() == 1 else None
 
 
 def _combine_offers(offers: Sequence[_Offer]) -> _Offer:
@@ -420,15 +423,15 @@ def _conclude(
     offer: _Offer,
     request: SaveRequest,
     known: Mapping[bytes, SavePlan],
-    lock: Callable[[SaveRequest], None] | None,
+    destination: Destination | None,
 ) -> _Agreement:
     refuse_unequal(
         "ranks do not save the same checkpoint in the same way; pass the same path, step and "
         "options on all ranks:",
         offer.settings,
     )
-    if lock is not None:
-        lock(request)
+    if destination is not None:
+        destination.lock(request)
     plan = offer.plans[0] if offer.plans else None
     if plan is not None:
         request.check_room(known[plan].bytes_stored)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from shardwise.engine.commit import check_readable, commit_save, lock_save, remove_leftovers
 from shardwise.engine.group import Group, TimedGroup
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.engine.planning import Destination, PlannedSave, SaveRequest, plan_together
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import StoreError, storage_errors
@@ -21,6 +21,7 @@ from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
 from shardwise.store import Store, abort_uploads, count_retries
 
+_Storage = TypeVar("_Storage", bound="Storage")
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
 
 
@@ -36,6 +37,8 @@ class SaveReport:
         bytes_deduplicated: the bytes of replicas on all ranks that were not written again.
         files: the number of data files of the whole checkpoint.
         plan_cached: whether the plan of an earlier save was reused.
+        why_bound: why the tensors were looked for in all objects of the state; "" if a
+            `Checkpointer` knew them from its last save.
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, write,
             publish), and `total`.
@@ -49,6 +52,7 @@ class SaveReport:
     bytes_deduplicated: int
     files: int
     plan_cached: bool
+    why_bound: str
     bytes_communicated: int
     seconds: dict[str, float]
     record: OperationRecord = field(default_factory=OperationRecord)
@@ -69,45 +73,63 @@ class SaveReport:
         )
 
 
-def save_all(
-    prepare: Callable[[], SaveRequest],
+def save_together(
+    make_request: Callable[[], SaveRequest],
+    destination: Destination,
     group: Group,
     plan_cache: PlanCache,
     recorder: Recorder,
-    check: Callable[[PlannedSave, Group], object] | None = None,
 ) -> SaveReport:
-    """Save the local states of all ranks as one checkpoint. All ranks call this function together.
+    """Save the states of all ranks as one checkpoint. All ranks call this function together.
 
     Args:
-        prepare: makes this rank's request. A failure on one rank is raised on all ranks.
+        make_request: makes this rank's request. A failure on one rank is raised on all ranks.
+        destination: where the save goes.
         group: the ranks.
         plan_cache: plans of earlier saves, which this save reads and updates.
         recorder: gets an event for each stage.
-        check: compares the replicas, if a rank asks for it. Default: raise if any differ.
 
     Raises:
         ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
     """
     group = TimedGroup(group, recorder)
-    sent_before = group.bytes_sent
-    with ExitStack() as cleanup:
-        lock = partial(prepare_place, cleanup=cleanup)
-        planned = plan_together(prepare, group, plan_cache, recorder, lock)
-        request, plan = planned.request, planned.plan
-        recorder.save_id = planned.save_id
-        if planned.checks_replicas:
-            with recorder.stage("check_replicas"):
-                (check or _check_replicas)(planned, group)
-        written = _write_and_publish(planned, group, recorder)
+    planned = plan_together(make_request, destination, group, plan_cache, recorder)
+    return complete_save(planned, destination, group, recorder, _check_replicas)
+
+
+def complete_save(
+    planned: PlannedSave,
+    destination: Destination,
+    group: TimedGroup,
+    recorder: Recorder,
+    check: Callable[[PlannedSave, Group], object],
+) -> SaveReport:
+    """Compare replicas, if a rank has asked for it, then move the bytes. A collective.
+
+    Args:
+        planned: the result of `plan_together`.
+        destination, group, recorder: as for `save_together`.
+        check: compares the replicas.
+
+    Raises:
+        ShardwiseError: as for `shardwise.save`, on every rank. Nothing is published.
+    """
+    recorder.axes, recorder.save_id = dict(planned.axes), planned.save_id
+    if planned.checks_replicas:
+        with recorder.stage("check_replicas"):
+            check(planned, group)
+    path, written = destination.move(planned, group, recorder)
+    plan = planned.plan
     return SaveReport(
-        path=str(request.store),
-        step=request.step,
+        path=path,
+        step=planned.request.step,
         bytes_total=plan.bytes_stored,
         bytes_written=written,
         bytes_deduplicated=plan.bytes_held - plan.bytes_stored,
         files=len(plan.writers),
         plan_cached=planned.cached,
-        bytes_communicated=group.bytes_sent - sent_before,
+        why_bound=planned.request.state.why_bound,
+        bytes_communicated=group.bytes_sent_here,
         seconds=recorder.seconds(),
         record=recorder.record(),
     )
@@ -140,6 +162,31 @@ def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
             f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
             "place is writable and that no other process removes files there"
         )
+
+
+class Storage:
+    """A store as the destination of one save. It is a context manager, which releases the place."""
+
+    def __init__(self) -> None:
+        self._cleanup = ExitStack()
+
+    def __enter__(self: _Storage) -> _Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def offer(self, request: SaveRequest) -> bytes:
+        """Return nothing: a store has no conditions."""
+        return b""
+
+    def lock(self, request: SaveRequest) -> None:
+        """Lock the place of the save; see `prepare_place`."""
+        prepare_place(request, self._cleanup)
+
+    def move(self, planned: PlannedSave, group: Group, recorder: Recorder) -> tuple[str, int]:
+        """Write this rank's file, and publish the checkpoint; see `Destination.move`."""
+        return str(planned.request.store), _write_and_publish(planned, group, recorder)
 
 
 def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -> int:

@@ -1,0 +1,104 @@
+"""Describe what a rank saves of a state: boxes without bytes, and the memory that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwise.engine.shared_structures import digest_of, encode_structure
+from shardwise.engine.shared_values import members_of
+from shardwise.engine.tensors import describe_tensors
+from shardwise.manifest.manifest import check_name
+from shardwise.plan.structure import Description
+from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.tensors import mesh_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a plan needs to know of the tensors of a rank.
+
+    Attributes:
+        description: the boxes that this rank holds.
+        fragments: the fragments in the description, with their memory.
+        fingerprint: a digest of the structure in the description.
+        axes: the coordinate of this rank in each named axis of the meshes of its tensors.
+    """
+
+    description: Description
+    fragments: Sequence[Fragment]
+    fingerprint: bytes
+    axes: Mapping[str, int]
+
+
+class StateToSave(Protocol):
+    """A state that a save describes.
+
+    Attributes:
+        values: the plain values, grouped values and per-rank values.
+        why_bound: why the tensors were looked for in all objects of the state; "" if a
+            `Checkpointer` knows them from its last save.
+    """
+
+    values: LocalState
+    why_bound: str
+
+    def describe(self, of_shards: Collection[str]) -> Described:
+        """Return the description of the tensors.
+
+        Args:
+            of_shards: the names of tensors to save for each shard.
+        """
+
+    def elements(self, of_shards: Collection[str]) -> Mapping[str, bytes | None]:
+        """Return what ranks must agree on to share plain tensors of a sharded parameter's state.
+
+        Args:
+            of_shards: the names of such tensors that ranks do not share.
+
+        Returns:
+            By the name of the tensor: the bytes of its one element; none if the tensor is sharded
+            like its parameter; None if it must be saved for each shard.
+        """
+
+
+class BoundState:
+    """A state whose tensors were just found.
+
+    Args:
+        local_state: the tensors and values of this rank.
+        why_bound: as in `StateToSave`.
+    """
+
+    def __init__(self, local_state: LocalState, why_bound: str = "") -> None:
+        self.values, self.why_bound = local_state, why_bound
+
+    def describe(self, of_shards: Collection[str]) -> Described:
+        """Return the description of the tensors; see `StateToSave.describe`."""
+        state = self.values
+        for index, leaf in enumerate(state.tensors if of_shards else ()):
+            if leaf.of_shard is not None and leaf.name in of_shards:
+                state.tensors[index] = leaf.of_shard()
+                check_name(state.tensors[index].name)
+        groups = members_of(state)
+        description, fragments = describe_tensors(state.tensors, tuple(state.per_rank), groups)
+        fingerprint = digest_of(encode_structure(description.structure))
+        axes = mesh_axes(state.tensors)
+        return Described(description, fragments, fingerprint, axes)
+
+    def elements(self, of_shards: Collection[str]) -> Mapping[str, bytes | None]:
+        """Return what ranks must agree on; see `StateToSave.elements`."""
+        elements: dict[str, bytes | None] = dict.fromkeys(sorted(of_shards))
+        for leaf in self.values.tensors:
+            if leaf.of_shard is not None and leaf.fragments and leaf.name not in elements:
+                elements[leaf.name] = _element_of(leaf)
+        return elements
+
+
+def _element_of(leaf: TensorLeaf) -> bytes | None:
+    """Return what must be equal on all ranks, unless the leaf is saved for each shard."""
+    if leaf.is_like_parameter:
+        return b""
+    data = leaf.fragments[0].data
+    return view_for_numpy(data).cpu().numpy().tobytes() if data.numel() == 1 else None
