@@ -21,6 +21,7 @@ from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
 from shardwise.plan.save import PieceTable
 from shardwise.state.local_state import Fragment
+from tests.accelerator.streams import occupy
 
 NBYTES = 1 << 30
 
@@ -75,6 +76,18 @@ def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: to
     print({name: f"{NBYTES / each / 1e9:.1f} GB/s" for name, each in seconds.items()})
     assert torch.equal(target, source.cpu())
     assert seconds["slot"] < 1.25 * seconds["pinned"]
+
+
+def test_a_thread_that_waits_for_copies_keeps_no_core_busy(
+    streams: CopyStreams, cuda: torch.device
+) -> None:
+    occupy(500)
+    streams.begin([cuda])
+    streams.record_copies()
+    wall, busy = time.perf_counter(), time.thread_time()
+    streams.wait_for_copies()
+    assert time.perf_counter() - wall > 0.1
+    assert time.thread_time() - busy < 0.02
 
 
 def test_small_tensors_take_little_memory_of_the_device(

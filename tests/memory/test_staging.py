@@ -598,6 +598,54 @@ def test_memory_that_is_not_locked_is_warned_of_with_its_cost(
         assert not TorchAccelerator().lock_pages(1 << 20, 4096, where)
 
 
+class LateEvent(torch.Event):
+    """An event that happens when it was asked for three times."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked == 3
+
+    def synchronize(self) -> None:
+        raise AssertionError("this keeps a core busy")
+
+
+def test_events_that_cannot_block_a_thread_are_polled() -> None:
+    event = LateEvent("cpu")
+    TorchAccelerator().synchronize(event)
+    assert event.asked == 3
+
+
+def test_events_of_cuda_block_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams are those of `torch.cuda`, because its events know no others."""
+    done: list[str] = []
+
+    class CudaEvent:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: CudaStream) -> None:
+            done.append(f"record on {stream.name}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    class CudaStream:
+        def __init__(self, device: torch.device, priority: int, name: str = "new") -> None:
+            assert (device, priority) == (where, 0)
+            self.name = name
+
+    where = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", CudaStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: CudaStream(of, 0, "current"))
+    accelerator = TorchAccelerator()
+    for stream in (accelerator.new_stream(where), accelerator.current_stream(where)):
+        accelerator.synchronize(accelerator.record_event(stream))
+    assert done == ["record on new", "synchronize", "record on current", "synchronize"]
+
+
 @pytest.mark.parametrize(
     "dtype",
     [
