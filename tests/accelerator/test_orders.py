@@ -103,6 +103,36 @@ def test_a_snapshot_has_the_values_at_the_save(
             assert saved_values(report.path) == [float(step)]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_snapshot_of_many_small_tensors_has_the_values_at_the_save(
+    stream: torch.cuda.Stream, cuda: torch.device, tmp_path: Path, shm: Path, overlap: bool
+) -> None:
+    """Small tensors are joined on the device before they are copied. A large one is not."""
+    kinds = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+    state = {
+        f"t{i:04}": torch.zeros((i % 7, 5) if i % 3 else (), dtype=kinds[i % 5], device=cuda)
+        for i in range(2000)
+    }
+    state["large"] = torch.zeros(N, device=cuda)
+    memory = sw.Memory(dir=str(shm), overlap=overlap)
+    with sw.Checkpointer(tmp_path / "run", memory=memory) as checkpointer:
+        checkpointer.prepare(state)
+        for step in range(1, 5):
+            occupy(50)
+            for i, each in enumerate(state.values()):
+                each.fill_(step + i % 50)
+            expected = {name: each.clone() for name, each in state.items()}
+            handle = checkpointer.save(step, state)
+            assert handle is not None
+            if overlap:
+                handle.staged()
+            for each in state.values():
+                each.fill_(100)
+            checkpoint = sw.open(handle.result().path)
+            for name, each in expected.items():
+                assert torch.equal(checkpoint[name].tensor(), each.cpu()), name
+
+
 @pytest.mark.parametrize("busy", ["before", "after", "both"])
 def test_an_optimizer_waits_on_the_device_and_not_the_thread(
     tensor: torch.Tensor, tmp_path: Path, shm: Path, busy: str

@@ -8,14 +8,20 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.boxes import Box
+from shardwise.engine.write_file import FileSource
 from shardwise.memory.home import Home, new_run_id
 from shardwise.memory.trainer.copying import BYTES_AT_ONCE
 from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.memory.trainer.slots import Slots
+from shardwise.plan.save import PieceTable
+from shardwise.state.local_state import Fragment
+from tests.accelerator.streams import occupy
 
 NBYTES = 1 << 30
 
@@ -70,6 +76,40 @@ def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: to
     print({name: f"{NBYTES / each / 1e9:.1f} GB/s" for name, each in seconds.items()})
     assert torch.equal(target, source.cpu())
     assert seconds["slot"] < 1.25 * seconds["pinned"]
+
+
+def test_a_thread_that_waits_for_copies_keeps_no_core_busy(
+    streams: CopyStreams, cuda: torch.device
+) -> None:
+    occupy(500)
+    streams.begin([cuda])
+    streams.record_copies()
+    wall, busy = time.perf_counter(), time.thread_time()
+    streams.wait_for_copies()
+    assert time.perf_counter() - wall > 0.1
+    assert time.thread_time() - busy < 0.02
+
+
+def test_small_tensors_take_little_memory_of_the_device(
+    slots: Slots, streams: CopyStreams, cuda: torch.device
+) -> None:
+    """They are joined there before they are copied, a part at a time."""
+    count = 20_000
+    whole = torch.randint(256, (count, 1024), dtype=torch.uint8, device=cuda)
+    box = Box.whole((256,))
+    fragments = [Fragment(box, each.view(torch.float32)) for each in whole]
+    pieces = PieceTable(1024 * np.arange(count + 1), [*range(count)], [box] * count)
+    source = FileSource(pieces, fragments)
+    slots.prepare(count * 1024, device_bytes=count * 1024)
+    slot = slots.take(count * 1024, device_bytes=count * 1024)
+    assert slot is not None
+    reserved = torch.cuda.memory_reserved(cuda)
+    streams.begin([cuda])
+    streams.make_fill(source, wait=False)(0, count * 1024, slot.buffer)
+    streams.record_copies()
+    streams.wait_for_copies()
+    assert torch.equal(torch.from_numpy(slot.buffer), whole.cpu().view(-1))
+    assert torch.cuda.memory_reserved(cuda) - reserved <= 4 << 20
 
 
 def test_memory_that_is_locked_already_is_warned_of_and_leaves_no_error(

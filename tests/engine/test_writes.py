@@ -30,11 +30,19 @@ def test_a_state_that_changes_while_it_is_saved_passes_its_checksums(
         sizes.append(out.nbytes)
         self._array += 1
 
+    def copy_batch_and_change(self: Any) -> None:
+        batch = self._batch
+        copying.temp_original(self)
+        for tensor in batch:
+            sizes.append(tensor.nbytes)
+            tensor += 1
+
     reading = patch("shardwise.engine.tensors.HostMemory.read", read_and_change)
+    copying = patch("shardwise.engine.tensors.BatchCopier.flush", copy_batch_and_change)
     if memory is not None:
         memory = sw.Memory(dir=str(tmp_path / "memory"))
     state = {"weights": torch.zeros(nbytes, dtype=torch.uint8)}
-    with reading, sw.Checkpointer(tmp_path / "run", memory=memory) as checkpointer:
+    with reading, copying, sw.Checkpointer(tmp_path / "run", memory=memory) as checkpointer:
         checkpointer.save(1, state)
     assert sum(sizes) == nbytes, "some of it was read twice, or not at all"
     back = {"weights": torch.zeros(nbytes, dtype=torch.uint8)}

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import shardwise as sw
 from shardwise.boxes import Box
 from shardwise.deadline import Deadline
 from shardwise.engine.planning import PlannedSave
-from shardwise.engine.tensors import HostMemory, TensorMemory, TorchMemory
+from shardwise.engine.tensors import JOINED_BYTES, HostMemory, TensorMemory, TorchMemory
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.manifest import FileEntry, data_file, encode_header_entries, lay_out_file
 from shardwise.memory import records
@@ -145,10 +146,16 @@ class SimulatedMemory:
 
 
 class FakeTensor:
-    """A tensor whose memory is given."""
+    """A tensor whose memory is given, and which is only read through it."""
+
+    nbytes = SIZE
 
     def __init__(self, memory: TensorMemory) -> None:
         self.memory, self.device = memory, memory.device or torch.device("cpu")
+        self.is_cpu = memory.device is None
+
+    def is_contiguous(self) -> bool:
+        return False
 
 
 def content_of(*memories: TensorMemory) -> FileSource:
@@ -164,6 +171,43 @@ def source_of(
     pieces = PieceTable(SIZE * np.arange(n + 1), list(range(n)), [box] * n)
     fragments = [Fragment(box, FakeTensor(memory)) for memory in memories]  # type: ignore[arg-type]
     return FileSource(pieces, fragments, file, b"", lambda tensor: tensor.memory)  # type: ignore[attr-defined]
+
+
+class OnCard(torch.Tensor):
+    """A small tensor on a simulated device: what copies it is work on the current stream."""
+
+    accelerator: Simulated
+    device: torch.device
+    is_full: bool
+    is_cpu = False
+
+    @classmethod
+    def make(
+        cls, accelerator: Simulated, device: torch.device, values: torch.Tensor, *, is_full: bool
+    ) -> OnCard:
+        """Put values on a device, where there may be no memory for any more."""
+        members = {"accelerator": accelerator, "device": device, "is_full": is_full}
+        kind = type("OnCard", (cls,), members)
+        found: OnCard = values.as_subclass(kind)
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream = cls.accelerator.current_stream(cls.device)
+        if func is torch.cat:
+            if cls.is_full:
+                raise torch.OutOfMemoryError("out of memory")
+            parts = [torch.from_numpy(each.numpy()) for each in args[0]]
+            joined = torch.empty(sum(map(len, parts)), dtype=parts[0].dtype)
+            stream.work.append(lambda: torch.cat(parts, out=joined))
+            return joined.as_subclass(cls)
+        if func is torch.Tensor.copy_:
+            target, source = args[0], torch.from_numpy(args[1].numpy())
+            stream.work.append(lambda: target.copy_(source))
+            if not (kwargs or {}).get("non_blocking"):
+                cls.accelerator.synchronize(cls.accelerator.record_event(stream))
+            return target
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class Trial:
@@ -290,6 +334,59 @@ def test_threads_have_their_own_streams_back(trial: Trial) -> None:
     assert accelerator.current_stream(OTHER) is accelerator.training[OTHER]
     assert len(accelerator.own[OTHER].work) == 2, "an event to wait for, and a copy"
     assert len(accelerator.own[CARD].work) == 1
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["joined", "no memory to join"])
+def test_small_tensors_of_a_device_are_one_transfer(trial: Trial, is_full: bool) -> None:
+    """They are joined on the stream that copies them. Large ones are not joined."""
+    accelerator = trial.accelerator
+    streams = CopyStreams(accelerator)  # type: ignore[arg-type]
+    on = [CARD] * 4 + [torch.device("cpu")] * 2 + [OTHER] * 3 + [CARD] * 2
+    large = JOINED_BYTES // 4 + 1
+    values = [torch.full((large if i == 1 else 3,), float(i)) for i in range(len(on))]
+    expected = torch.cat([each + 100 for each in values]).numpy().tobytes()
+    tensors = [
+        each if device.type == "cpu" else OnCard.make(accelerator, device, each, is_full=is_full)
+        for device, each in zip(on, values, strict=True)
+    ]
+    boxes = [Box((0,), tuple(each.shape)) for each in values]
+    ends = np.cumsum([0, *(each.nbytes for each in values)])
+    fragments = [*map(Fragment, boxes, tensors)]
+    source = FileSource(PieceTable(ends, [*range(len(on))], boxes), fragments)
+    assert source.devices == {CARD, OTHER}
+    for device in (CARD, OTHER):
+        here = [each for each, its in zip(values, on, strict=True) if its == device]
+        accelerator.training[device].work.extend(partial(each.add_, 100) for each in here)
+    for each, device in zip(values, on, strict=True):
+        if device.type == "cpu":
+            each += 100
+    streams.begin(source.devices)
+    out = np.zeros(int(ends[-1]), np.uint8)
+    streams.make_fill(source, wait=False)(0, len(out), out)
+    copies = {device: len(accelerator.own[device].work) - 1 for device in (CARD, OTHER)}
+    # One transfer each for tensor 0, the large one, and each run of small ones, which are joined.
+    assert copies == ({CARD: 6, OTHER: 3} if is_full else {CARD: 1 + 1 + 2 + 2, OTHER: 2})
+    for streams_of in (accelerator.training, accelerator.own):
+        for stream in streams_of.values():
+            stream.run()
+    assert out.tobytes() == expected
+
+
+def test_a_fill_that_waits_returns_when_small_tensors_of_a_device_are_copied(trial: Trial) -> None:
+    accelerator = trial.accelerator
+    tensors = [
+        OnCard.make(accelerator, CARD, torch.full((3,), i, dtype=torch.int32), is_full=False)
+        for i in range(5)
+    ]
+    box = Box((0,), (3,))
+    fragments = [Fragment(box, each) for each in tensors]
+    source = FileSource(PieceTable(12 * np.arange(6), [*range(5)], [box] * 5), fragments)
+    out = np.zeros(60, np.uint8)
+    copying = threading.Thread(target=source.fill, args=(0, 60, out))
+    copying.start()
+    while copying.is_alive():
+        accelerator.training[CARD].run()
+    assert out.view(np.int32).tolist() == [i for i in range(5) for _ in range(3)]
 
 
 def test_without_devices_nothing_of_an_accelerator_is_touched(trial: Trial) -> None:
@@ -499,6 +596,54 @@ def test_memory_that_is_not_locked_is_warned_of_with_its_cost(
     monkeypatch.setattr(device_module, "_call_cuda", lambda *_: "out of memory")
     with pytest.warns(RuntimeWarning, match=r"4,096 bytes .* page-locked .* several times as long"):
         assert not TorchAccelerator().lock_pages(1 << 20, 4096, where)
+
+
+class LateEvent(torch.Event):
+    """An event that happens when it was asked for three times."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked == 3
+
+    def synchronize(self) -> None:
+        raise AssertionError("this keeps a core busy")
+
+
+def test_events_that_cannot_block_a_thread_are_polled() -> None:
+    event = LateEvent("cpu")
+    TorchAccelerator().synchronize(event)
+    assert event.asked == 3
+
+
+def test_events_of_cuda_block_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams are those of `torch.cuda`, because its events know no others."""
+    done: list[str] = []
+
+    class CudaEvent:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: CudaStream) -> None:
+            done.append(f"record on {stream.name}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    class CudaStream:
+        def __init__(self, device: torch.device, priority: int, name: str = "new") -> None:
+            assert (device, priority) == (where, 0)
+            self.name = name
+
+    where = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", CudaStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: CudaStream(of, 0, "current"))
+    accelerator = TorchAccelerator()
+    for stream in (accelerator.new_stream(where), accelerator.current_stream(where)):
+        accelerator.synchronize(accelerator.record_event(stream))
+    assert done == ["record on new", "synchronize", "record on current", "synchronize"]
 
 
 @pytest.mark.parametrize(

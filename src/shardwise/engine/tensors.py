@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import add, attrgetter, mul
 from types import SimpleNamespace
 
@@ -21,6 +21,17 @@ from shardwise.store.store import Buffer
 
 Array = npt.NDArray[np.generic]
 Slices = tuple[slice, ...]
+
+ELEMENTS_AT_ONCE = (1 << 15) - 1
+"""The most elements on the host to copy with one call of torch. For more elements, torch would use
+further threads, which compete with the training."""
+JOINED_BYTES = 1 << 20
+"""The most bytes to join on an accelerator, which limits the memory that this takes there."""
+_COPIED_EXACTLY = frozenset(
+    [torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+)
+"""Dtypes that `torch.cat` copies bit by bit on all devices. Others are viewed as integers first: a
+copy could change the bits of a 16-bit NaN, or a bool that is neither 0 nor 1."""
 
 
 class HostMemory:
@@ -97,6 +108,84 @@ class TorchMemory:
 
 TensorMemory = HostMemory | TorchMemory
 """The memory of one fragment."""
+
+
+class BatchCopier:
+    """Copies contiguous tensors to a host buffer, many of them with one call of torch.
+
+    The call releases the interpreter lock once. Small tensors on an accelerator are joined there
+    first, so that many tensors are one transfer.
+
+    Use it inside `torch.no_grad()`, and call `flush` after the last tensor.
+
+    Args:
+        out: the buffer.
+        wait: as for `HostMemory.read`, where `flush` completes the copies.
+    """
+
+    def __init__(self, out: Buffer, *, wait: bool) -> None:
+        self._out = torch.from_numpy(out)
+        self._wait = wait
+        self._batch: list[torch.Tensor] = []
+        # What the tensors of the batch have in common, and how they are viewed.
+        self._dtype: torch.dtype | None = None
+        self._view_dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        # Offsets in the buffer: of the batch, and the largest one that it can grow to.
+        self._low = self._high = self._limit = 0
+
+    def add(self, data: torch.Tensor, low: int, high: int) -> bool:
+        """Copy a tensor to bytes `low:high` of the buffer, here or in a later call.
+
+        Returns:
+            Whether the tensor is copied. The caller copies it otherwise if it is not contiguous,
+            or large and on the host, or if the target is not aligned to its type.
+        """
+        if not data.is_contiguous():
+            return False
+        if (
+            data.dtype is not self._dtype
+            or low != self._high
+            or high > self._limit
+            or data.device != self._device
+        ):
+            self.flush()
+            if not self._begin_batch(data, low, high):
+                return False
+        if self._view_dtype is not None:
+            data = data.view(self._view_dtype)
+        self._batch.append(data.flatten())
+        self._high = high
+        return True
+
+    def _begin_batch(self, data: torch.Tensor, low: int, high: int) -> bool:
+        """Begin a batch whose first tensor this is; return False if it cannot be copied."""
+        itemsize = data.element_size()
+        is_aligned = (self._out.data_ptr() | low) % itemsize == 0
+        limit = low + (ELEMENTS_AT_ONCE * itemsize if data.is_cpu else JOINED_BYTES)
+        if not is_aligned or (data.is_cpu and high > limit):
+            return False
+        self._dtype, self._device = data.dtype, data.device
+        self._view_dtype = None if self._dtype in _COPIED_EXACTLY else view_for_numpy(data).dtype
+        self._low, self._limit = low, limit
+        return True
+
+    def flush(self) -> None:
+        """Copy the tensors that were added and not yet copied."""
+        batch, self._batch, self._dtype = self._batch, [], None
+        if not batch:
+            return
+        out = self._out[self._low : self._high].view(batch[0].dtype)
+        if batch[0].is_cpu:
+            torch.cat(batch, out=out)
+            return
+        if len(batch) > 1:
+            with suppress(torch.OutOfMemoryError):  # then they are copied one by one
+                # The allocator reuses this memory on the current stream only: after the transfer.
+                batch = [torch.cat(batch)]
+        targets = torch.split(out, [*map(len, batch)])
+        for target, source in zip(targets, batch, strict=True):
+            target.copy_(source, non_blocking=not self._wait)
 
 
 def _current_stream(device: torch.device) -> torch.Stream | None:

@@ -11,7 +11,12 @@ import torch
 
 from shardwise.boxes import Box, boxes_of_range
 from shardwise.engine.buffers import Arena, aligned_buffer
-from shardwise.engine.tensors import TensorMemory, memory_of, wait_for_current_streams
+from shardwise.engine.tensors import (
+    BatchCopier,
+    TensorMemory,
+    memory_of,
+    wait_for_current_streams,
+)
 from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
 from shardwise.manifest.manifest import FileEntry
 from shardwise.plan.save import PieceTable
@@ -53,8 +58,8 @@ class FileSource:
         self._fragments = fragments
         self._objects = objects
         self._memory_of = memory_of
-        devices = {fragments[i].data.device for i in pieces.fragment}
-        self.devices = frozenset(devices - {torch.device("cpu")})
+        tensors = (fragments[i].data for i in pieces.fragment)
+        self.devices = frozenset(each.device for each in tensors if not each.is_cpu)
 
     def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
         """Copy bytes `low:high` of the file to `out`.
@@ -70,29 +75,39 @@ class FileSource:
                 out[a - low : b - low] = np.frombuffer(data, np.uint8)[a - offset : b - offset]
         # From here on, count bytes from the start of the data section.
         low, high = low - self.entry.data_at, high - self.entry.data_at
-        start, count = self.pieces.start, len(self.pieces.fragment)
-        first = max(int(np.searchsorted(start, low, side="right")) - 1, 0)
-        last = min(int(np.searchsorted(start, high, side="left")), count)
-        bounds = start[first : last + 1].tolist()
-        for i, begin, end in zip(range(first, last), bounds, bounds[1:], strict=False):
-            a, b = max(low, begin), min(high, end)
-            if a < b:
-                part = a - begin, b - begin
-                self._copy_piece(i, part, end - begin, out[a - low : b - low], wait)
+        pieces, fragments = self.pieces, self._fragments
+        first = max(int(np.searchsorted(pieces.start, low, side="right")) - 1, 0)
+        last = min(int(np.searchsorted(pieces.start, high, side="left")), len(pieces.fragment))
+        bounds = pieces.start[first : last + 1].tolist()
+        rows = zip(
+            pieces.fragment[first:last], pieces.box[first:last], bounds, bounds[1:], strict=False
+        )
+        copier = BatchCopier(out, wait=wait)
+        with torch.no_grad():
+            for index, piece, begin, end in rows:
+                fragment = fragments[index]
+                if low <= begin and end <= high:
+                    tensor = fragment.data
+                    if tensor.nbytes != end - begin:
+                        tensor = tensor[piece.relative_to(fragment.box.offset).slices()]
+                    if copier.add(tensor, begin - low, end - low):
+                        continue
+                a, b = max(low, begin), min(high, end)
+                if a < b:
+                    part, target = (a - begin, b - begin), out[a - low : b - low]
+                    self._copy_part(fragment, piece, part, target, wait=wait)
+            copier.flush()
 
-    def _copy_piece(
-        self, i: int, part: tuple[int, int], nbytes: int, out: Buffer, wait: bool
+    def _copy_part(
+        self, fragment: Fragment, piece: Box, part: tuple[int, int], out: Buffer, *, wait: bool
     ) -> None:
-        """Copy a range of the bytes of piece `i`, which has `nbytes` bytes, to `out`."""
-        fragment, piece = self._fragments[self.pieces.fragment[i]], self.pieces.box[i]
+        """Copy a range of the bytes of a piece to `out`, from a tensor of any strides."""
         memory = self._memory_of(fragment.data)
-        if part == (0, nbytes):
-            is_whole = piece == fragment.box
-            index = () if is_whole else piece.relative_to(fragment.box.offset).slices()
-            memory.read(index, out.view(memory.dtype).reshape(piece.shape), wait=wait)
+        itemsize = memory.itemsize
+        if piece == fragment.box and part == (0, piece.size * itemsize):
+            memory.read((), out.view(memory.dtype).reshape(piece.shape), wait=wait)
             return
         within = piece.relative_to(fragment.box.offset).offset
-        itemsize = memory.itemsize
         position = 0
         for box in boxes_of_range(piece.shape, part[0] // itemsize, part[1] // itemsize):
             size = box.size * itemsize

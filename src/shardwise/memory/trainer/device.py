@@ -29,6 +29,9 @@ class TorchAccelerator:
     """Streams, events and page-locked memory of torch's accelerator.
 
     The accelerator is not initialized before a tensor on it is copied.
+
+    On CUDA devices, all streams and events are of the classes in `torch.cuda`, whose events can
+    block a thread. These classes cannot be mixed with `torch.Stream` and `torch.Event`.
     """
 
     def new_stream(self, device: torch.device) -> torch.Stream:
@@ -36,10 +39,14 @@ class TorchAccelerator:
 
         The priority matters for the kernels that gather non-contiguous tensors, not for copies.
         """
+        if device.type == "cuda":
+            return torch.cuda.Stream(device, _LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
         return torch.Stream(device, priority=_LOWEST_PRIORITY)
 
     def current_stream(self, device: torch.device) -> torch.Stream:
         """Return the current stream of this thread on a device."""
+        if device.type == "cuda":
+            return torch.cuda.current_stream(device)
         return torch.accelerator.current_stream(device)
 
     def set_stream(self, stream: torch.Stream) -> None:
@@ -48,17 +55,25 @@ class TorchAccelerator:
 
     def record_event(self, stream: torch.Stream) -> torch.Event:
         """Record an event that happens when all work queued on the stream so far is done."""
-        return stream.record_event()
+        if not isinstance(stream, torch.cuda.Stream):
+            return stream.record_event()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make later work on a stream wait for an event, without blocking this thread."""
         stream.wait_event(event)
 
     def synchronize(self, event: torch.Event) -> None:
-        """Block this thread until an event has happened.
+        """Block this thread until an event has happened, without keeping a core busy.
 
-        This polls, because `torch.Event.synchronize` would keep a core busy.
+        `torch.Event` ignores `blocking=True`, so its `synchronize` would keep a core busy. This
+        polls such events.
         """
+        if isinstance(event, torch.cuda.Event):
+            event.synchronize()
+            return
         while not event.query():
             time.sleep(_POLL_PERIOD)
 
