@@ -13,12 +13,12 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    modules=346,
-    statements=36592,
-    modules_of_api=88,
-    statements_of_api=9998,
-    record_types=281,
-    names_across_packages=401,  # the ports are used from everywhere
+    modules=349,
+    statements=37040,
+    modules_of_api=90,
+    statements_of_api=10190,
+    record_types=285,
+    names_across_packages=418,  # the ports are used from everywhere
     names_of_readers=30,
     test_files_with_inner_imports=72,
 )
