@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -55,11 +55,7 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
             '{"model": model, "optimizer": optimizer}'
         )
     bindings: list[Binding] = []
-    plugins = [plugin for plugin in find_plugins(GROUP) if plugin.name in sys.modules]
-    functions: list[Bind] = [partial(_bind_by_plugins, plugins=plugins)] if plugins else []
-    for module, adapter in _BUILT_IN.items():
-        if module in sys.modules:
-            functions.append(import_module(f"shardwise.adapters.{adapter}").bind)
+    functions = [function for _, function in binders()]
     try:
         for binding in _bind_dict(state, "", bindings, functions, allow_pickle):
             bindings.append(binding)  # noqa: PERF402 - other bindings look at the list so far
@@ -72,13 +68,32 @@ def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
     return sorted(bindings, key=attrgetter("kind"))  # this is also the order of the alphabet
 
 
+def binders() -> list[tuple[str, Bind]]:
+    """Return the functions that bind values of plug-ins and frameworks, by the modules of these.
+
+    Only modules that are imported count, because no others can have made a value.
+    """
+    plugins = [plugin for plugin in find_plugins(GROUP) if plugin.name in sys.modules]
+    names = " ".join(plugin.name for plugin in plugins)
+    found: list[tuple[str, Bind]]
+    found = [(names, partial(_bind_by_plugins, plugins=plugins))] if plugins else []
+    for module, adapter in _BUILT_IN.items():
+        if module in sys.modules:
+            found.append((module, import_module(f"shardwise.adapters.{adapter}").bind))
+    return found
+
+
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
     """Return the local state: the tensors and values that this rank saves of a state.
 
     Raises:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
-    bindings = bind_state(state, allow_pickle=allow_pickle)
+    return unite(bind_state(state, allow_pickle=allow_pickle))
+
+
+def unite(bindings: Iterable[Binding]) -> LocalState:
+    """Return the local state of all bindings; see `local_state_of`."""
     local_state = LocalState.unite(binding.local_state() for binding in bindings)
     for name in local_state.names():
         check_name(name)
@@ -129,13 +144,34 @@ def _bind_dict(
             yield TensorBinding(name, value)  # checked first: a state may have thousands of tensors
         elif (binding := _bind_object(name, value, context, functions)) is not None:
             yield binding
-        elif _is_nested_state(value):
+        elif is_nested_state(value):
             yield from _bind_dict(cast(State, value), f"{name}.", bindings, functions, allow_pickle)
         else:
-            get_item, set_item = container.__getitem__, container.__setitem__
-            yield ObjectBinding(
-                name, partial(get_item, key), partial(set_item, key), allow_pickle=allow_pickle
-            )
+            yield _bind_item(name, container, key, allow_pickle=allow_pickle)
+
+
+def _bind_item(name: str, container: State, key: str, *, allow_pickle: bool) -> ObjectBinding:
+    get_item, set_item = partial(container.__getitem__, key), partial(container.__setitem__, key)
+    return ObjectBinding(name, get_item, set_item, allow_pickle=allow_pickle)
+
+
+def bind_value(name: str, container: State, key: str, *, allow_pickle: bool) -> Binding:
+    """Return the binding of one value of a state, as `bind_state` does.
+
+    Args:
+        name: the name of the value.
+        container: the dict that has it. It must not be a dict to bind value by value.
+        key: its key there.
+        allow_pickle: whether the user allows pickled values.
+    """
+    value = container[key]
+    if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
+        return TensorBinding(name, value)
+    context = Context((), name.removesuffix(key), allow_pickle, lambda name, value: None)
+    functions = [function for _, function in binders()]
+    return _bind_object(name, value, context, functions) or _bind_item(
+        name, container, key, allow_pickle=allow_pickle
+    )
 
 
 def _bind_object(
@@ -205,7 +241,7 @@ def _is_of_module(value: object, module: str) -> bool:
     return any(f"{cls.__module__}.".startswith(f"{module}.") for cls in classes)
 
 
-def _is_nested_state(value: object) -> bool:
+def is_nested_state(value: object) -> bool:
     """Return whether a value is a nonempty dict with string keys, to bind value by value."""
     nonempty = isinstance(value, dict) and type(value) in (dict, OrderedDict) and bool(value)
     return nonempty and all(isinstance(key, str) for key in cast(Mapping[object, object], value))

@@ -25,8 +25,9 @@ from shardwise.adapters.bitsandbytes import (
     quantized_layers,
     restore_quantized,
 )
+from shardwise.adapters.cells import module_cells
 from shardwise.errors import StateError, user_code
-from shardwise.ports.binding import Binding, Context
+from shardwise.ports.binding import Binding, Cells, Context
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import Parameter
@@ -308,6 +309,13 @@ class ModuleBinding(Binding):
                 else:
                     local_state.objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         return local_state
+
+    def cells(self) -> Cells | None:
+        """Return where the modules keep their tensors, if their state dicts have nothing else."""
+        has_others = any(part.generated or part.extra or part.quantized for part in self._parts)
+        if has_others or type(self) is not ModuleBinding:
+            return None
+        return module_cells([part.module for part in self._parts])
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensors and values to load. Selected meta tensors are allocated first."""

@@ -286,7 +286,7 @@ def view_of(name: str, optimizer: Optimizer, *, simple: bool = False) -> View:
         )
     if is_instance(optimizer, "torch.distributed.optim", "_NamedOptimizer") and inner:
         return view_of(name, inner[0])  # whose state cannot be loaded before the first step
-    own = _DictView(name, optimizer) if _has_own_methods(optimizer) else View(name, optimizer)
+    own = _DictView(name, optimizer) if has_own_methods(optimizer) else View(name, optimizer)
     hidden = [each for each in inner if _state_of(each) is not _state_of(optimizer)]
     if _overrides(optimizer, "state_dict"):
         _refuse_left_out(own, hidden)
@@ -365,7 +365,7 @@ _NOT_SEARCHED = (
 )  # fmt: skip
 
 
-def _has_own_methods(optimizer: Optimizer) -> bool:
+def has_own_methods(optimizer: Optimizer) -> bool:
     """Return whether the optimizer changes what torch's `state_dict` or `load_state_dict` do."""
     if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
         return True

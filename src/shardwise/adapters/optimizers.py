@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from shardwise.adapters.cells import optimizer_cells
 from shardwise.adapters.optimizer_groups import (
     ENTRIES,
     FORMATS,
@@ -33,7 +34,7 @@ from shardwise.adapters.optimizer_views import View, groups_of, steps_of, view_o
 from shardwise.adapters.values import ComparedBinding, missing_inside, tensors_inside
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.ports.binding import Binding, Context
+from shardwise.ports.binding import Binding, Cells, Context
 from shardwise.state.local_state import LocalState, ParameterOrder
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import LOCAL, SHARD, Parameter
@@ -59,6 +60,7 @@ class OptimizerBinding(Binding):
         # The order of the dimensions of state tensors in memory, by parameter and key.
         self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
         self._views: list[View] = []
+        self._saved = LocalState()  # what `local_state` returned last
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
         # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
         # parameter's state and whether the optimizer lacks some of it, the saved hyperparameters,
@@ -104,7 +106,15 @@ class OptimizerBinding(Binding):
         for other in self._other_values():
             if other.value:
                 local_state.add(other.local_state())
+        self._saved = local_state
         return local_state
+
+    def cells(self) -> Cells | None:
+        """Return where the optimizers keep their tensors, if these are all their state."""
+        if type(self) is not OptimizerBinding:
+            return None
+        name, allow_pickle = self._groups_name, self._allow_pickle
+        return optimizer_cells(self._views, self._saved, name, allow_pickle=allow_pickle)
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the state to load. State that does not exist yet is created.

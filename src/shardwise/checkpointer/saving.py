@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.adapters import local_state_of, torch_optimizers_in
+from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
+from shardwise.checkpointer.prepared_state import StateBinder
 from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
@@ -23,7 +24,7 @@ from shardwise.checkpointer.start_from import refuse_steps_of_another_run
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.compile_and_gc import pause_gc
-from shardwise.engine.describe import BoundState, StateToSave
+from shardwise.engine.describe import StateToSave
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
 from shardwise.engine.rounds import Round
@@ -91,6 +92,7 @@ class Saving:
         self._has_stepped = False  # whether an optimizer has stepped since that call
         self._claim, self._checks = claim, checks
         self._found_steps = found_steps  # empty once this run has restored or saved
+        self._binder = StateBinder(allow_pickle=settings.allow_pickle)
         self.plan_cache = PlanCache()
 
     def save(
@@ -327,8 +329,9 @@ class Saving:
 
     def _bind(self, state: State) -> StateToSave:
         """Return what this rank saves of a state, and let its optimizers wait for copies."""
-        self._fence_optimizer_steps(state)
-        return BoundState(local_state_of(state, allow_pickle=self._settings.allow_pickle))
+        bound = self._binder.bind(state)
+        self._fence_optimizer_steps(self._binder.optimizers)
+        return bound
 
     def _require_ranked_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         best = self._settings.keep.best
@@ -338,13 +341,13 @@ class Saving:
                 'needs: pass float("nan") if it was not measured'
             )
 
-    def _fence_optimizer_steps(self, state: Mapping[str, object]) -> None:
-        """Make the steps of all optimizers in the state wait for copies in progress."""
+    def _fence_optimizer_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make the steps of optimizers wait for copies in progress."""
         memory = self._settings.memory
         if memory is None or not memory.overlap:
             return
         fence = self._saver.fence
-        for optimizer in torch_optimizers_in(state):
+        for optimizer in optimizers:
             if optimizer not in self._fence_hooks:
                 self._fence_hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: fence())
 

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from shardwise.engine.shared_structures import digest_of, encode_structure
 from shardwise.engine.shared_values import members_of
-from shardwise.engine.tensors import describe_tensors
+from shardwise.engine.tensors import accelerators_of, describe_tensors
 from shardwise.manifest.manifest import check_name
 from shardwise.plan.structure import Description
 from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
@@ -24,12 +26,14 @@ class Described:
         fragments: the fragments in the description, with their memory.
         fingerprint: a digest of the structure in the description.
         axes: the coordinate of this rank in each named axis of the meshes of its tensors.
+        devices: the accelerators that hold some of the fragments.
     """
 
     description: Description
     fragments: Sequence[Fragment]
     fingerprint: bytes
     axes: Mapping[str, int]
+    devices: frozenset[torch.device]
 
 
 class StateToSave(Protocol):
@@ -85,7 +89,8 @@ class BoundState:
         description, fragments = describe_tensors(state.tensors, tuple(state.per_rank), groups)
         fingerprint = digest_of(encode_structure(description.structure))
         axes = mesh_axes(state.tensors)
-        return Described(description, fragments, fingerprint, axes)
+        devices = accelerators_of(each.data for each in fragments)
+        return Described(description, fragments, fingerprint, axes, devices)
 
     def elements(self, of_shards: Collection[str]) -> Mapping[str, bytes | None]:
         """Return what ranks must agree on; see `StateToSave.elements`."""

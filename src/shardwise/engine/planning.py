@@ -18,6 +18,7 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
+import torch
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
@@ -229,7 +230,7 @@ class PlannedSave:
         holding_key: a key, which is equal for ranks that hold the same boxes of the same tensors.
         notes: what ranks told the others (`Destination.offer`): the distinct notes, in the order of
             their first ranks.
-        axes: the coordinate of this rank in each named axis of the meshes of its tensors.
+        axes, devices: as in `Described`.
         checks_replicas: whether all ranks compare their replicas at this save.
     """
 
@@ -242,6 +243,7 @@ class PlannedSave:
     holding_key: bytes = b""
     notes: Sequence[bytes] = ()
     axes: Mapping[str, int] = field(default_factory=dict)
+    devices: frozenset[torch.device] = frozenset()
     checks_replicas: bool = False
 
     @property
@@ -256,14 +258,15 @@ class PlannedSave:
             return None
         objects = msgspec.json.encode(per_rank) if per_rank else b""
         file = lay_out_file(self.save_id, plan.rank, plan.header_entries, len(objects))
-        return FileSource(plan.pieces, self.fragments, file, objects)
+        devices = self.devices
+        return FileSource(plan.pieces, self.fragments, file, objects, devices=devices)
 
     def source_of_peer(self, rank: int) -> FileSource:
         """Return the source of the data section of a rank that holds the same boxes as this one.
 
         The bytes are read from this rank's replicas.
         """
-        return FileSource(self.plan.pieces_of(rank), self.fragments)
+        return FileSource(self.plan.pieces_of(rank), self.fragments, devices=self.devices)
 
     def manifest(self, files: Sequence[FileEntry]) -> bytes:
         """Return the encoded manifest with these files. Only rank 0 calls this."""
@@ -374,8 +377,19 @@ def plan_together(
         values, differ = request.state.values, agreement.values_differ
         objects = _share_values(values, fingerprint, plan, group, differ=differ)
     held = msgspec.msgpack.encode((fingerprint, description.coordinates))
-    return PlannedSave(request, agreement.save_id, plan, is_cached, described.fragments, objects,
-        held, agreement.notes, described.axes, agreement.check_replicas)  # fmt: skip
+    return PlannedSave(
+        request=request,
+        save_id=agreement.save_id,
+        plan=plan,
+        cached=is_cached,
+        fragments=described.fragments,
+        objects=objects,
+        holding_key=held,
+        notes=agreement.notes,
+        axes=described.axes,
+        devices=described.devices,
+        checks_replicas=agreement.check_replicas,
+    )
 
 
 def _make_offer(

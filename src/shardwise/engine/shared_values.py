@@ -128,8 +128,12 @@ def _merge_groups(
     items = [(value, "members", member) for member, (value, _) in first_of.items()]
     for position, has_members, value in placed:
         items.append((value, "positions" if has_members else "empty_positions", position))
+    group_of: dict[int, dict[str, Any]] = {}  # by the id of a value, which many members share
     for value, key, item in items:
-        group = merged.setdefault(msgspec.json.encode(value), {"members": [], "value": value})
+        group = group_of.get(id(value))
+        if group is None:
+            group = merged.setdefault(msgspec.json.encode(value), {"members": [], "value": value})
+            group_of[id(value)] = group
         if key == "members" or item not in group.get(key, ()):
             group.setdefault(key, []).append(item)
     groups = [*merged.values()]

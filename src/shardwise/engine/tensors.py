@@ -224,6 +224,11 @@ def _tensor_of(source: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def accelerators_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
+    """Return the accelerators that hold some of the tensors."""
+    return frozenset(each.device for each in tensors if not each.is_cpu)
+
+
 def wait_for_current_streams(devices: Iterable[torch.device]) -> None:
     """Block this thread until the work is done that is queued on its current streams.
 

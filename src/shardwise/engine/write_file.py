@@ -14,6 +14,7 @@ from shardwise.engine.buffers import Arena, aligned_buffer
 from shardwise.engine.tensors import (
     BatchCopier,
     TensorMemory,
+    accelerators_of,
     memory_of,
     wait_for_current_streams,
 )
@@ -37,6 +38,7 @@ class FileSource:
         file: the result of `lay_out_file`. Default: the pieces alone, without a file.
         objects: the encoded per-rank values.
         memory_of: returns the memory of the tensor of a fragment.
+        devices: the accelerators that hold some of the fragments, if they are known.
 
     Attributes:
         entry: the name of the file and the offsets of its parts.
@@ -51,6 +53,7 @@ class FileSource:
         file: tuple[bytes, FileEntry] | None = None,
         objects: bytes = b"",
         memory_of: Callable[[torch.Tensor], TensorMemory] = memory_of,
+        devices: frozenset[torch.device] | None = None,
     ) -> None:
         end = int(pieces.start[-1])
         self._header, self.entry = file or (b"", FileEntry("", 0, end, 0, end, end, 0))
@@ -58,8 +61,9 @@ class FileSource:
         self._fragments = fragments
         self._objects = objects
         self._memory_of = memory_of
-        tensors = (fragments[i].data for i in pieces.fragment)
-        self.devices = frozenset(each.device for each in tensors if not each.is_cpu)
+        if devices is None:
+            devices = accelerators_of(fragments[i].data for i in pieces.fragment)
+        self.devices = devices
 
     def fill(self, low: int, high: int, out: Buffer, *, wait: bool = True) -> None:
         """Copy bytes `low:high` of the file to `out`.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from shardwise.boxes import Box
@@ -31,6 +32,7 @@ __all__ = [
     "Bind",
     "Binding",
     "Box",
+    "Cells",
     "Context",
     "FlatRange",
     "Fragment",
@@ -48,6 +50,31 @@ __all__ = [
     "is_shard",
     "tensor_leaf",
 ]
+
+
+class Cells(Protocol):
+    """Where a value keeps its tensors, so that a save sees quickly that it has those of the last.
+
+    A `Checkpointer` keeps this object from save to save. It must not keep the value alive: use weak
+    references. Both methods run at each save, in the thread of the training.
+    """
+
+    def look(self) -> tuple[Mapping[str, object], Sequence[torch.Tensor]] | None:
+        """Return what decides which tensors `Binding.local_state` returns; and these tensors.
+
+        The first result has a few facts by their names, for example `{"keys": ["w", "b"]}`, which
+        are compared with `==`. If they are equal to those of the last save, `local_state` must
+        return tensors of the same names, shapes and boxes, in the memory of the tensors in the
+        second result, which must come in the same order. A `Checkpointer` compares the addresses,
+        shapes, strides, dtypes, devices and placements of these tensors itself. None: the value
+        does not exist any more, or is of another kind now.
+        """
+
+    def values(self) -> LocalState:
+        """Return what `Binding.local_state` returns, without the tensors.
+
+        It is called only if `look` has returned the facts of the last save.
+        """
 
 
 class Binding:
@@ -72,6 +99,13 @@ class Binding:
     def local_state(self) -> LocalState:
         """Return the tensors and values to save: the part of this rank."""
         raise NotImplementedError
+
+    def cells(self) -> Cells | None:
+        """Return where the value keeps its tensors. It is called after `local_state`.
+
+        None, which is the default: unknown. Then each save calls `local_state`.
+        """
+        return None
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensors and values to load. The default is what `local_state` returns.

@@ -73,8 +73,7 @@ class SnapshotPart:
         devices = frozenset() if self.source is None else self.source.devices
         if self.ring is None:
             return devices
-        of_replicas = {fragment.data.device for fragment in self.planned.fragments}
-        return devices | {device for device in of_replicas if device.type != "cpu"}
+        return devices | self.planned.devices
 
 
 class _NoSlotError(StoreError):
