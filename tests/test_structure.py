@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=346,
-    statements=36525,
+    statements=36586,
     modules_of_api=88,
-    statements_of_api=9942,
+    statements_of_api=10003,
     record_types=281,
-    names_across_packages=401,  # the ports are used from everywhere
+    names_across_packages=402,  # the ports are used from everywhere
     names_of_readers=30,
     test_files_with_inner_imports=71,
 )
