@@ -95,6 +95,52 @@ class _Copies:
         pass
 
 
+class CachedStore(LocalStore):
+    """A directory whose data files say that they are in the page cache, or that they are not.
+
+    Args:
+        path: the directory.
+        is_cached: what the files say.
+        copies: the contents of the copies of each data file. The first one is read first.
+
+    Attributes:
+        buffers: the address and the size of each buffer of a read.
+    """
+
+    def __init__(self, path: Path, *, is_cached: bool, copies: list[bytes]) -> None:
+        super().__init__(path)
+        self.is_cached, self.contents = is_cached, copies
+        self.buffers: list[tuple[int, int]] = []
+
+    def open(self, path: str, size: int | None = None) -> ReadableFile:  # type: ignore[override]
+        """Open a file."""
+        return super().open(path) if path == "manifest.json" else _Cached(self)
+
+
+class _Cached:
+    def __init__(self, store: CachedStore) -> None:
+        self._store, self.copies = store, len(store.contents)
+        self.size = len(store.contents[0])
+
+    def is_cached(self, offset: int, count: int) -> bool:
+        return self._store.is_cached
+
+    def read_at(self, offset: int, out: Buffer) -> int:
+        return self.read_copy(0, offset, out)
+
+    def copy_size(self, number: int) -> int:
+        return self.size
+
+    def read_copy(self, number: int, offset: int, out: Buffer) -> int:
+        part = self._store.contents[number][offset : offset + len(out)]
+        out.data[: len(part)] = part
+        self._store.buffers.append((out.ctypes.data, len(out)))
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
 def store_with_own_clock(url: str, retry: int = 10) -> tuple[RetryingStore, list[float]]:
     """Return an object store, and its time, which only pauses between attempts change."""
     return with_own_clock(ObjectStore(url), retry)

@@ -26,7 +26,7 @@ from shardwise.manifest.manifest import (
     FileEntry,
     decode_manifest,
 )
-from shardwise.store import Files, ReadableFile, ReplicatedFile, ViewableFile
+from shardwise.store import CachedFile, Files, ReadableFile, ReplicatedFile, ViewableFile
 from shardwise.store.store import Buffer
 
 LARGEST_ELEMENT = 16
@@ -75,6 +75,9 @@ class DataReader:
             raise CorruptionError(
                 f"{self._label} cannot be opened: {error}; copy it again from an intact source"
             ) from error
+        # These checks take as long as a checksum, so they are made only once.
+        self._viewable = self._file if isinstance(self._file, ViewableFile) else None
+        self._cached = self._file if isinstance(self._file, CachedFile) else None
         self._copies = range(self._file.copies if isinstance(self._file, ReplicatedFile) else 0)
         self._table: BlockTable | None = None
         self._verifies = verify
@@ -120,24 +123,39 @@ class DataReader:
                     return True
         return False
 
-    def read(self, low: int, high: int, buffer: Buffer, *, in_place: bool = False) -> Buffer:
+    def read(
+        self,
+        low: int,
+        high: int,
+        buffer: Buffer,
+        *,
+        in_place: bool = False,
+        target: Buffer | None = None,
+    ) -> Buffer:
         """Read and verify bytes `low:high`, which are whole blocks.
 
         Args:
             low, high: offsets in the file, in bytes.
             buffer: memory for the bytes.
             in_place: if the file is in memory, return its bytes without a copy.
+            target: the memory where bytes `low:high` are needed. If the file is in the page cache,
+                they are read straight into this memory, and verified there. If they are damaged,
+                damaged bytes are left there.
 
         Returns:
-            The bytes, in `buffer` or in place.
+            The bytes: in `buffer`, or in place, or `target` itself.
 
         Raises:
             CorruptionError: bytes differ from the saved bytes.
         """
+        cached, needed = self._cached, high - low
         high = end_of_read(self._stored, high)
         try:
-            if in_place and isinstance(self._file, ViewableFile):
-                return self.verify(low, self._file.view(low, high - low))
+            if in_place and self._viewable is not None:
+                return self.verify(low, self._viewable.view(low, high - low))
+            if target is not None and cached is not None and cached.is_cached(low, needed):
+                self._fill(low, low + needed, target)
+                return self.verify(low, target)
             self._fill(low, high, buffer)
             return self.verify(low, buffer[: high - low])
         except CorruptionError as error:

@@ -169,8 +169,12 @@ class RankReads:
                     for span in remaining:
                         if failed.is_set():
                             return
-                        data = read_span(spans, span, readers, copier, buffer, in_place=True)
-                        copier.copy(span, data)
+                        target = copier.target(span)
+                        data = read_span(
+                            spans, span, readers, copier, buffer, in_place=True, target=target
+                        )
+                        if data is not target:
+                            copier.copy(span, data)
             except BaseException:
                 failed.set()
                 raise
@@ -427,19 +431,22 @@ def read_span(
     buffer: Buffer,
     *,
     in_place: bool = False,
+    target: Buffer | None = None,
 ) -> Buffer:
     """Read and verify a span.
 
     Args:
         buffer: memory for the bytes.
-        in_place: as for `DataReader.read`.
+        in_place, target: as for `DataReader.read`.
 
     Raises:
         CorruptionError: bytes differ from the saved bytes. The error names the tensors.
     """
     low, high = int(spans.low[span]), int(spans.high[span])
     try:
-        return readers[int(spans.file[span])].read(low, high, buffer, in_place=in_place)
+        return readers[int(spans.file[span])].read(
+            low, high, buffer, in_place=in_place, target=target
+        )
     except CorruptionError as error:
         names = copier.tensor_names(span)
         raise CorruptionError(

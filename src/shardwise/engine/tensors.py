@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardwise.boxes import boxes_within
-from shardwise.boxes.box import IntArray, padded_rows
+from shardwise.boxes.box import BoolArray, IntArray, padded_rows
 from shardwise.errors import StateError
 from shardwise.plan.load import Ranges, Transfers, assign_transfers
 from shardwise.plan.structure import Description, ParamGroups, Structure, find_rules
@@ -70,6 +70,15 @@ class HostMemory:
         """
         self._array[index] = source
 
+    def bytes_of(self, index: Slices) -> Buffer | None:
+        """Return the bytes of a box, if they are one range of host memory.
+
+        Args:
+            index: the box, as slices of the fragment.
+        """
+        part = self._array[index] if index else self._array  # `[()]` would return a number
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
 
 class TorchMemory:
     """A fragment that torch copies: on an accelerator, or of another dtype than the saved values.
@@ -104,6 +113,10 @@ class TorchMemory:
         values = _tensor_of(source).view(self._saved_dtype).reshape(source.shape)
         with _as_current(self._stream):
             self._data[index] = values.to(self._data.device, self._data.dtype)
+
+    def bytes_of(self, index: Slices) -> Buffer | None:
+        """Return None: torch copies, and may convert."""
+        return None
 
 
 TensorMemory = HostMemory | TorchMemory
@@ -388,7 +401,7 @@ class SpanCopier:
         stride = strides[transfers.run] * itemsizes[transfers.fragment, np.newaxis]
         first, rows = assign_transfers(transfers, spans)
         self._first = first.tolist()
-        self._span_low = spans.low.tolist()
+        self._span_low, self._span_high = spans.low.tolist(), spans.high.tolist()
         self._rows = rows.tolist()
         self._fragment = transfers.fragment.tolist()
         self._low = transfers.low.tolist()
@@ -397,6 +410,9 @@ class SpanCopier:
         self._start = start.tolist()
         self._stop = (start + transfers.shape).tolist()
         self._stride = stride.tolist()
+        self._is_dense = _is_dense(transfers.shape, stride, itemsizes[transfers.fragment]).tolist()
+        self._only_row = _rows_that_contain(spans, transfers, first, rows)
+        self._bytes_of_row: dict[int, Buffer | None] = {}  # of large boxes, as far as asked for
 
     def tensor_names(self, span: int) -> str:
         """Return the names of the tensors in a span, for an error message."""
@@ -404,6 +420,29 @@ class SpanCopier:
         names = list(dict.fromkeys(self._names[self._fragment[row]] for row in rows))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + more
+
+    def target(self, span: int) -> Buffer | None:
+        """Return the memory of a span, if its bytes are one range of one host tensor's memory.
+
+        They can be read straight into this memory, or copied at once.
+        """
+        row = self._only_row[span]
+        memory = None if row < 0 else self._bytes_of(row)
+        if memory is None:
+            return None
+        low = self._low[row]
+        return memory[self._span_low[span] - low : self._span_high[span] - low]
+
+    def _bytes_of(self, row: int) -> Buffer | None:
+        """Return the memory of a box, if it is one range of bytes, as in the file; else None."""
+        if row not in self._bytes_of_row:
+            found = None
+            if self._is_dense[row]:
+                ndim = self._ndims[self._fragment[row]]
+                index = tuple(map(slice, self._start[row][:ndim], self._stop[row][:ndim]))
+                found = self._memory[self._fragment[row]].bytes_of(index)
+            self._bytes_of_row[row] = found
+        return self._bytes_of_row[row]
 
     def copy(self, span: int, data: Buffer) -> None:
         """Copy all boxes that have bytes in a span.
@@ -425,9 +464,45 @@ class SpanCopier:
                 memory.write(tuple(map(slice, start, stop)), source)
                 continue
             # Only a part of the box is in this span.
+            target = self._bytes_of(row)
+            if target is not None:
+                first, last = max(0, -position), min(len(target), high - low - position)
+                target[first:last] = data[position + first : position + last]
+                continue
             limits = -position, high - low - position
             for part in boxes_within(shape, strides, memory.itemsize, *limits):
                 begin = position + sum(map(mul, part.offset, strides))
                 source = np.ndarray(part.shape, memory.dtype, data, begin, strides)
-                first = tuple(map(add, start, part.offset))
-                memory.write(tuple(map(slice, first, map(add, first, part.shape))), source)
+                corner = tuple(map(add, start, part.offset))
+                memory.write(tuple(map(slice, corner, map(add, corner, part.shape))), source)
+
+
+def _is_dense(shape: IntArray, stride: IntArray, itemsize: IntArray) -> BoolArray:
+    """Return whether the elements of each box lie in the file as in a contiguous tensor, `(n,)`.
+
+    Args:
+        shape, stride: the shape of each box, and its strides in the file in bytes, `(n, D)`.
+        itemsize: the size of an element of each box, in bytes, `(n,)`.
+    """
+    elements = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1] // np.maximum(shape, 1)
+    found: BoolArray = ((stride == elements * itemsize[:, np.newaxis]) | (shape == 1)).all(axis=1)
+    return found
+
+
+def _rows_that_contain(
+    spans: Ranges, transfers: Transfers, first: IntArray, rows: IntArray
+) -> list[int]:
+    """Return the transfer that contains each span, if no other needs bytes of the span; else -1.
+
+    Args:
+        first, rows: the result of `assign_transfers`.
+    """
+    found = np.full(len(spans), -1, np.int64)
+    single = np.flatnonzero(np.diff(first) == 1)
+    row = rows[first[single]]
+    contains = (transfers.low[row] <= spans.low[single]) & (
+        spans.high[single] <= transfers.high[row]
+    )
+    found[single[contains]] = row[contains]
+    result: list[int] = found.tolist()
+    return result

@@ -98,6 +98,8 @@ class BlockTable:
         whole, intact = len(data) // BLOCK, 0
         if whole > 1 and crc32(data[: whole * BLOCK]) == self._checksum_of_run(first, whole):
             intact = whole
+            if len(data) == whole * BLOCK:
+                return []
         expected = self._sums[first + intact : first + block_count(len(data))]
         is_damaged = block_checksums(data[intact * BLOCK :]) != expected
         return (intact + np.flatnonzero(is_damaged)).tolist()

@@ -23,6 +23,7 @@ from shardwise.store.places import (
     why_no_directory,
 )
 from shardwise.store.store import (
+    CachedFile,
     Files,
     FileStatus,
     ReadableFile,
@@ -35,6 +36,7 @@ from shardwise.store.store import (
 )
 
 __all__ = [
+    "CachedFile",
     "FileStatus",
     "Files",
     "LocalStore",

@@ -164,6 +164,9 @@ class LocalReader:
             ) from error
         return done
 
+    def is_cached(self, offset: int, count: int) -> bool:
+        return self._direct is None or is_cached(self._fd, offset, count)
+
     def _read(self, view: memoryview, offset: int) -> int:
         direct = self._direct
         if direct is not None and offset % ALIGNMENT == 0 and len(view) >= ALIGNMENT:

@@ -139,6 +139,18 @@ class ViewableFile(ReadableFile, Protocol):
 
 
 @runtime_checkable
+class CachedFile(ReadableFile, Protocol):
+    """A file that may be in the page cache, from which the kernel copies to any memory."""
+
+    def is_cached(self, offset: int, count: int) -> bool:
+        """Return whether `read_at` would copy these bytes from the page cache.
+
+        Otherwise `read_at` is fastest if the buffer is aligned to pages.
+        """
+        ...
+
+
+@runtime_checkable
 class ReplicatedFile(ReadableFile, Protocol):
     """A file with several copies. `read_at` reads the first copy that answers."""
 

@@ -13,6 +13,7 @@ from shardwise.engine.commit import saved_manifest
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import MANIFEST, decode_manifest
 from shardwise.store import (
+    CachedFile,
     FileStatus,
     ReadableFile,
     ReadOnlyStore,
@@ -203,6 +204,12 @@ class _TieredFile:
     def read_at(self, offset: int, out: Buffer) -> int:
         copies = range(self.copies)
         return _first_result(lambda number: self.read_copy(number, offset, out), copies)
+
+    def is_cached(self, offset: int, count: int) -> bool:
+        with suppress(OSError, CorruptionError):
+            file = self._copy(0)
+            return isinstance(file, CachedFile) and file.is_cached(offset, count)
+        return False
 
     def read_copy(self, number: int, offset: int, out: Buffer) -> int:
         nbytes = self._copy(number).read_at(offset, out)

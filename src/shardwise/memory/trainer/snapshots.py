@@ -213,13 +213,16 @@ class Snapshots:
         snapshots. So the root records which steps are superseded. `lineage.resume_from` says what
         `owner` is.
         """
-        with Round(self._group, "discarding newer snapshots"):
+        with Round(self._group, "discarding newer snapshots") as all_ranks:
             self._discard(step)
-        lineage = self.membership.lineage
-        with Round(self._group, "recording a resumption", rank0_only=True) as all_ranks:
-            if self._group.rank == 0:
-                lineage = resume_from(self.root, self.run.name, step, owner)
-            self.membership.lineage = all_ranks.broadcast(lineage, Lineage)
+            # Once all nodes have done so, no agent persists a newer snapshot.
+            self.membership.lineage = all_ranks.all_reduce(
+                True,
+                bool,
+                all,
+                lambda _: resume_from(self.root, self.run.name, step, owner),
+                Lineage,
+            )
 
     @property
     def epoch(self) -> int | None:
