@@ -52,6 +52,8 @@ RUNS = [
     Run("adapters", 1),
     Run("object_store"),
     Run("stall"),
+    Run("steady_save", 1),
+    Run("steady_ranks", 4),
     Run("rebuild", 3),
     Run("recover", 4),
     *(Run("foreign_resume", processes) for processes in (1, 4)),

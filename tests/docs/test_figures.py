@@ -47,6 +47,7 @@ SETTINGS = [
     "writes the same 8 MiB again and again",
     "longer with 1 GB on each process",
     "### With 1 GB on each process",
+    "twenty tensors of 1 kB",
     "For each 4 × of ranks",
     "the goal is 1.5 ×",
 ]
