@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.goals import GOALS, judge
 from benchmarks.limits import drop_files_from_cache, read_files_into_cache
 
 ROWS, COLUMNS = Shard(0), Shard(1)
@@ -167,7 +168,13 @@ class Bench:
     def goal(
         self, text: str, measured: float, *, least: float = -math.inf, most: float = math.inf
     ) -> None:
-        """Add to the results whether a goal is reached."""
+        """Add to the results whether a goal is reached.
+
+        Raises:
+            ValueError: the goals of this benchmark are in `goals.py`.
+        """
+        if self.question in GOALS:
+            raise ValueError(f"the goals of {self.question} are in benchmarks/goals.py: add {text}")
         wanted = f"≥ {least:g}" if least > -math.inf else f"≤ {most:g}"
         reached = least <= measured <= most
         goal = {
@@ -195,7 +202,7 @@ class Bench:
         dist.destroy_process_group()
 
     def _result(self, dtype: str) -> dict[str, object]:
-        return {
+        result = {
             "question": self.question,
             "processes": self.world,
             "dtype": dtype,
@@ -208,6 +215,7 @@ class Bench:
             "goals": self._goals,
             "tables": self._tables,
         }
+        return {**result, "goals": judge(result)}
 
 
 def round_digits(value: float) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ CHUNK = 8 << 20
 READ_CHUNK = 2 << 20
 WRITE_THREADS = 2
 READ_THREADS = 4
+COLLAPSE = 25
+"""MADV_COLLAPSE of Linux 6.1, which Python has no name for."""
 
 
 def make_copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], np.ndarray]:
@@ -37,10 +40,44 @@ def make_copier(tensors: Iterable[torch.Tensor], threads: int) -> Callable[[], n
 
 
 def direct_write(path: Path, nbytes: int) -> None:
-    """Write a new file with direct I/O from page-aligned memory, and sync it."""
+    """Write a new file with direct I/O, again and again from the same chunk, and sync it."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
     try:
         _in_chunks(nbytes, CHUNK, WRITE_THREADS, lambda data, at: os.pwrite(fd, data, at))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def filled_memory(path: Path, nbytes: int) -> Iterator[memoryview]:
+    """Create a file in a memory file system, in huge pages where Linux allows it, and map it.
+
+    It is deleted at the end.
+    """
+    try:
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes)
+        np.frombuffer(memory, np.uint8)[:] = 1
+        with suppress(OSError):  # older systems keep small pages
+            memory.madvise(COLLAPSE)
+        yield memoryview(memory)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def direct_write_from(path: Path, source: memoryview) -> None:
+    """Write a new file with direct I/O from page-aligned memory that has all bytes, and sync it."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
+
+    def write(at: int) -> None:
+        if os.pwrite(fd, source[at : at + CHUNK], at) != min(CHUNK, len(source) - at):
+            raise OSError(f"wrote fewer bytes than asked to, at offset {at} of {path}")
+
+    try:
+        with ThreadPoolExecutor(WRITE_THREADS) as pool:
+            list(pool.map(write, range(0, len(source), CHUNK)))
         os.fsync(fd)
     finally:
         os.close(fd)

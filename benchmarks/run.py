@@ -1,4 +1,4 @@
-"""Run the benchmarks and write the tables of docs/benchmarks.md and of the pages below it."""
+"""Run the benchmarks, and write their tables and figures into README.md and the documentation."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ RUNS = [
     Run("adapters", 1),
     Run("object_store"),
     Run("stall"),
+    Run("steady_save", 1),
+    Run("steady_ranks", 4),
     Run("rebuild", 3),
     Run("recover", 4),
     *(Run("foreign_resume", processes) for processes in (1, 4)),
@@ -69,7 +71,9 @@ def main() -> None:
     parser.add_argument("--dir", default="bench-out", help="working directory")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="run each benchmark once, briefly")
-    parser.add_argument("--page", action="store_true", help="write the tables from earlier results")
+    parser.add_argument(
+        "--page", action="store_true", help="write tables and figures from earlier results"
+    )
     options = parser.parse_args()
     unknown = set(options.questions) - set(questions) - groups
     if unknown:
@@ -82,8 +86,7 @@ def main() -> None:
         chosen = list({run.question: run for run in chosen}.values())
     failed = [] if options.page else [run for run in chosen if not ask(run, options)]
     if not options.quick:
-        pages = [DOCS.parent / "README.md", DOCS / "benchmarks.md"]
-        rewrite_pages([*pages, *(DOCS / "benchmarks").glob("*.md")], RESULTS)
+        rewrite_pages([DOCS.parent / "README.md", *DOCS.rglob("*.md")], RESULTS)
         for picture in PICTURES:
             subprocess.run([sys.executable, picture], check=True)
     if failed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,8 +20,19 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from benchmarks.goals import (
+    COPIED_LATER,
+    COPY,
+    DIVIDED,
+    FIRST,
+    FROM_DISK,
+    FROM_MEMORY,
+    OURS,
+    OURS_DURABLE,
+    RECOVERED,
+)
 from benchmarks.harness import ROWS, Bench, Size, parse_arguments, round_digits
-from benchmarks.limits import direct_write, make_copier
+from benchmarks.limits import direct_write, direct_write_from, filled_memory, make_copier
 from benchmarks.nodes import agents_below
 from benchmarks.peers import Begun, Peer, Tensors, local, peers
 from shardwise.checkpointer.replica_checks import LARGEST_SHARE
@@ -30,12 +40,8 @@ from shardwise.checkpointer.replica_checks import LARGEST_SHARE
 THREADS = 4
 HALF = Size(tensors=64)  # with all peers, memory holds about ten copies
 MEMORY = Path("/dev/shm/shardwise-bench")
-COPY = "copy into memory that was touched before"
-OURS, OURS_DURABLE = "sw: save", "sw: save, until it is durable"
 UNCOMPARED, COMPARED = "sw: save of replicas", "sw: save of replicas, all compared"
-RECOVERED, FROM_DISK = "sw: restore from memory", "sw: load from disk, cold"
-COPIED_LATER = {"torch_checkpointing", "dcp.async_save, thread, reused buffers, async staging"}
-"""Peers that return before the copy is made; the training must wait before it changes tensors."""
+HOT = "direct write of one buffer"
 
 
 def main() -> None:
@@ -57,11 +63,10 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
         copy()
         for name, way in ways.items():
             bench.clear()
-            bench.measure(f"{name}: the first", partial(waited, way, bench.dir / "first"))()
+            bench.measure(name + FIRST, partial(waited, way, bench.dir / "first"))()
         for step in bench.rounds:
             bench.measure_repeatedly(lambda: bench.measure(COPY, copy))
-            bench.clear()
-            bench.measure("direct write", lambda: direct_write(path_of_rank(bench), share(bench)))
+            measure_direct_writes(bench)
             for name, way in ways.items():
                 bench.measure_repeatedly(partial(once, bench, name, way, bench.dir / f"{step}"))
             bench.measure(OURS_DURABLE, lambda: ways[OURS].begin(bench.dir).result())
@@ -78,6 +83,17 @@ def ask(bench: Bench, beside: Callable[[str], bool]) -> None:
         checkpointer.close(wait=False)
         compare_replicas(bench, root)
     bench.finish()
+
+
+def measure_direct_writes(bench: Bench) -> None:
+    """Measure direct writes of a rank's share: from one small buffer, and from a copy in memory."""
+    share = bench.size.total // bench.world
+    path = bench.dir / f"limit-{bench.rank}"
+    bench.clear()
+    bench.measure(HOT, partial(direct_write, path, share))
+    bench.clear()
+    with filled_memory(MEMORY / path.name, share) as source:
+        bench.measure(FROM_MEMORY, partial(direct_write_from, path, source))
 
 
 def once(bench: Bench, name: str, way: Peer, path: Path) -> None:
@@ -151,9 +167,7 @@ def divide_replicas(bench: Bench, checkpointer: sw.Checkpointer) -> None:
         }
         for rank, each in enumerate(copied)
     ]
-    bench.table("What each rank copies of a state that all have", rows)
-    most = max(copied) * bench.world / total
-    bench.goal("replicated state: most bytes that a rank copies, of its n-th part", most, most=1.01)
+    bench.table(DIVIDED, rows)
 
 
 def compare_replicas(bench: Bench, root: Path) -> None:
@@ -225,24 +239,13 @@ def recover(
 
 
 def report(bench: Bench, ways: Sequence[str]) -> None:
-    """Compare with the limits, and add the goals to the results."""
+    """Compare with the limits; the goals follow from the results (`goals.py`)."""
     later = [name for name in bench.seconds if name.endswith(": until it is copied")]
-    firsts = [f"{name}: the first" for name in ways]
-    for name in [*ways, *firsts]:
-        if name in firsts:
-            bench.seconds[name] *= len(bench.rounds)
+    firsts = [name + FIRST for name in ways]
+    for name in firsts:
+        bench.seconds[name] *= len(bench.rounds)
     bench.compare(COPY, *ways, *later, *firsts, RECOVERED, FROM_DISK)
-    bench.compare("direct write", OURS_DURABLE)
-    bench.goal("save blocks, of a copy", bench.ratio(OURS, COPY), most=1.15)
-    by_thread = [n for n in [*ways, *later] if "thread" in n and n not in COPIED_LATER]
-    best = min(statistics.median(bench.seconds[name]) for name in by_thread)
-    blocked = statistics.median(bench.seconds[OURS])
-    bench.goal("save blocks, of dcp.async_save by a thread, its best", blocked / best, most=1)
-    bench.goal("the first save, of a later one", bench.ratio(firsts[0], OURS), most=2)
-    durable = bench.ratio("direct write", OURS_DURABLE)
-    bench.goal("until it is durable, of direct-write bandwidth", durable, least=0.8)
-    bench.goal("restore from memory, of copy bandwidth", bench.ratio(COPY, RECOVERED), least=0.7)
-    bench.goal("restore, times faster than from disk", bench.ratio(FROM_DISK, RECOVERED), least=3)
+    bench.compare(FROM_MEMORY, HOT, OURS_DURABLE)
 
 
 def keeps(bench: Bench, model: Tensors, way: Peer) -> str:
@@ -264,16 +267,6 @@ def fill(model: Tensors, value: float) -> None:
     """Fill all tensors in place."""
     for tensor in local(model).values():
         tensor.fill_(value)
-
-
-def share(bench: Bench) -> int:
-    """Return the bytes of a rank's share."""
-    return bench.size.total // bench.world
-
-
-def path_of_rank(bench: Bench) -> Path:
-    """Return the path of this rank's file for direct writes."""
-    return bench.dir / f"limit-{bench.rank}"
 
 
 def clean(bench: Bench, root: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from benchmarks.page import PAUSE, rewrite_pages
 from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -123,21 +122,3 @@ def test_the_architecture_page_names_files_and_functions_that_exist() -> None:
                 assert not part or any(
                     pattern.search(each.read_text(encoding="utf-8")) for each in found
                 ), name
-
-
-def test_the_figures_of_the_readme_are_those_of_the_page_of_benchmarks(tmp_path: Path) -> None:
-    """Both are what the script makes of the results; `make bench` rewrites both."""
-    for name in ("README.md", "docs/benchmarks.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        page = tmp_path / "page.md"
-        page.write_text(text, encoding="utf-8")
-        rewrite_pages([page], ROOT / "benchmarks" / "results")
-        assert page.read_text(encoding="utf-8") == text, name
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(PAUSE.findall(readme)) == 1
-    stale = PAUSE.sub(
-        "`save` pauses training for 9 s, and `dcp.async_save` pauses it for 9 s", readme
-    )
-    page.write_text(stale, encoding="utf-8")
-    rewrite_pages([page], ROOT / "benchmarks" / "results")
-    assert page.read_text(encoding="utf-8") == readme
