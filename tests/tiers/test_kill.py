@@ -66,6 +66,7 @@ def before(tmp_path: Path) -> Path:
     return tmp_path / "before"
 
 
+@pytest.mark.timeout(1200)  # hundreds of effects, one after another
 @pytest.mark.parametrize("most_of_a_kind", mostly_long([1, 1000], [1]))
 def test_killed_at_any_effect_nothing_is_lost_or_mixed(
     before: Path, tmp_path: Path, most_of_a_kind: int
