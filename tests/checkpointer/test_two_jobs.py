@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine.process_groups import connect_process_group
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
 from tests.memory_store import MemoryStore
 from tests.memory_store import Server as ServerInMemory
@@ -316,7 +317,7 @@ def server(request: pytest.FixtureRequest) -> Server:
     return found
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", mostly_long([False, True], [False]))
 def test_of_two_jobs_that_save_in_the_background_to_a_new_bucket_one_is_refused(
     gang: Gang, shm: Path, server: Server, at_once: bool
 ) -> None:
