@@ -48,7 +48,10 @@ def save_and_die(root: Path, mirror: Path, index: int) -> None:
 
 
 def kill_at(gang: Gang, root: Path, mirror: Path, index: int) -> bool:
-    """Save in another process; return whether it died. A fork of this one might wait for locks of its other threads."""
+    """Save in another process, and return whether it died.
+
+    A fork of this process might wait forever for locks of its other threads.
+    """
     (outcome,) = gang.run_outcomes(save_and_die, root, mirror, index, world=1)
     # Its threads may take turns in another order, with fewer effects.
     assert outcome.kind in ("died", "value"), outcome.report
