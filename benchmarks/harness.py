@@ -122,9 +122,11 @@ class Bench:
         return done
 
     def clear(self) -> None:
-        """Empty the working directory."""
+        """Empty the working directory, when no rank writes to it any more."""
+        dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(self.dir, ignore_errors=True)
+            if self.dir.exists():
+                shutil.rmtree(self.dir)
             self.dir.mkdir(parents=True)
         self.wait_for_disk()
 

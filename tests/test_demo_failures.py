@@ -24,13 +24,13 @@ def demo(out: Path, *options: str, **environ: str) -> subprocess.CompletedProces
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=580,
     )
 
 
 @pytest.mark.long
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_killed_trainer_and_a_lost_host_cost_neither_storage_nor_a_bit(on_disk: Path) -> None:
     done = demo(on_disk / "out", *SHORT)
     if done.stdout.startswith("skipped"):

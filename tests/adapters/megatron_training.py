@@ -5,6 +5,7 @@ Only workers import this module, because it changes torch for the whole process.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import megatron_on_cpu
 import train_megatron as training
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import shardwise as sw
@@ -129,6 +131,10 @@ def save_with_megatron(case: dict[str, Any], place: str, sharding: str) -> dict[
         if dist.get_rank() == 0:
             Path(place).mkdir()
         dist.barrier()
+        if filesystem_async._results_queue is None:
+            # Megatron-Core would start a new interpreter for it on each rank, with all its imports.
+            context = multiprocessing.get_context("fork")
+            filesystem_async._results_queue = context.Manager().Queue()
         dist_checkpointing.save({**of_model, "optimizer": of_optimizer}, place)
         found: dict[str, Any] = {"expected": expected_of(chunks, optimizer)}
         found["after"] = train(*parts, range(2, 4))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine.process_groups import connect_process_group
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
-from tests.memory_store import MemoryStore, Server
+from tests.memory_store import MemoryStore
+from tests.memory_store import Server as ServerInMemory
+from tests.store.servers import Server, moto, seaweedfs
 from tests.tools.gang import Gang
 
-__all__ = ["shm"]
+__all__ = ["moto", "seaweedfs", "shm"]
 Open = Callable[..., sw.Checkpointer]
+SIZE = 6 << 20  # more than one part of an upload
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def _value(root: Any, step: int) -> float:
 @pytest.fixture(params=["files", "objects"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens Checkpointers of one root: a directory, or a store without locks."""
-    server = Server()
+    server = ServerInMemory()
     root = tmp_path / "run" if request.param == "files" else MemoryStore(server, "bucket/run/")
 
     def open_one(**options: Any) -> sw.Checkpointer:
@@ -225,3 +230,119 @@ def test_of_two_jobs_of_two_ranks_one_saves_and_all_ranks_of_the_other_are_told(
     with sw.Checkpointer(root, memory=None, save_at_end=False) as checkpointer:
         assert checkpointer.steps() == steps
     assert [_value(root, step) for step in steps] == [float(winner)] * len(steps)
+
+
+def _large_state(value: int) -> dict[str, Any]:
+    return {"t": torch.full((SIZE,), value, dtype=torch.uint8), "value": value}
+
+
+@contextmanager
+def job_of_rank(url: str, shm: Path) -> Iterator[sw.Checkpointer]:
+    """On a rank, which is a job on a node of its own: the Checkpointer, which closes at once."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    memory = sw.Memory(dir=str(shm / f"node-{dist.get_rank()}"), when_full="wait", wait=20.0)
+    with pytest.MonkeyPatch.context() as patch:
+        connect = partial(connect_process_group, group)
+        patch.setattr("shardwise.checkpointer.checkpointer.connect_default_group", connect)
+        checkpointer = sw.Checkpointer(url, memory=memory, save_at_end=False)
+    yield checkpointer
+    checkpointer.close(wait=False)
+
+
+def _saved(checkpointer: sw.Checkpointer, *steps: int) -> list[str]:
+    """Save steps in the background; return "saved" or the error for each."""
+    results = []
+    for step in steps:
+        try:
+            handle = checkpointer.save(step, _large_state(step))
+            assert handle is not None
+            handle.result(60)
+            results.append("saved")
+        except sw.ShardwiseError as error:  # noqa: PERF203
+            results.append(str(error))
+    return results
+
+
+def save_in_a_new_bucket(url: str, shm: Path, at_once: bool) -> list[str]:
+    """Both jobs find the root new. Rank 1 saves when rank 0 has saved a step, or at once."""
+    job = dist.get_rank()
+    with job_of_rank(url, shm) as checkpointer:
+        dist.barrier()
+        if job == 1 and not at_once:
+            dist.barrier()
+        results = _saved(checkpointer, 10 + job)
+        if job == 0 and not at_once:
+            dist.barrier()
+        results += _saved(checkpointer, 20 + job, 30 + job)
+        dist.barrier()  # the agents of both run until both have ended
+    return results
+
+
+def take_over_by_restoring(url: str, shm: Path) -> list[str]:
+    """Rank 1 restores the first step of rank 0, as a restart does; then both go on."""
+    job = dist.get_rank()
+    with job_of_rank(url, shm) as checkpointer:
+        state = _large_state(0)
+        assert job == 1 or checkpointer.restore(state) is None
+        results = [] if job == 1 else _saved(checkpointer, 10)
+        dist.barrier()
+        if job == 1:
+            assert checkpointer.restore(state) == state["value"] == 10
+        dist.barrier()
+        results += _saved(checkpointer, 20 + job, 30 + job)
+        dist.barrier()
+    return results
+
+
+def assert_only(url: str, server: Server, *steps: int) -> None:
+    """A bucket has these steps, each with the bytes of its own job, and nothing else."""
+    with sw.Checkpointer(url, memory=None, save_at_end=False) as checkpointer:
+        assert checkpointer.steps() == [*steps]
+    for step in steps:
+        state = _large_state(0)
+        sw.load(url, state, step=step)
+        assert torch.equal(state["t"], _large_state(step)["t"])
+        assert state["value"] == step
+        sw.open(url, step=step).verify()
+    assert {key.partition("/")[0] for key in server.keys(url)} - {"nodes", "telemetry"} == {
+        "run.json",
+        *(f"step-{step:08d}" for step in steps),
+    }
+    assert server.unfinished_uploads(url) == []
+
+
+@pytest.fixture(params=["moto", pytest.param("seaweedfs", marks=pytest.mark.long)])
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.parametrize("at_once", mostly_long([False, True], [False]))
+def test_of_two_jobs_that_save_in_the_background_to_a_new_bucket_one_is_refused(
+    gang: Gang, shm: Path, server: Server, at_once: bool
+) -> None:
+    url = server.new_url(part_mib="5")
+    ended = gang.run(save_in_a_new_bucket, url, shm, at_once, world=2, timeout=120.0)
+    won = [results == ["saved"] * 3 for results in ended]
+    assert sorted(won) == [False, True], ended
+    winner = won.index(True)
+    assert at_once or winner == 0
+    for refusal in ended[1 - winner]:
+        assert url.partition("?")[0] in refusal
+        assert "another job saves to this root" in refusal
+        assert "pass a new root to one of them" in refusal
+    assert_only(url, server, 10 + winner, 20 + winner, 30 + winner)
+
+
+def test_a_job_that_restores_takes_a_bucket_over_and_loses_nothing(
+    gang: Gang, shm: Path, server: Server
+) -> None:
+    url = server.new_url(part_mib="5")
+    first, second = gang.run(take_over_by_restoring, url, shm, world=2, timeout=120.0)
+    assert first[0] == "saved"
+    for refusal in first[1:]:
+        assert url.partition("?")[0] in refusal
+        assert "another job has restored" in refusal
+        assert "memory=None" in refusal
+    assert second == ["saved"] * 2
+    assert_only(url, server, 10, 21, 31)

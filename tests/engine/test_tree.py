@@ -23,6 +23,7 @@ from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import FAN_OUT, children_of, descendants_of, parent_of
 from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
+from tests.breadth import mostly_long
 
 TIMEOUT = timedelta(seconds=20)
 SOON = 10.0
@@ -769,9 +770,8 @@ def check_blamed(told: dict[int, Any], rank: int) -> None:
 @pytest.mark.parametrize(
     ("late", "size"),
     [
-        (2, 3),
         (4, 7),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 3), (1, 7), (6, 7))),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 3), (2, 3), (1, 7), (6, 7))),
     ],
 )
 def test_a_rank_that_was_late_is_not_blamed_for_another_that_hangs_later(
@@ -849,7 +849,9 @@ def flood(group: TreeGroup, frame: bytes, seconds: float) -> None:
                 connection.sendall(frame * 1000)
 
 
-@pytest.mark.parametrize("kind", [Kind.REDUCE, Kind.LEAVING, Kind.MISSING])
+@pytest.mark.parametrize(
+    "kind", mostly_long([Kind.REDUCE, Kind.LEAVING, Kind.MISSING], [Kind.REDUCE, Kind.MISSING])
+)
 def test_the_time_out_holds_against_endless_frames(kind: Kind) -> None:
     """And they do not fill the memory."""
     body = msgspec.msgpack.encode([]) if kind == Kind.MISSING else b""
@@ -963,7 +965,9 @@ def test_an_answer_of_another_type_names_rank_0(deep: None) -> None:
     assert set(map(tuple, outcomes(3, run).values())) == {(0, 1, 2)}
 
 
-@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 2, 1, 3), (2, 0, 1, 3)])
+@pytest.mark.parametrize(
+    "order", mostly_long([[0, 2, 3, 1], [0, 2, 1, 3], [2, 0, 1, 3]], [[0, 2, 3, 1]])
+)
 def test_two_groups_that_connect_through_one_store_at_once_are_refused(
     order: Sequence[int],
 ) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.integrations.lightning import ShardwiseCheckpoint, ShardwiseCheckpointIO
+from tests.breadth import mostly_long
 from tests.integrations.lightning_program import GLOBAL_BATCH, Net, make_dataset, steps_in
 from tests.integrations.test_lightning import (
     Interrupt,
@@ -30,6 +31,7 @@ from tests.integrations.test_lightning import (
 
 HALVES: dict[str, Any] = {"val_check_interval": 5}
 STEPS_AND_EPOCHS: dict[str, Any] = {"every_n_train_steps": 3, "every_n_epochs": 1}
+OPTIONS = mostly_long([{}, STEPS_AND_EPOCHS, {"every_n_train_steps": 5}], [STEPS_AND_EPOCHS])
 
 
 def metrics_of(root: Path) -> dict[int, float | None]:
@@ -48,7 +50,7 @@ class NoteLosses(Callback):
             self.losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize("options", [{}, STEPS_AND_EPOCHS, {"every_n_train_steps": 5}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_training_ends_at_max_steps_and_can_be_extended(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -66,7 +68,7 @@ def test_a_training_ends_at_max_steps_and_can_be_extended(
         assert equal(parts.state_dict(), whole.state_dict())
 
 
-@pytest.mark.parametrize("options", [STEPS_AND_EPOCHS, {"every_n_train_steps": 5}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_a_training_continues_after_a_validation_within_an_epoch(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

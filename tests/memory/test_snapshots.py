@@ -397,6 +397,7 @@ def train_and_lose(root: str, shm: str, nodes: int, lost: int, *, node: bool) ->
         handle = cp.save(step, rows(step))
         assert handle is not None
         handle.protected(40.0)
+    dist.barrier()  # the other nodes are told, too, before the one that tells them is lost
     if dist.get_rank() == lost:
         if node:
             lose(Path(shm) / f"node{lost}")

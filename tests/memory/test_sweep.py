@@ -29,6 +29,7 @@ from shardwise.memory.redundancy.placement import make_ring_group
 from shardwise.memory.trainer.rings import Ring, protect_ring
 from shardwise.memory.trainer.slots import Slot, Slots
 from shardwise.store.store import Buffer
+from tests.breadth import mostly_long
 from tests.memory.test_staging import SIZE, Trial, content_of
 
 TENSORS = 2
@@ -188,11 +189,12 @@ def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:
     [(die_at(stage), stage), (die_at(keep), keep), (retire, stage)],
     ids=["stage", "keep", "retire"],
 )
+@pytest.mark.parametrize("stride", mostly_long([1, 3], [3]))
 def test_memory_is_used_again_after_a_process_was_killed_at_any_point(
-    exact: Path, dying: Callable[[Path, str, int], None], work: Callable[..., None]
+    exact: Path, dying: Callable[[Path, str, int], None], work: Callable[..., None], stride: int
 ) -> None:
-    """Before each of its effects in turn, from the first slot that it makes to its note."""
-    for number in range(100):
+    """Before each or some of its effects, from the first slot that it makes to its note."""
+    for number in range(0, 100, stride):
         run = new_run_id()
         ended = forked(partial(dying, exact, run, number))
         assert forked(partial(go_on, exact, run, work)) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ import shardwise as sw
 from tests.breadth import mostly_long
 from tests.tiers.test_mirror import state
 from tests.tools.faulty_store import Fault, FaultyStore
+from tests.tools.gang import Gang
 from tests.tools.listings import steps_of
 
 OLD, NEW = 0, 100  # the seeds of a step that was mirrored, and of the same step saved again
@@ -42,17 +42,20 @@ def save_step_3(root: Path, mirror: Path, fault: Fault) -> None:
         checkpointer.save(3, value_of(3, NEW), overwrite=True)
 
 
-def kill_at(root: Path, mirror: Path, index: int) -> None:
-    """Save in another process, which is killed before its effect with this index."""
-    child = os.fork()
-    if child == 0:
-        try:
-            save_step_3(root, mirror, Fault(index, verbs=EFFECTS))
-            os._exit(0)  # its threads took turns in another order, with fewer effects
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+def save_and_die(root: Path, mirror: Path, index: int) -> None:
+    """On a rank: save, and be killed before the effect with this index."""
+    save_step_3(root, mirror, Fault(index, verbs=EFFECTS))
+
+
+def kill_at(gang: Gang, root: Path, mirror: Path, index: int) -> bool:
+    """Save in another process, and return whether it died.
+
+    A fork of this process might wait forever for locks of its other threads.
+    """
+    (outcome,) = gang.run_outcomes(save_and_die, root, mirror, index, world=1)
+    # Its threads may take turns in another order, with fewer effects.
+    assert outcome.kind in ("died", "value"), outcome.report
+    return outcome.kind == "died"
 
 
 @pytest.fixture
@@ -68,14 +71,14 @@ def before(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("most_of_a_kind", mostly_long([1, 1000], [1]))
 def test_killed_at_any_effect_nothing_is_lost_or_mixed(
-    before: Path, tmp_path: Path, most_of_a_kind: int
+    gang: Gang, before: Path, tmp_path: Path, most_of_a_kind: int
 ) -> None:
     clean = Path(shutil.copytree(before, tmp_path / "clean"))
     fault = Fault(verbs=EFFECTS)
     save_step_3(clean / "root", clean / "mirror", fault)
     assert_finished(clean)
     tried: Counter[tuple[str, int]] = Counter()
-    publications = 0
+    publications = deaths = 0
     for index, operation in enumerate(fault.operations):
         verb = operation.split()[0]
         publications += verb == "publish"
@@ -84,7 +87,7 @@ def test_killed_at_any_effect_nothing_is_lost_or_mixed(
             continue
         place = Path(shutil.copytree(before, tmp_path / f"at-{index}"))
         root, mirror = place / "root", place / "mirror"
-        kill_at(root, mirror, index)
+        deaths += kill_at(gang, root, mirror, index)
         in_mirror, kept = steps_of(mirror), steps_of(root)
         seeds = {step: loaded(mirror, step) for step in in_mirror}
         assert seeds.get(1, OLD) == OLD, operation
@@ -97,6 +100,7 @@ def test_killed_at_any_effect_nothing_is_lost_or_mixed(
         assert_finished(place)
         shutil.rmtree(place)
     assert set(EFFECTS) == {verb for verb, _ in tried}
+    assert deaths >= len(EFFECTS)
 
 
 def assert_finished(place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -81,6 +82,9 @@ def serve_calls(pipe: Connection, stacks_file: Path) -> None:
         stacks_file: the file for the stacks of all threads, which `STACKS_SIGNAL` writes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # Workers of data loaders start as in a program of a user. A process that a fork server has
+    # forked would start another such server for them, which imports torch again.
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
     gc.freeze()  # objects of the server's imports are never garbage
     settings = InterpreterSettings.current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
@@ -176,6 +177,12 @@ def test_large_results(gang: Gang) -> None:
 def test_workers_stay_warm(gang: Gang) -> None:
     pids = [[result["pid"] for result in gang.run(whereabouts, world=2)] for _ in range(2)]
     assert pids[0] == pids[1]
+
+
+def test_workers_start_processes_as_other_programs_do(gang: Gang) -> None:
+    assert gang.run(multiprocessing.get_start_method, world=1) == [
+        multiprocessing.get_start_method()
+    ]
 
 
 def test_workers_see_this_process(

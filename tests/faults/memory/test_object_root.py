@@ -286,7 +286,7 @@ def save_and_die(url: str, step: int, at: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "stride", [11, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"]
+    "stride", [23, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"]
 )
 @pytest.mark.timeout(300)
 def test_a_trainer_is_killed_while_it_saves(

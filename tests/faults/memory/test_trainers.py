@@ -148,7 +148,7 @@ def save_while_one_is_stopped(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "patience"), mostly_long([(1.0, 8.0), (8.0, 1.0)], [(8.0, 1.0)])
+    ("seconds", "patience"), mostly_long([(1.0, 8.0), (5.0, 1.0)], [(5.0, 1.0)])
 )
 def test_a_trainer_that_is_stopped_is_waited_for_within_bounds(
     gang: Gang, root: Path, shm: Path, seconds: float, patience: float

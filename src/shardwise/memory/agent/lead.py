@@ -253,7 +253,8 @@ class _LeaderSave:
         if lineage.supersedes(step, self.pending.epoch):
             raise StoreError(
                 f"step {step} is not persisted to {root}: meanwhile, run {lineage.run} was resumed "
-                "from an older step; it will save this step again"
+                "from an older step; it will save this step again. If another job has restored it, "
+                "stop this job; if the other job only reads, let it use sw.load or memory=None"
             )
 
     def _copy_files(self, store: Store) -> int:
