@@ -72,7 +72,7 @@ LAYERS_OF_CHECKPOINTER = (
     ("start_from",),
     ("mirroring", "restoring"),
     ("hooks", "saver"),
-    ("replica_checks",),
+    ("prepared_state", "replica_checks"),
     ("settings",),
     ("handle", "signals"),
 )

@@ -15,11 +15,10 @@ import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
 from shardwise.engine.commit import commit_save
-from shardwise.engine.describe import BoundState
+from shardwise.engine.describe import BoundState, describe_tensors
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
 from shardwise.engine.shared_values import SharedValues, merge_values
-from shardwise.engine.tensors import describe_tensors
 from shardwise.engine.write_file import FileSource, write_data_file
 from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
 from shardwise.manifest.manifest import (

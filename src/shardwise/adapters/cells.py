@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 from weakref import ref
 
@@ -21,6 +21,8 @@ from shardwise.adapters.optimizer_views import View, groups_of, has_own_methods,
 from shardwise.state.local_state import LocalState
 from shardwise.state.plain_values import encode
 
+_values = methodcaller("values")
+_TENSORS = itemgetter("_parameters", "_buffers")
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _NOT_SAVED = itemgetter("_non_persistent_buffers_set")
@@ -28,7 +30,7 @@ _ATTRIBUTES = {
     *("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks"),
     "_non_persistent_buffers_set",
 }
-_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_METHODS = frozenset({"state_dict", "_save_to_state_dict", "get_extra_state"})
 _NO_CODE_OF_USERS = "torch.distributed.fsdp._fully_shard."
 """The hooks of this package change nothing while a module is sharded, and then only its tensors."""
 
@@ -73,10 +75,13 @@ class ModuleCells:
         if len(attributes) < len(modules) or not all(map(_ATTRIBUTES.issubset, attributes)):
             return None
         held = [*chain.from_iterable(map(_HELD, attributes))]
+        tensors = [
+            *chain.from_iterable(map(_values, chain.from_iterable(map(_TENSORS, attributes))))
+        ]
         hooks = [*chain.from_iterable(map(_HOOKS, attributes))]
-        values = [*chain.from_iterable(each.values() for each in held)]
+        values = [*chain.from_iterable(map(_values, held))]
         classes = [*map(type, modules)]
-        overrides = sum(not each.keys().isdisjoint(_METHODS) for each in attributes)
+        overrides = sum(not _METHODS.isdisjoint(each) for each in attributes)
         overrides += sum(map(_overrides, {*classes}))
         facts: Facts = {
             "classes": classes,
@@ -90,7 +95,7 @@ class ModuleCells:
             ],
             "overrides": overrides,
         }
-        return facts, [each for each in values if isinstance(each, torch.Tensor)]
+        return facts, [each for each in tensors if each is not None]
 
     def values(self) -> LocalState:
         """Return nothing: extra state has no cells."""
@@ -118,8 +123,7 @@ def optimizer_cells(
             return None
     cells = OptimizerCells(views, saved, groups_name, allow_pickle=allow_pickle)
     found = cells.look()
-    has_cells = found is not None and not found[0]["overrides"] and not found[0]["values"]
-    return cells if has_cells else None
+    return cells if found is not None and not found[0]["overrides"] else None
 
 
 class OptimizerCells:
@@ -143,10 +147,12 @@ class OptimizerCells:
         if len(optimizers) < len(self._optimizers):
             return None
         states: list[Mapping[Any, Mapping[str, object]]] = [each.state for each in optimizers]
-        of_parameters = [*chain.from_iterable(each.values() for each in states)]
+        of_parameters = [*chain.from_iterable(map(_values, states))]
         if not {*map(type, of_parameters)} <= {dict}:
             return None
-        values = [*chain.from_iterable(each.values() for each in of_parameters)]
+        values: list[Any] = [*chain.from_iterable(map(_values, of_parameters))]
+        if not all(issubclass(each, torch.Tensor) for each in {*map(type, values)}):
+            return None
         groups = [*chain.from_iterable(map(groups_of, optimizers))]
         parameters = [each["params"] for each in groups]
         facts: Facts = {
@@ -160,9 +166,8 @@ class OptimizerCells:
             "objects": [*map(id, values)],
             "groups": [[*each] for each in groups],
             "members": [[*map(id, each)] for each in parameters],
-            "values": sum(not isinstance(each, torch.Tensor) for each in values),
         }
-        return facts, [each for each in values if isinstance(each, torch.Tensor)]
+        return facts, values
 
     def values(self) -> LocalState:
         """Return the hyperparameters as they are now, and values that tell how to load tensors."""

@@ -336,7 +336,7 @@ def steps_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers in the attributes of another one that step the same parameters."""
-    own = {id(t) for t in _parameters_of(groups_of(optimizer))}
+    own: set[int] | None = None
     found: dict[int, Optimizer] = {}
     seen: set[int] = {id(optimizer)}
     level = [value for key, value in vars(optimizer).items() if key not in (STATE, GROUPS)]
@@ -347,6 +347,8 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
                 continue
             seen.add(id(value))
             if isinstance(value, Optimizer):
+                if own is None:
+                    own = {id(t) for t in _parameters_of(groups_of(optimizer))}
                 if not own or any(id(t) in own for t in _parameters_of(groups_of(value))):
                     found[id(value)] = value
             elif isinstance(value, Mapping):

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any, cast, overload
 from weakref import ref
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from shardwise.adapters.bind import bind_state, bind_value, binders, is_nested_state, unite
@@ -37,7 +37,6 @@ from shardwise.state.tensors import is_dtensor, local_tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (ObjectBinding, PerRankBinding, TensorBinding)
 """The bindings that are made anew at each save, because that is the same as to look."""
-_LAYOUT = attrgetter("shape", "dtype", "device")
 _STATEMENTS = {*ATTRIBUTES, *METHODS}
 Facts = dict[str, object]
 """What must be equal at the next save, by what it is about."""
@@ -127,6 +126,7 @@ class _Known:
         objects: the objects that have the cells.
         order: the names of the values, in the order in which they are saved.
         described: the description of the tensors, without fragments.
+        has_layouts: whether tensors have the layouts that they had.
         boxes, recipes: those of the fragments.
         of_shards: as in `PlanCache.of_shards`, for the description.
     """
@@ -136,6 +136,7 @@ class _Known:
     objects: Mapping[str, Sequence[ref[Any]]]
     order: Sequence[str]
     described: Described
+    has_layouts: TensorGuards
     boxes: Sequence[Box]
     recipes: Sequence[_Recipe]
     of_shards: frozenset[str]
@@ -177,7 +178,7 @@ class StateBinder:
             try:
                 sight = self._look(state, known.cells)
                 tensors = _look_at_memory(sight)
-                _refuse_changes(sight, known)
+                _refuse_changes(sight, tensors, known)
                 fragments = PreparedFragments(known.boxes, known.recipes, tensors)
                 values = LocalState()
                 for name in known.order:
@@ -226,6 +227,7 @@ class StateBinder:
             objects=objects,
             order=[each.name for each in bindings if each.name in sight.others],
             described=replace(described, fragments=()),
+            has_layouts=_guard_layouts(tensors),
             boxes=[each.box for each in fragments],
             recipes=recipes,
             of_shards=frozenset(of_shards),
@@ -381,17 +383,29 @@ def _look_at_memory(sight: _Sight) -> list[torch.Tensor]:
             "the placements of tensors": [each._spec for each in sharded],
             "the attributes of tensors": [*chain.from_iterable(map(vars, attributes))],
             "the addresses of tensors": [*map(torch.Tensor.data_ptr, tensors)],
-            "the layouts of tensors": [*map(_LAYOUT, tensors)],
-            "the strides of tensors": [*map(torch.Tensor.stride, tensors)],
-            "the conjugation of tensors": [*map(torch.Tensor.is_conj, tensors)],
-            "the negation of tensors": [*map(torch.Tensor.is_neg, tensors)],
         }
     except (RuntimeError, NotImplementedError) as error:
         raise _ChangedError("a tensor has no memory") from error
+    first = dict(zip(reversed(tensors), range(len(tensors), 0, -1), strict=True))
+    if len(first) < len(tensors):
+        sight.facts["tensors that are there twice"] = [first[each] for each in tensors]
     return tensors
 
 
-def _refuse_changes(sight: _Sight, known: _Known) -> None:
+def _guard_layouts(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """Return a function that says whether tensors still have these shapes, strides and dtypes.
+
+    `torch.compile` uses it. It also compares devices, conjugation and negation. It does not know
+    repeated tensors, keeps none of them alive, and takes a third of the time of Python's loops.
+    """
+    distinct = [*dict.fromkeys(tensors)]
+    # torch's own stub has another type.
+    sizes: Any = [[*each.shape] for each in distinct]
+    strides: Any = [[*each.stride()] for each in distinct]
+    return TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _refuse_changes(sight: _Sight, tensors: Sequence[torch.Tensor], known: _Known) -> None:
     """Raise `_ChangedError` if anything is not as at the last save."""
     for about, fact in sight.facts.items():
         if known.facts.get(about) != fact:
@@ -401,6 +415,8 @@ def _refuse_changes(sight: _Sight, known: _Known) -> None:
             get() is not each for get, each in zip(known.objects[name], objects, strict=True)
         ):
             raise _ChangedError(f"{name} is another object")
+    if not known.has_layouts.check(*dict.fromkeys(tensors)):
+        raise _ChangedError("the layouts of tensors have changed")
 
 
 def _refuse_unknown(

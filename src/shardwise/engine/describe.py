@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from shardwise.boxes.box import padded_rows
 from shardwise.engine.shared_structures import digest_of, encode_structure
 from shardwise.engine.shared_values import members_of
-from shardwise.engine.tensors import accelerators_of, describe_tensors
+from shardwise.engine.tensors import accelerators_of, check_memory, split_ties
 from shardwise.manifest.manifest import check_name
-from shardwise.plan.structure import Description
+from shardwise.plan.structure import Description, ParamGroups, Structure, find_rules
 from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
 from shardwise.state.tensors import mesh_axes
 
@@ -107,3 +110,64 @@ def _element_of(leaf: TensorLeaf) -> bytes | None:
         return b""
     data = leaf.fragments[0].data
     return view_for_numpy(data).cpu().numpy().tobytes() if data.numel() == 1 else None
+
+
+def describe_tensors(
+    leaves: Sequence[TensorLeaf], per_rank: Sequence[str] = (), param_groups: ParamGroups = ()
+) -> tuple[Description, tuple[Fragment, ...]]:
+    """Split the tensors of this rank into a description without bytes, and their memory.
+
+    If several leaves have the same `tie_key`, the description lists the first and ties the others
+    to it.
+
+    Args:
+        leaves: the tensors of this rank, with distinct names.
+        per_rank: the names of the values that differ between ranks.
+        param_groups: the members of groups of parameters that have plain values in common.
+
+    Returns:
+        The description, and its fragments in the same order.
+
+    Raises:
+        StateError: a leaf has no memory.
+    """
+    listed, ties = split_ties(leaves)
+    fragments: list[Fragment] = []
+    tensor: list[int] = []
+    names, dtypes, shapes, held = [], [], [], []
+    for index, leaf in enumerate(listed):
+        boxes = []
+        for fragment in leaf.fragments:
+            check_memory(leaf.name, fragment.data)
+            boxes.append(fragment.box)
+            fragments.append(fragment)
+            tensor.append(index)
+        names.append(leaf.name)
+        dtypes.append(str(leaf.dtype).removeprefix("torch."))
+        shapes.append(leaf.shape)
+        held.append((leaf.shape, leaf.sharding, boxes))
+    rules, rule_of, coordinates = find_rules(held)
+    without_rule = []
+    for index, fragment in zip(tensor, fragments, strict=True):
+        if rule_of[index] < 0:
+            without_rule.append((index, fragment.box.offset, fragment.box.shape))
+    structure = Structure(
+        tuple(names),
+        tuple(dtypes),
+        tuple(shapes),
+        rules,
+        rule_of,
+        tuple(without_rule),
+        tuple(ties),
+        tuple(per_rank),
+        param_groups,
+    )
+    dims = max(map(len, shapes), default=0)
+    description = Description(
+        structure,
+        coordinates,
+        np.array(tensor, np.int64),
+        padded_rows(map(attrgetter("box.offset"), fragments), dims, 0),
+        padded_rows(map(attrgetter("box.shape"), fragments), dims, 1),
+    )
+    return description, tuple(fragments)

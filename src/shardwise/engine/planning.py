@@ -24,11 +24,11 @@ from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
 from shardwise.engine.commit import exists_error
-from shardwise.engine.describe import StateToSave
+from shardwise.engine.describe import Described, StateToSave
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
 from shardwise.engine.shared_structures import digest_of, share_structures
-from shardwise.engine.shared_values import decode_values, encode_values, merge_values
+from shardwise.engine.shared_values import encode_values, share_values
 from shardwise.engine.write_file import FileSource
 from shardwise.errors import StateError, StoreError, storage_errors
 from shardwise.events import Recorder
@@ -44,7 +44,7 @@ from shardwise.manifest.manifest import (
     new_save_id,
 )
 from shardwise.plan.save import PlanCache, SavePlan, plan_save
-from shardwise.state.local_state import Fragment, LocalState
+from shardwise.state.local_state import Fragment
 from shardwise.store import Store, free_bytes
 
 _PLANS_DIFFER = (
@@ -361,27 +361,19 @@ def plan_together(
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
         plan_cache.of_shards |= {*agreement.of_shards}
         described = request.state.describe(plan_cache.of_shards)
-    fingerprint, description = described.fingerprint, described.description
     with recorder.stage("plan"):
-        is_cached = agreement.plan is not None
         if agreement.plan is not None:
             plan = plan_cache.get(agreement.plan, group.rank)
         else:
-            key, structures = share_structures(fingerprint, description, group)
-            with Round(group, "planning a save") as all_ranks:
-                plan = plan_save(structures, group.size, group.rank, description)
-                if group.rank == 0:
-                    request.check_room(plan.bytes_stored)
-                all_ranks.require_equal(f"digest {plan.digest.hex()}", _PLANS_DIFFER)
-            plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
+            plan = _plan_anew(request, described, group, plan_cache)
         values, differ = request.state.values, agreement.values_differ
-        objects = _share_values(values, fingerprint, plan, group, differ=differ)
-    held = msgspec.msgpack.encode((fingerprint, description.coordinates))
+        objects = share_values(values, described.fingerprint, plan, group, differ=differ)
+    held = msgspec.msgpack.encode((described.fingerprint, described.description.coordinates))
     return PlannedSave(
         request=request,
         save_id=agreement.save_id,
         plan=plan,
-        cached=is_cached,
+        cached=agreement.plan is not None,
         fragments=described.fragments,
         objects=objects,
         holding_key=held,
@@ -390,6 +382,21 @@ def plan_together(
         devices=described.devices,
         checks_replicas=agreement.check_replicas,
     )
+
+
+def _plan_anew(
+    request: SaveRequest, described: Described, group: Group, plan_cache: PlanCache
+) -> SavePlan:
+    """Send each other the structures, plan the save, and add the plan to the cache."""
+    fingerprint, description = described.fingerprint, described.description
+    key, structures = share_structures(fingerprint, description, group)
+    with Round(group, "planning a save") as all_ranks:
+        plan = plan_save(structures, group.size, group.rank, description)
+        if group.rank == 0:
+            request.check_room(plan.bytes_stored)
+        all_ranks.require_equal(f"digest {plan.digest.hex()}", _PLANS_DIFFER)
+    plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
+    return plan
 
 
 def _make_offer(
@@ -457,44 +464,3 @@ def _conclude(
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
         of_shards=[name for name, value in offer.elements.items() if value is None],
     )
-
-
-def _share_values(
-    state: LocalState, fingerprint: bytes, plan: SavePlan, group: Group, *, differ: bool
-) -> tuple[ObjectEntry, ...]:
-    """Return the plain values of all ranks for the manifest.
-
-    If they differ, ranks with the same structure and the same values send them once.
-
-    Args:
-        differ: whether plain values of ranks differ.
-
-    Raises:
-        MismatchError: ranks have different values with the same name.
-    """
-    encoded = encode_values(state)
-    if not differ:
-        groups = plan.param_groups.values()
-        return merge_values(
-            {rank: decode_values(encoded, members) for rank, members in groups}, plan.kinds
-        )
-    with Round(group, "comparing plain values") as all_ranks:
-        own = {digest_of(fingerprint + encoded): (group.rank, fingerprint, encoded)}
-        listed = all_ranks.all_reduce(own, dict[bytes, tuple[int, bytes, bytes]], _first_of_each)
-    return merge_values(
-        {
-            rank: decode_values(values, plan.param_groups[digest][1])
-            for rank, digest, values in sorted(listed.values())
-        },
-        plan.kinds,
-    )
-
-
-def _first_of_each(
-    messages: Sequence[dict[bytes, tuple[int, bytes, bytes]]],
-) -> dict[bytes, tuple[int, bytes, bytes]]:
-    first: dict[bytes, tuple[int, bytes, bytes]] = {}
-    for message in messages:
-        for digest, item in message.items():
-            first[digest] = min(item, first.get(digest, item))
-    return first

@@ -7,14 +7,17 @@ Only the hyperparameters themselves are compared at each save.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from shardwise.engine.group import Group
+from shardwise.engine.rounds import Round
+from shardwise.engine.shared_structures import digest_of
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.plan.save import DIFFERENT_KINDS
+from shardwise.plan.save import DIFFERENT_KINDS, SavePlan
 from shardwise.plan.structure import ParamGroups
 from shardwise.state.local_state import LocalState
 from shardwise.state.plain_values import JsonValue, find_differences, is_empty
@@ -60,6 +63,47 @@ def decode_values(encoded: bytes, members: ParamGroups) -> SharedValues:
     return objects, {name: list(zip(listed, groups[name], strict=True)) for name, listed in members}
 
 
+def share_values(
+    state: LocalState, fingerprint: bytes, plan: SavePlan, group: Group, *, differ: bool
+) -> tuple[ObjectEntry, ...]:
+    """Return the plain values of all ranks for the manifest.
+
+    If they differ, ranks with the same structure and the same values send them once.
+
+    Args:
+        differ: whether plain values of ranks differ.
+
+    Raises:
+        MismatchError: ranks have different values with the same name.
+    """
+    encoded = encode_values(state)
+    if not differ:
+        groups = plan.param_groups.values()
+        return merge_values(
+            {rank: decode_values(encoded, members) for rank, members in groups}, plan.kinds
+        )
+    with Round(group, "comparing plain values") as all_ranks:
+        own = {digest_of(fingerprint + encoded): (group.rank, fingerprint, encoded)}
+        listed = all_ranks.all_reduce(own, dict[bytes, tuple[int, bytes, bytes]], _first_of_each)
+    return merge_values(
+        {
+            rank: decode_values(values, plan.param_groups[digest][1])
+            for rank, digest, values in sorted(listed.values())
+        },
+        plan.kinds,
+    )
+
+
+def _first_of_each(
+    messages: Sequence[dict[bytes, tuple[int, bytes, bytes]]],
+) -> dict[bytes, tuple[int, bytes, bytes]]:
+    first: dict[bytes, tuple[int, bytes, bytes]] = {}
+    for message in messages:
+        for digest, item in message.items():
+            first[digest] = min(item, first.get(digest, item))
+    return first
+
+
 def merge_values(
     values: Mapping[int, SharedValues],
     other_kinds: Mapping[str, str],
@@ -100,7 +144,11 @@ def merge_values(
             for position, (members, value) in enumerate(groups):
                 placed.setdefault(name, []).append((position, bool(members), value))
                 own = value, rank
-                wrong = [each for each in members if first_of.setdefault(each, own)[0] != value]
+                wrong = [
+                    each
+                    for each in members
+                    if (known := first_of.setdefault(each, own)) is not own and known[0] != value
+                ]
                 if wrong:
                     first, first_rank = first_of[wrong[0]]
                     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
