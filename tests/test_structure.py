@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=349,
-    statements=37092,
+    statements=37118,
     modules_of_api=90,
-    statements_of_api=10250,
+    statements_of_api=10263,
     record_types=285,
     names_across_packages=419,  # the ports are used from everywhere
     names_of_readers=30,
