@@ -62,6 +62,31 @@ def test_the_package_binds_its_type_once_it_is_imported(package: Path) -> None:
     ], done.stderr
 
 
+KNOWN = """
+import shardwise as sw
+import rowtables
+
+table = rowtables.RowTable(5, 2)
+with sw.Checkpointer("run", memory=None) as checkpointer:
+    for step in range(4):
+        table.local.fill_(step)
+        table.updates = step
+        if step == 3:
+            table.local = table.local.clone()
+        print(checkpointer.save(step, {"table": table}).report.why_bound)
+        saved = sw.open(f"run/step-{step:08d}")
+        print(saved["table.rows"][...].sum().item(), saved["table.updates"])
+"""
+
+
+def test_a_checkpointer_knows_the_tensors_of_the_last_save(package: Path) -> None:
+    done = run(package, "-c", KNOWN)
+    assert done.stdout.splitlines() == [
+        *("this is the first save", "0.0 0", "", "10.0 1", "", "20.0 2"),
+        *("the addresses of tensors have changed", "30.0 3"),
+    ], done.stderr
+
+
 def test_the_package_passes_the_suite(package: Path) -> None:
     done = run(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_rowtables.py")
     assert done.returncode == 0, done.stdout

@@ -72,7 +72,7 @@ class ModuleCells:
         """Return the facts and the tensors; see `Cells.look`."""
         modules = [get() for get in self._modules]
         attributes = [vars(each) for each in modules if each is not None]
-        if len(attributes) < len(modules) or not all(map(_ATTRIBUTES.issubset, attributes)):
+        if len(attributes) < len(modules):
             return None
         held = [*chain.from_iterable(map(_HELD, attributes))]
         tensors = [
@@ -81,7 +81,7 @@ class ModuleCells:
         hooks = [*chain.from_iterable(map(_HOOKS, attributes))]
         values = [*chain.from_iterable(map(_values, held))]
         classes = [*map(type, modules)]
-        overrides = sum(not _METHODS.isdisjoint(each) for each in attributes)
+        overrides = sum(not each.keys().isdisjoint(_METHODS) for each in attributes)
         overrides += sum(map(_overrides, {*classes}))
         facts: Facts = {
             "classes": classes,

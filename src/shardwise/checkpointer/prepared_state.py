@@ -50,6 +50,7 @@ class _Sight:
     Attributes:
         facts: what must be as at the last save.
         tensors: the tensors, always in the same order if the facts are equal.
+        distinct: the tensors, or their local tensors, without repetitions.
         values: the plain values, by the name of the value of the state.
         others: the places of all values of the state but tensors and nested dicts, by name.
         objects: the objects that have cells, by the names of the values.
@@ -57,6 +58,7 @@ class _Sight:
 
     facts: Facts = field(default_factory=dict)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    distinct: list[torch.Tensor] = field(default_factory=list)
     values: dict[str, LocalState] = field(default_factory=dict)
     others: dict[str, tuple[State, str]] = field(default_factory=dict)
     objects: dict[str, list[object]] = field(default_factory=dict)
@@ -178,7 +180,7 @@ class StateBinder:
             try:
                 sight = self._look(state, known.cells)
                 tensors = _look_at_memory(sight)
-                _refuse_changes(sight, tensors, known)
+                _refuse_changes(sight, known)
                 fragments = PreparedFragments(known.boxes, known.recipes, tensors)
                 values = LocalState()
                 for name in known.order:
@@ -227,7 +229,7 @@ class StateBinder:
             objects=objects,
             order=[each.name for each in bindings if each.name in sight.others],
             described=replace(described, fragments=()),
-            has_layouts=_guard_layouts(tensors),
+            has_layouts=_guard_layouts(sight.distinct),
             boxes=[each.box for each in fragments],
             recipes=recipes,
             of_shards=frozenset(of_shards),
@@ -375,37 +377,38 @@ def _look_at_memory(sight: _Sight) -> list[torch.Tensor]:
     if not {*types}.issubset(_PLAIN):
         sharded = [each for each in tensors if is_dtensor(each)]
         tensors = [*map(local_tensor, tensors)]
+        sight.facts["the types of local tensors"] = [*map(type, tensors)]
+        sight.facts["the placements of tensors"] = [each._spec for each in sharded]
     attributes = chain(tensors, sight.tensors) if sharded else tensors
     try:
-        sight.facts |= {
-            "the types of tensors": types,
-            "the types of local tensors": [*map(type, tensors)],
-            "the placements of tensors": [each._spec for each in sharded],
-            "the attributes of tensors": [*chain.from_iterable(map(vars, attributes))],
-            "the addresses of tensors": [*map(torch.Tensor.data_ptr, tensors)],
-        }
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
     except (RuntimeError, NotImplementedError) as error:
         raise _ChangedError("a tensor has no memory") from error
-    first = dict(zip(reversed(tensors), range(len(tensors), 0, -1), strict=True))
-    if len(first) < len(tensors):
+    sight.facts |= {
+        "the types of tensors": types,
+        "the attributes of tensors": [*chain.from_iterable(map(vars, attributes))],
+        "the addresses of tensors": addresses,
+    }
+    sight.distinct = [*dict.fromkeys(tensors)]
+    if len(sight.distinct) < len(tensors):
+        first = dict(zip(sight.distinct, range(len(tensors)), strict=False))
         sight.facts["tensors that are there twice"] = [first[each] for each in tensors]
     return tensors
 
 
-def _guard_layouts(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+def _guard_layouts(distinct: Sequence[torch.Tensor]) -> TensorGuards:
     """Return a function that says whether tensors still have these shapes, strides and dtypes.
 
     `torch.compile` uses it. It also compares devices, conjugation and negation. It does not know
     repeated tensors, keeps none of them alive, and takes a third of the time of Python's loops.
     """
-    distinct = [*dict.fromkeys(tensors)]
     # torch's own stub has another type.
     sizes: Any = [[*each.shape] for each in distinct]
     strides: Any = [[*each.stride()] for each in distinct]
     return TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def _refuse_changes(sight: _Sight, tensors: Sequence[torch.Tensor], known: _Known) -> None:
+def _refuse_changes(sight: _Sight, known: _Known) -> None:
     """Raise `_ChangedError` if anything is not as at the last save."""
     for about, fact in sight.facts.items():
         if known.facts.get(about) != fact:
@@ -415,7 +418,7 @@ def _refuse_changes(sight: _Sight, tensors: Sequence[torch.Tensor], known: _Know
             get() is not each for get, each in zip(known.objects[name], objects, strict=True)
         ):
             raise _ChangedError(f"{name} is another object")
-    if not known.has_layouts.check(*dict.fromkeys(tensors)):
+    if not known.has_layouts.check(*sight.distinct):
         raise _ChangedError("the layouts of tensors have changed")
 
 
