@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +20,7 @@ from torch import nn
 from shardwise.adapters.optimizer_groups import hyperparameters_of
 from shardwise.adapters.optimizer_views import View, groups_of, has_own_methods, inner_optimizers
 from shardwise.state.local_state import LocalState
+from shardwise.state.parameters import LOCAL
 from shardwise.state.plain_values import encode
 
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
@@ -28,7 +30,15 @@ _ATTRIBUTES = {
     *("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks"),
     "_non_persistent_buffers_set",
 }
-_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_METHODS = {
+    name: getattr(nn.Module, name)
+    for name in (
+        *("state_dict", "_save_to_state_dict", "get_extra_state", "_named_members"),
+        *("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers"),
+    )
+}
+"""The methods that decide what is saved of a module, as torch defines them."""
+_DICTS = {dict, OrderedDict}
 _NO_CODE_OF_USERS = "torch.distributed.fsdp._fully_shard."
 """The hooks of this package change nothing while a module is sharded, and then only its tensors."""
 
@@ -38,17 +48,26 @@ Facts = dict[str, object]
 def module_cells(roots: Iterable[nn.Module]) -> ModuleCells | None:
     """Return the cells of modules; None if their state dicts may have other tensors."""
     modules: dict[nn.Module, None] = {}
-    for root in roots:
-        modules |= dict.fromkeys(root.modules())
-    for module in modules:
+    stack = [*roots]
+    while stack:
+        module = stack.pop()
+        if module in modules:
+            continue
+        modules[module] = None
         if not vars(module).keys() >= _ATTRIBUTES:  # a ScriptModule
             return None
         hooks = chain.from_iterable(each.values() for each in _HOOKS(vars(module)))
-        if not all(map(_is_harmless, hooks)):
+        tensors = chain(module._parameters.values(), module._buffers.values())
+        if not all(map(_is_harmless, hooks)) or not all(map(_is_tensor_or_none, tensors)):
             return None
+        stack += [each for each in module._modules.values() if each is not None]
     cells = ModuleCells(modules)
     found = cells.look()
     return cells if found is not None and not found[0]["overrides"] else None
+
+
+def _is_tensor_or_none(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -73,10 +92,12 @@ class ModuleCells:
         if len(attributes) < len(modules) or not all(map(_ATTRIBUTES.issubset, attributes)):
             return None
         held = [*chain.from_iterable(map(_HELD, attributes))]
+        if not _DICTS.issuperset(map(type, held)):
+            return None
         hooks = [*chain.from_iterable(map(_HOOKS, attributes))]
         values = [*chain.from_iterable(each.values() for each in held)]
         classes = [*map(type, modules)]
-        overrides = sum(not each.keys().isdisjoint(_METHODS) for each in attributes)
+        overrides = sum(not _METHODS.keys().isdisjoint(each) for each in attributes)
         overrides += sum(map(_overrides, {*classes}))
         facts: Facts = {
             "classes": classes,
@@ -98,7 +119,7 @@ class ModuleCells:
 
 
 def _overrides(cls: type) -> bool:
-    return any(getattr(cls, name) is not getattr(nn.Module, name) for name in _METHODS)
+    return any(getattr(cls, name) is not plain for name, plain in _METHODS.items())
 
 
 def optimizer_cells(
@@ -116,10 +137,11 @@ def optimizer_cells(
         optimizer = view.optimizer
         if type(view) is not View or not type(optimizer).__module__.startswith("torch.optim."):
             return None
+    if not all(name.endswith(LOCAL) for name in saved.objects):
+        return None
     cells = OptimizerCells(views, saved, groups_name, allow_pickle=allow_pickle)
     found = cells.look()
-    has_cells = found is not None and not found[0]["overrides"] and not found[0]["values"]
-    return cells if has_cells else None
+    return cells if found is not None and not found[0]["overrides"] else None
 
 
 class OptimizerCells:
@@ -146,6 +168,9 @@ class OptimizerCells:
         of_parameters = [*chain.from_iterable(each.values() for each in states)]
         if not {*map(type, of_parameters)} <= {dict}:
             return None
+        names = [*chain.from_iterable(of_parameters)]
+        if not {*map(type, names)} <= {str}:  # others may be equal, but are saved in another way
+            return None
         values = [*chain.from_iterable(each.values() for each in of_parameters)]
         groups = [*chain.from_iterable(map(groups_of, optimizers))]
         parameters = [each["params"] for each in groups]
@@ -156,7 +181,7 @@ class OptimizerCells:
             ),
             "parameters with state": [[*map(id, each)] for each in states],
             "sizes": [*map(len, of_parameters)],
-            "names": [*chain.from_iterable(of_parameters)],
+            "names": names,
             "objects": [*map(id, values)],
             "groups": [[*each] for each in groups],
             "members": [[*map(id, each)] for each in parameters],
