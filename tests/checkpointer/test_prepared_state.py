@@ -523,6 +523,22 @@ def test_what_is_unusual_from_the_beginning(name: str, saver: Saver) -> None:
     saver.save(state)
 
 
+def test_a_storage_that_was_freed_and_is_smaller_at_the_same_address(saver: Saver) -> None:
+    for _ in range(40):  # until the allocator returns the memory that was just freed
+        state = {f"tensor{i}": torch.randn(256) for i in range(8)}
+        tensor = state["tensor3"]
+        for _ in range(2):
+            saver.save(state)
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(512)
+        with pytest.raises(sw.StateError, match="storage was freed"):
+            saver.save(state)
+        if tensor.data_ptr() == address:
+            return
+    pytest.skip("the allocator returned other memory")
+
+
 @pytest.mark.parametrize("method", ["state_dict", "_save_to_state_dict", "named_parameters"])
 def test_a_method_of_all_modules(
     method: str, saver: Saver, monkeypatch: pytest.MonkeyPatch

@@ -52,6 +52,7 @@ class _Sight:
         facts: what must be as at the last save.
         tensors: the tensors, always in the same order if the facts are equal. Once their memory is
             looked at, the local tensors stand in place of DTensors.
+        storages: the storages of the tensors, once their memory is looked at.
         values: the plain values, by the name of the value of the state.
         others: the places of all values of the state but tensors and nested dicts, by name.
         objects: the objects that have cells, by the names of the values.
@@ -59,6 +60,7 @@ class _Sight:
 
     facts: Facts = field(default_factory=dict)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
     values: dict[str, LocalState] = field(default_factory=dict)
     others: dict[str, tuple[State, str]] = field(default_factory=dict)
     objects: dict[str, list[object]] = field(default_factory=dict)
@@ -125,8 +127,9 @@ class StateBinder:
                 _refuse_changes(sight, known)
                 values = self._look_at_values(sight, known.cells, read)
                 _refuse_changes(values, known)
-                tensors = sight.tensors + values.tensors
-                fragments = known.recipes.fragments(tensors)
+                fragments = known.recipes.fragments(
+                    sight.tensors + values.tensors, sight.storages + values.storages
+                )
                 plain = LocalState()
                 for name in known.order:
                     cells = known.cells.get(name)
@@ -374,7 +377,9 @@ def _look_at_memory(sight: _Sight, what: str) -> None:
         tensors = [*map(local_tensor, tensors)]
     attributes = chain(tensors, sight.tensors) if sharded else tensors
     try:
+        sight.storages = [*map(torch.Tensor.untyped_storage, tensors)]
         sight.facts |= {
+            f"the storages of {what}": [*map(torch.UntypedStorage.nbytes, sight.storages)],
             f"the types of {what}": types,
             f"the types of local {what}": [*map(type, tensors)],
             f"the placements of {what}": [*map(_placements_of, sharded)],

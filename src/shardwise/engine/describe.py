@@ -183,18 +183,24 @@ class Recipes:
             )
         return cls(recipes)
 
-    def fragments(self, tensors: Sequence[torch.Tensor]) -> Sequence[Fragment]:
-        """Return the fragments in tensors. They keep the memory of all these tensors alive."""
-        return _PreparedFragments(self._recipes, tensors)
+    def fragments(
+        self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]
+    ) -> Sequence[Fragment]:
+        """Return the fragments in tensors. They keep the storages of these alive."""
+        return _PreparedFragments(self._recipes, tensors, storages)
 
 
 class _PreparedFragments(Sequence[Fragment]):
     """Fragments that are made when they are asked for."""
 
-    def __init__(self, recipes: Sequence[_Recipe], tensors: Sequence[torch.Tensor]) -> None:
-        self._recipes = recipes
+    def __init__(
+        self,
+        recipes: Sequence[_Recipe],
+        tensors: Sequence[torch.Tensor],
+        storages: Sequence[torch.UntypedStorage],
+    ) -> None:
         # The training may give a tensor other memory during the copy, or move that of a storage.
-        self._storages = [*map(torch.Tensor.untyped_storage, tensors)]
+        self._recipes, self._storages = recipes, storages
         self._offsets = [*map(torch.Tensor.storage_offset, tensors)]
 
     def __len__(self) -> int:
