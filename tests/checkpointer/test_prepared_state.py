@@ -7,6 +7,7 @@ values and the bytes of all ranks must be the same.
 from __future__ import annotations
 
 import copy
+import enum
 import gc
 import json
 import random
@@ -115,7 +116,7 @@ def train(state: State) -> None:
         tensors += [each for each in parameter.values() if isinstance(each, torch.Tensor)]
     tensors += [each for each in state["ema"].values() if isinstance(each, torch.Tensor)]
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in filter(torch.is_tensor, tensors):
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.add_(1)
 
@@ -268,6 +269,35 @@ def state_of_shared(state: State) -> None:
     state["optimizer"].state["k"] = torch.ones(3)
 
 
+class Key(str, enum.Enum):
+    """Equal to plain keys, but the names of values have other text."""
+
+    a = "a"
+
+
+def another_key(state: State) -> None:
+    average = state["ema"]
+    state["ema"] = {Key.a if key == "a" else key: value for key, value in average.items()}
+
+
+def trainable(state: State) -> None:
+    state["adapter"] = sw.trainable(nn.Linear(2, 2))
+
+
+def trainable_in_place_of_value(state: State) -> None:
+    state["values"]["epoch"] = sw.trainable(nn.Linear(2, 2))
+
+
+class WithoutBias(dict[str, Any]):
+    def items(self) -> Any:
+        return [(key, value) for key, value in super().items() if key != "bias"]
+
+
+def other_dict_of_parameters(state: State) -> None:
+    spare = state["model"].spare
+    spare.__dict__["_parameters"] = WithoutBias(spare._parameters)
+
+
 def set_in(key: str, value: Callable[[State], object]) -> Change:
     return lambda state: state.__setitem__(key, value(state))
 
@@ -311,6 +341,18 @@ def reorder(state: State) -> None:
 
 
 CHANGES: dict[str, Change] = {
+    "swapped tensors": lambda s: torch.utils.swap_tensors(
+        s["model"].body[0].weight, s["model"].body[2].weight
+    ),
+    "shared memory": of_model(lambda m: m.share_memory()),
+    "other offset in the storage": lambda s: s["ema"]["a"].set_(
+        s["ema"]["a"].untyped_storage(), 4, (3, 4), (4, 1)
+    ),
+    "transposed in place": lambda s: s["ema"]["a"].t_(),
+    "a key of another class": another_key,
+    "sw.trainable": trainable,
+    "sw.trainable in place of a value": trainable_in_place_of_value,
+    "a dict of parameters of another class": other_dict_of_parameters,
     "data of a parameter": data(lambda t: t.clone() + 1),
     "data of another layout": data(lambda t: t.t().contiguous().t()),
     "data of another dtype": lambda s: s["model"].spare.to(torch.float64),
@@ -406,6 +448,132 @@ HARMLESS: dict[str, Change] = {
     "a tensor in a value, in place": lambda s: s["values"]["list"][1].add_(1),
 }
 """Changes after which a save knows the tensors."""
+
+
+class Renamed(Net):
+    prefix = ""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self.prefix + name, parameter
+
+
+class Hidden(Net):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return (pair for pair in super().named_modules(*args, **kwargs) if pair[0] != "hidden")
+
+
+def become(cls: type, **attributes: object) -> Change:
+    def change(state: State) -> None:
+        state["model"].__class__ = cls
+        for key, value in attributes.items():
+            setattr(state["model"], key, value)
+
+    return change
+
+
+UNUSUAL: dict[str, tuple[Change, Change]] = {
+    "shared state with tensors": (
+        of_optimizer(lambda o: o.state.update(k={"t": torch.ones(3)})),
+        of_optimizer(lambda o: o.state["k"]["t"].add_(1)),
+    ),
+    "a plain value in a moment": (
+        moment("count", lambda s: 5),
+        moment("count", lambda s: 6),
+    ),
+    "keys that are not text": (
+        lambda s: moments(s).update({1: torch.ones(2)}),
+        lambda s: moments(s).__setitem__(True, moments(s).pop(1)),
+    ),
+    "a number among buffers": (
+        of_model(lambda m: m._buffers.update(number=5)),
+        of_model(lambda m: m._buffers.update(number=6)),
+    ),
+    "overridden names of parameters": (
+        become(Renamed),
+        of_model(lambda m: setattr(m, "prefix", "x")),
+    ),
+    "a hidden module": (
+        become(Hidden, hidden=nn.Module()),
+        of_model(lambda m: m.hidden.register_parameter("p", nn.Parameter(torch.ones(3)))),
+    ),
+    "a tensor as learning rate": (
+        of_optimizer(lambda o: o.param_groups[0].update(lr=torch.tensor(0.5))),
+        of_optimizer(lambda o: o.param_groups[0]["lr"].fill_(0.25)),
+    ),
+    "values that share memory with a weight": (
+        lambda s: s["values"].update(part=s["model"].mask[1]),
+        lambda s: s["values"].update(part=s["model"].mask[2]),
+    ),
+}
+"""What a state has from the beginning, and a change of it."""
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_unusual_from_the_beginning(name: str, saver: Saver) -> None:
+    state = make_state()
+    before, change = UNUSUAL[name]
+    with torch.no_grad():
+        before(state)
+        for _ in range(2):
+            saver.save(state)
+        change(state)
+    saver.save(state)
+    train(state)
+    saver.save(state)
+
+
+def test_a_storage_that_was_freed_and_is_smaller_at_the_same_address(saver: Saver) -> None:
+    for _ in range(40):  # until the allocator returns the memory that was just freed
+        state = {f"tensor{i}": torch.randn(256) for i in range(8)}
+        tensor = state["tensor3"]
+        for _ in range(2):
+            saver.save(state)
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(512)
+        with pytest.raises(sw.StateError, match="storage was freed"):
+            saver.save(state)
+        if tensor.data_ptr() == address:
+            return
+    pytest.skip("the allocator returned other memory")
+
+
+@pytest.mark.parametrize("method", ["state_dict", "_save_to_state_dict", "named_parameters"])
+def test_a_method_of_all_modules(
+    method: str, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state()
+    for _ in range(2):
+        saver.save(state)
+    plain = getattr(nn.Module, method)
+    monkeypatch.setattr(nn.Module, method, lambda *args, **kwargs: plain(*args, **kwargs))
+    assert saver.save(state)
+
+
+class Counted:
+    """A value whose `state_dict` returns other tensors each time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> State:
+        self.calls += 1
+        return {"tensor": torch.full((3,), 2.0), "number": 1}
+
+    def load_state_dict(self, state: State) -> None:
+        pass
+
+
+def test_a_save_reads_each_value_once(saver: Saver) -> None:
+    """`state_dict` may take long, or may be a collective."""
+    state = {**make_state(), "counted": Counted()}
+    for number in range(4):
+        if number == 2:
+            state["new"] = torch.ones(1)
+        before = state["counted"].calls
+        saver.save(state)
+        assert state["counted"].calls == before + 2  # `sw.save` has read it, too
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -89,12 +89,12 @@ def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
     Raises:
         StateError: a value cannot be saved, or its name is not allowed in a manifest.
     """
-    return unite(bind_state(state, allow_pickle=allow_pickle))
+    return unite(each.local_state() for each in bind_state(state, allow_pickle=allow_pickle))
 
 
-def unite(bindings: Iterable[Binding]) -> LocalState:
-    """Return the local state of all bindings; see `local_state_of`."""
-    local_state = LocalState.unite(binding.local_state() for binding in bindings)
+def unite(parts: Iterable[LocalState]) -> LocalState:
+    """Return the local state of a state, given those of its values; see `local_state_of`."""
+    local_state = LocalState.unite(parts)
     for name in local_state.names():
         check_name(name)
     return local_state
@@ -167,8 +167,12 @@ def bind_value(name: str, container: State, key: str, *, allow_pickle: bool) -> 
     value = container[key]
     if isinstance(value, (torch.Tensor, np.ndarray, Shards)):
         return TensorBinding(name, value)
-    context = Context((), name.removesuffix(key), allow_pickle, lambda name, value: None)
     functions = [function for _, function in binders()]
+
+    def bind(name: str, value: object) -> Binding | None:
+        return _bind_object(name, value, context, functions)
+
+    context = Context((), name.removesuffix(key), allow_pickle, bind)
     return _bind_object(name, value, context, functions) or _bind_item(
         name, container, key, allow_pickle=allow_pickle
     )

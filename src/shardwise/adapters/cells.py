@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -19,10 +20,10 @@ from torch import nn
 from shardwise.adapters.optimizer_groups import hyperparameters_of
 from shardwise.adapters.optimizer_views import View, groups_of, has_own_methods, inner_optimizers
 from shardwise.state.local_state import LocalState
+from shardwise.state.parameters import LOCAL
 from shardwise.state.plain_values import encode
 
 _values = methodcaller("values")
-_TENSORS = itemgetter("_parameters", "_buffers")
 _HELD = itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _NOT_SAVED = itemgetter("_non_persistent_buffers_set")
@@ -30,7 +31,16 @@ _ATTRIBUTES = {
     *("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks"),
     "_non_persistent_buffers_set",
 }
-_METHODS = frozenset({"state_dict", "_save_to_state_dict", "get_extra_state"})
+_METHODS = {
+    name: getattr(nn.Module, name)
+    for name in (
+        *("state_dict", "_save_to_state_dict", "get_extra_state", "_named_members"),
+        *("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers"),
+    )
+}
+"""The methods that decide what is saved of a module, as torch defines them."""
+_NAMES = frozenset(_METHODS)
+_DICTS = {dict, OrderedDict}
 _NO_CODE_OF_USERS = "torch.distributed.fsdp._fully_shard."
 """The hooks of this package change nothing while a module is sharded, and then only its tensors."""
 
@@ -40,17 +50,26 @@ Facts = dict[str, object]
 def module_cells(roots: Iterable[nn.Module]) -> ModuleCells | None:
     """Return the cells of modules; None if their state dicts may have other tensors."""
     modules: dict[nn.Module, None] = {}
-    for root in roots:
-        modules |= dict.fromkeys(root.modules())
-    for module in modules:
+    stack = [*roots]
+    while stack:
+        module = stack.pop()
+        if module in modules:
+            continue
+        modules[module] = None
         if not vars(module).keys() >= _ATTRIBUTES:  # a ScriptModule
             return None
         hooks = chain.from_iterable(each.values() for each in _HOOKS(vars(module)))
-        if not all(map(_is_harmless, hooks)):
+        tensors = chain(module._parameters.values(), module._buffers.values())
+        if not all(map(_is_harmless, hooks)) or not all(map(_is_tensor_or_none, tensors)):
             return None
+        stack += [each for each in module._modules.values() if each is not None]
     cells = ModuleCells(modules)
     found = cells.look()
     return cells if found is not None and not found[0]["overrides"] else None
+
+
+def _is_tensor_or_none(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -72,16 +91,17 @@ class ModuleCells:
         """Return the facts and the tensors; see `Cells.look`."""
         modules = [get() for get in self._modules]
         attributes = [vars(each) for each in modules if each is not None]
-        if len(attributes) < len(modules):
+        if len(attributes) < len(modules) or any(
+            not each.keys() >= _ATTRIBUTES for each in attributes
+        ):
             return None
         held = [*chain.from_iterable(map(_HELD, attributes))]
-        tensors = [
-            *chain.from_iterable(map(_values, chain.from_iterable(map(_TENSORS, attributes))))
-        ]
+        if not _DICTS.issuperset(map(type, held)):
+            return None
         hooks = [*chain.from_iterable(map(_HOOKS, attributes))]
         values = [*chain.from_iterable(map(_values, held))]
         classes = [*map(type, modules)]
-        overrides = sum(not each.keys().isdisjoint(_METHODS) for each in attributes)
+        overrides = sum(not each.keys().isdisjoint(_NAMES) for each in attributes)
         overrides += sum(map(_overrides, {*classes}))
         facts: Facts = {
             "classes": classes,
@@ -95,7 +115,7 @@ class ModuleCells:
             ],
             "overrides": overrides,
         }
-        return facts, [each for each in tensors if each is not None]
+        return facts, [each for each in values if isinstance(each, torch.Tensor)]
 
     def values(self) -> LocalState:
         """Return nothing: extra state has no cells."""
@@ -103,7 +123,7 @@ class ModuleCells:
 
 
 def _overrides(cls: type) -> bool:
-    return any(getattr(cls, name) is not getattr(nn.Module, name) for name in _METHODS)
+    return any(getattr(cls, name) is not plain for name, plain in _METHODS.items())
 
 
 def optimizer_cells(
@@ -121,6 +141,8 @@ def optimizer_cells(
         optimizer = view.optimizer
         if type(view) is not View or not type(optimizer).__module__.startswith("torch.optim."):
             return None
+    if not all(name.endswith(LOCAL) for name in saved.objects):
+        return None
     cells = OptimizerCells(views, saved, groups_name, allow_pickle=allow_pickle)
     found = cells.look()
     return cells if found is not None and not found[0]["overrides"] else None
@@ -150,6 +172,9 @@ class OptimizerCells:
         of_parameters = [*chain.from_iterable(map(_values, states))]
         if not {*map(type, of_parameters)} <= {dict}:
             return None
+        names = [*chain.from_iterable(of_parameters)]
+        if not {*map(type, names)} <= {str}:  # others may be equal, but are saved in another way
+            return None
         values: list[Any] = [*chain.from_iterable(map(_values, of_parameters))]
         if not all(issubclass(each, torch.Tensor) for each in {*map(type, values)}):
             return None
@@ -162,7 +187,7 @@ class OptimizerCells:
             ),
             "parameters with state": [[*map(id, each)] for each in states],
             "sizes": [*map(len, of_parameters)],
-            "names": [*chain.from_iterable(of_parameters)],
+            "names": names,
             "objects": [*map(id, values)],
             "groups": [[*each] for each in groups],
             "members": [[*map(id, each)] for each in parameters],

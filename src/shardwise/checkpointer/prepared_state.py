@@ -13,10 +13,11 @@ are kept.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, cast, overload
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -26,11 +27,10 @@ from torch.optim import Optimizer
 from shardwise.adapters.bind import bind_state, bind_value, binders, is_nested_state, unite
 from shardwise.adapters.modules import modules_in
 from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
-from shardwise.boxes import Box
-from shardwise.engine.describe import BoundState, Described, StateToSave
+from shardwise.engine.describe import BoundState, Described, Recipes, StateToSave
 from shardwise.loading import State
 from shardwise.ports.binding import Binding, Cells
-from shardwise.state.local_state import Fragment, LocalState, memory_extent
+from shardwise.state.local_state import Fragment, LocalState
 from shardwise.state.stated_geometry import ATTRIBUTES, METHODS
 from shardwise.state.tensors import is_dtensor, local_tensor
 
@@ -49,8 +49,10 @@ class _Sight:
 
     Attributes:
         facts: what must be as at the last save.
-        tensors: the tensors, always in the same order if the facts are equal.
-        distinct: the tensors, or their local tensors, without repetitions.
+        tensors: the tensors, always in the same order if the facts are equal. Once their memory is
+            looked at, the local tensors stand in place of DTensors.
+        distinct: the same tensors without repetitions.
+        storages: the storages of the tensors, once their memory is looked at.
         values: the plain values, by the name of the value of the state.
         others: the places of all values of the state but tensors and nested dicts, by name.
         objects: the objects that have cells, by the names of the values.
@@ -59,63 +61,10 @@ class _Sight:
     facts: Facts = field(default_factory=dict)
     tensors: list[torch.Tensor] = field(default_factory=list)
     distinct: list[torch.Tensor] = field(default_factory=list)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
     values: dict[str, LocalState] = field(default_factory=dict)
     others: dict[str, tuple[State, str]] = field(default_factory=dict)
     objects: dict[str, list[object]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How to get the memory of a fragment from one of the tensors that were looked at.
-
-    Attributes:
-        tensor: the index of the tensor.
-        start: where the fragment begins in the memory of the tensor, in bytes.
-        shape, stride: those of the fragment.
-        dtype: the dtype of the fragment.
-    """
-
-    tensor: int
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class PreparedFragments(Sequence[Fragment]):
-    """Fragments that are made when they are asked for. They keep the memory of all alive.
-
-    Args:
-        boxes: the box of each fragment.
-        recipes: how to get the memory of each fragment.
-        tensors: the tensors that hold the memory.
-    """
-
-    def __init__(
-        self, boxes: Sequence[Box], recipes: Sequence[_Recipe], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        self._boxes, self._recipes = boxes, recipes
-        # The training may give a tensor other memory during the copy.
-        self._storages = [*map(torch.Tensor.untyped_storage, tensors)]
-        self._addresses = [*map(torch.Tensor.data_ptr, tensors)]
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    @overload
-    def __getitem__(self, index: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
-    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
-        """Return a fragment."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        recipe = self._recipes[index]
-        storage = self._storages[recipe.tensor]
-        begin = self._addresses[recipe.tensor] + recipe.start - storage.data_ptr()
-        data = torch.empty(0, dtype=recipe.dtype, device=storage.device)
-        data.set_(storage, begin // data.element_size(), recipe.shape, recipe.stride)
-        return Fragment(self._boxes[index], data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +77,8 @@ class _Known:
         objects: the objects that have the cells.
         order: the names of the values, in the order in which they are saved.
         described: the description of the tensors, without fragments.
-        has_layouts: whether tensors have the layouts that they had.
-        boxes, recipes: those of the fragments.
+        layouts, layouts_in_values: compare the layouts of tensors with those at the last save.
+        recipes: how to get the fragments from the tensors.
         of_shards: as in `PlanCache.of_shards`, for the description.
     """
 
@@ -138,9 +87,9 @@ class _Known:
     objects: Mapping[str, Sequence[ref[Any]]]
     order: Sequence[str]
     described: Described
-    has_layouts: TensorGuards
-    boxes: Sequence[Box]
-    recipes: Sequence[_Recipe]
+    layouts: TensorGuards
+    layouts_in_values: TensorGuards
+    recipes: Recipes
     of_shards: frozenset[str]
 
 
@@ -175,32 +124,36 @@ class StateBinder:
         Raises:
             StateError: a value cannot be saved.
         """
-        known, why = self._known, self._why_unknown
+        known, why, read = self._known, self._why_unknown, _ReadValues()
         if known is not None:
             try:
-                sight = self._look(state, known.cells)
-                tensors = _look_at_memory(sight)
-                _refuse_changes(sight, known)
-                fragments = PreparedFragments(known.boxes, known.recipes, tensors)
-                values = LocalState()
+                sight = _look(state, known.cells)
+                _refuse_changes(sight, known, known.layouts)
+                values = self._look_at_values(sight, known.cells, read)
+                _refuse_changes(values, known, known.layouts_in_values)
+                fragments = known.recipes.fragments(
+                    sight.tensors + values.tensors, sight.storages + values.storages
+                )
+                plain = LocalState()
                 for name in known.order:
                     cells = known.cells.get(name)
-                    values.add(sight.values[name] if cells is None else cells.values())
-                return _PreparedState(self, state, known, values, fragments)
+                    plain.add(values.values[name] if cells is None else cells.values())
+                return _PreparedState(self, state, known, plain, fragments, read)
             except _ChangedError as change:
                 why = str(change)
-        return self.bind_anew(state, why)
+        return self.bind_anew(state, why, read)
 
-    def bind_anew(self, state: State, why: str) -> BoundState:
+    def bind_anew(self, state: State, why: str, read: _ReadValues) -> BoundState:
         """Find all tensors and values of a state, and remember them once they are described.
 
         Args:
             state: the state.
             why: why this is necessary; see `StateToSave.why_bound`.
+            read: the values that this save has read.
         """
         self._known, self._why_unknown = None, "the last save failed before its plan was made"
         bindings = bind_state(state, allow_pickle=self._allow_pickle)
-        bound = _NewState(self, state, bindings, why)
+        bound = _NewState(self, state, bindings, why, read)
         self._optimizers = [ref(each) for binding in bindings for each in binding.optimizers]
         return bound
 
@@ -210,15 +163,19 @@ class StateBinder:
         bindings: Sequence[Binding],
         described: Described,
         of_shards: Collection[str],
+        read: _ReadValues,
     ) -> None:
         """Remember a state for the next save, if all its values have cells or are plain values."""
         try:
             cells = _cells_of(bindings)
-            sight = self._look(state, cells)
-            tensors = _look_at_memory(sight)
-            _refuse_unknown(sight, tensors, bindings)
-            fragments = described.fragments
-            recipes = _recipes_of(fragments, tensors)
+            sight = _look(state, cells)
+            values = self._look_at_values(sight, cells, read)
+            tensors = sight.tensors + values.tensors
+            sight.facts |= values.facts
+            _refuse_unknown(sight, tensors, bindings, cells)
+            recipes = Recipes.of(described.fragments, tensors)
+            if recipes is None:
+                raise _ChangedError("tensors that are copied for the save are always bound anew")
             objects = {name: _references(name, each) for name, each in sight.objects.items()}
         except _ChangedError as change:
             self._why_unknown = str(change)
@@ -229,66 +186,80 @@ class StateBinder:
             objects=objects,
             order=[each.name for each in bindings if each.name in sight.others],
             described=replace(described, fragments=()),
-            has_layouts=_guard_layouts(sight.distinct),
-            boxes=[each.box for each in fragments],
+            layouts=_guard_layouts(sight),
+            layouts_in_values=_guard_layouts(values),
             recipes=recipes,
             of_shards=frozenset(of_shards),
         )
 
-    def _look(self, state: State, cells: Mapping[str, Cells]) -> _Sight:
-        """Look at a state.
+    def _look_at_values(
+        self, sight: _Sight, cells: Mapping[str, Cells], read: _ReadValues
+    ) -> _Sight:
+        """Look at the values that have no cells, which runs code of the user.
 
         Args:
+            sight: the state.
             cells: as in `_Known`.
+            read: the values that this save has read.
 
         Raises:
             _ChangedError: the state is not as at the last save.
         """
-        sight = _Sight()
-        keys: list[list[str]] = []
-        types: list[list[type]] = []
-        try:
-            _collect(state, "", sight, keys, types)
-        except RecursionError as error:
-            raise _ChangedError("a dict contains itself") from error
-        loose = [id(each) for each in sight.tensors if type(each) is not torch.Tensor]
-        sight.facts |= {"the keys of dicts": keys, "the types of values": types}
-        sight.facts |= {"the tensors in dicts": loose, "the packages that bind values": [
-            name for name, _ in binders()
-        ]}  # fmt: skip
+        values = _Sight()
         for name, (container, key) in sight.others.items():
             if name in cells:
-                _look_at_object(name, container[key], cells[name], sight)
-            else:
-                self._look_at_value(name, container, key, sight)
-        return sight
+                continue
+            binding = bind_value(name, container, key, allow_pickle=self._allow_pickle)
+            if type(binding) not in _VALUES:
+                what = type(container[key]).__name__
+                raise _ChangedError(f"{name}: a {what} is always bound anew")
+            found = read.local_state(binding)
+            leaves = [(e.name, e.dtype, e.shape, e.tie_key, e.sharding) for e in found.tensors]
+            boxes = [[fragment.box for fragment in leaf.fragments] for leaf in found.tensors]
+            values.facts[f"{name}: the tensors in the value"] = type(binding), leaves, boxes
+            values.tensors += [each.data for leaf in found.tensors for each in leaf.fragments]
+            values.values[name] = replace(found, tensors=[])
+        _look_at_memory(values, "tensors in values")
+        return values
 
-    def _look_at_value(self, name: str, container: State, key: str, sight: _Sight) -> None:
-        binding = bind_value(name, container, key, allow_pickle=self._allow_pickle)
+
+class _ReadValues:
+    """What a save has read of the values that have no cells.
+
+    Each value is read once a save, because that may take long, or may be a collective.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, LocalState] = {}
+
+    def local_state(self, binding: Binding) -> LocalState:
+        """Return the local state of a binding."""
         if type(binding) not in _VALUES:
-            raise _ChangedError(f"{name}: a {type(container[key]).__name__} is always bound anew")
-        found = binding.local_state()
-        leaves = [(e.name, e.dtype, e.shape, e.tie_key, e.sharding) for e in found.tensors]
-        fragments = [each for leaf in found.tensors for each in leaf.fragments]
-        boxes = [[fragment.box for fragment in leaf.fragments] for leaf in found.tensors]
-        sight.facts[f"{name}: the tensors in the value"] = leaves, boxes
-        sight.tensors += [each.data for each in fragments]
-        sight.values[name] = replace(found, tensors=[])
+            return binding.local_state()
+        found = self._found.get(binding.name)
+        if found is None:
+            found = self._found[binding.name] = binding.local_state()
+        return found
 
 
 class _NewState(BoundState):
     """A state that was just bound, which the binder remembers when it is described."""
 
     def __init__(
-        self, binder: StateBinder, state: State, bindings: Sequence[Binding], why: str
+        self,
+        binder: StateBinder,
+        state: State,
+        bindings: Sequence[Binding],
+        why: str,
+        read: _ReadValues,
     ) -> None:
-        super().__init__(unite(bindings), why)
-        self._binder, self._state, self._bindings = binder, state, bindings
+        super().__init__(unite(map(read.local_state, bindings)), why)
+        self._binder, self._state, self._bindings, self._read = binder, state, bindings, read
 
     def describe(self, of_shards: Collection[str]) -> Described:
         """Return the description of the tensors; see `StateToSave.describe`."""
         described = super().describe(of_shards)
-        self._binder.remember(self._state, self._bindings, described, of_shards)
+        self._binder.remember(self._state, self._bindings, described, of_shards, self._read)
         return described
 
 
@@ -301,6 +272,7 @@ class _PreparedState:
         known: what is known of it.
         values: its plain values, as they are now.
         fragments: its fragments, as they are now.
+        read: the values that this save has read.
     """
 
     def __init__(
@@ -309,10 +281,11 @@ class _PreparedState:
         state: State,
         known: _Known,
         values: LocalState,
-        fragments: PreparedFragments,
+        fragments: Sequence[Fragment],
+        read: _ReadValues,
     ) -> None:
         self._binder, self._state, self._known = binder, state, known
-        self._fragments = fragments
+        self._fragments, self._read = fragments, read
         self.values, self.why_bound = values, ""
 
     def describe(self, of_shards: Collection[str]) -> Described:
@@ -327,9 +300,38 @@ class _PreparedState:
 
     def _bind_anew(self) -> BoundState:
         self.why_bound = "the ranks plan this save anew"
-        bound = self._binder.bind_anew(self._state, self.why_bound)
+        bound = self._binder.bind_anew(self._state, self.why_bound, self._read)
         self.values = bound.values
         return bound
+
+
+def _look(state: State, cells: Mapping[str, Cells]) -> _Sight:
+    """Look at a state, except at the values that have no cells.
+
+    Args:
+        cells: as in `_Known`.
+
+    Raises:
+        _ChangedError: the state is not as at the last save.
+    """
+    sight = _Sight()
+    keys: list[list[str]] = []
+    types: list[list[type]] = []
+    try:
+        _collect(state, "", sight, keys, types)
+    except RecursionError as error:
+        raise _ChangedError("a dict contains itself") from error
+    sight.facts |= {
+        "the keys of dicts": keys,
+        "the types of values": types,
+        "the tensors in dicts": [id(e) for e in sight.tensors if type(e) is not torch.Tensor],
+        "the packages that bind values": [name for name, _ in binders()],
+    }
+    for name, (container, key) in sight.others.items():
+        if name in cells:
+            _look_at_object(name, container[key], cells[name], sight)
+    _look_at_memory(sight, "tensors")
+    return sight
 
 
 def _collect(
@@ -340,8 +342,10 @@ def _collect(
     types: list[list[type]],
 ) -> None:
     """Add what a dict has, and what the dicts in it have."""
-    if not isinstance(container, dict):
+    if type(container) not in (dict, OrderedDict):
         raise _ChangedError(f"the state is a {type(container).__name__}")
+    if not {*map(type, container)} <= {str}:
+        raise _ChangedError("a key is of a class of its own")  # its text may differ if it is equal
     values = [*container.values()]
     classes = [*map(type, values)]
     keys.append([*container])
@@ -366,8 +370,8 @@ def _look_at_object(name: str, value: object, cells: Cells, sight: _Sight) -> No
     sight.objects[name] = [*parts, *modules_in(value)]
 
 
-def _look_at_memory(sight: _Sight) -> list[torch.Tensor]:
-    """Add the addresses and layouts of all tensors, and return them, or their local tensors.
+def _look_at_memory(sight: _Sight, what: str) -> None:
+    """Add the addresses and layouts of all tensors. Local tensors take the place of DTensors.
 
     Raises:
         _ChangedError: a tensor has no memory.
@@ -377,38 +381,45 @@ def _look_at_memory(sight: _Sight) -> list[torch.Tensor]:
     if not {*types}.issubset(_PLAIN):
         sharded = [each for each in tensors if is_dtensor(each)]
         tensors = [*map(local_tensor, tensors)]
-        sight.facts["the types of local tensors"] = [*map(type, tensors)]
-        sight.facts["the placements of tensors"] = [each._spec for each in sharded]
     attributes = chain(tensors, sight.tensors) if sharded else tensors
     try:
-        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        sight.storages = [*map(torch.Tensor.untyped_storage, tensors)]
+        sight.facts |= {
+            f"the storages of {what}": [*map(torch.UntypedStorage.nbytes, sight.storages)],
+            f"the types of {what}": types,
+            f"the types of local {what}": [*map(type, tensors)],
+            f"the placements of {what}": [*map(_placements_of, sharded)],
+            f"the attributes of {what}": [*chain.from_iterable(map(vars, attributes))],
+            f"the addresses of {what}": [*map(torch.Tensor.data_ptr, tensors)],
+        }
     except (RuntimeError, NotImplementedError) as error:
         raise _ChangedError("a tensor has no memory") from error
-    sight.facts |= {
-        "the types of tensors": types,
-        "the attributes of tensors": [*chain.from_iterable(map(vars, attributes))],
-        "the addresses of tensors": addresses,
-    }
-    sight.distinct = [*dict.fromkeys(tensors)]
+    sight.tensors, sight.distinct = tensors, [*dict.fromkeys(tensors)]
     if len(sight.distinct) < len(tensors):
         first = dict(zip(sight.distinct, range(len(tensors)), strict=False))
-        sight.facts["tensors that are there twice"] = [first[each] for each in tensors]
-    return tensors
+        sight.facts[f"the repeated {what}"] = [first[each] for each in tensors]
 
 
-def _guard_layouts(distinct: Sequence[torch.Tensor]) -> TensorGuards:
-    """Return a function that says whether tensors still have these shapes, strides and dtypes.
+def _guard_layouts(sight: _Sight) -> TensorGuards:
+    """Return what compares the shapes, strides and dtypes of tensors with those that they have now.
 
     `torch.compile` uses it. It also compares devices, conjugation and negation. It does not know
     repeated tensors, keeps none of them alive, and takes a third of the time of Python's loops.
     """
     # torch's own stub has another type.
-    sizes: Any = [[*each.shape] for each in distinct]
-    strides: Any = [[*each.stride()] for each in distinct]
-    return TensorGuards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    sizes: Any = [[*each.shape] for each in sight.distinct]
+    strides: Any = [[*each.stride()] for each in sight.distinct]
+    return TensorGuards(*sight.distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def _refuse_changes(sight: _Sight, known: _Known) -> None:
+def _placements_of(tensor: Any) -> tuple[object, ...]:
+    spec = tensor._spec  # may be changed in place
+    order = getattr(spec, "shard_order", None)
+    strides_are_order = getattr(spec, "use_strided_shard_as_shard_order", None)
+    return spec.mesh, spec.placements, order, strides_are_order, tensor.shape, tensor.dtype
+
+
+def _refuse_changes(sight: _Sight, known: _Known, layouts: TensorGuards) -> None:
     """Raise `_ChangedError` if anything is not as at the last save."""
     for about, fact in sight.facts.items():
         if known.facts.get(about) != fact:
@@ -418,15 +429,18 @@ def _refuse_changes(sight: _Sight, known: _Known) -> None:
             get() is not each for get, each in zip(known.objects[name], objects, strict=True)
         ):
             raise _ChangedError(f"{name} is another object")
-    if not known.has_layouts.check(*sight.distinct):
+    if not layouts.check(*sight.distinct):
         raise _ChangedError("the layouts of tensors have changed")
 
 
 def _refuse_unknown(
-    sight: _Sight, tensors: Sequence[torch.Tensor], bindings: Sequence[Binding]
+    sight: _Sight,
+    tensors: Sequence[torch.Tensor],
+    bindings: Sequence[Binding],
+    cells: Mapping[str, Cells],
 ) -> None:
     """Raise `_ChangedError` if the state has something that a later look would not see."""
-    if sight.others.keys() - {each.name for each in bindings}:
+    if sight.others.keys() - {each.name for each in bindings} or cells.keys() - sight.others.keys():
         raise _ChangedError("a package binds a dict of the state as one value")
     if not {*map(type, tensors)}.issubset(_PLAIN):
         raise _ChangedError("a tensor of another class is always bound anew")
@@ -441,38 +455,6 @@ def _references(name: str, objects: Sequence[object]) -> list[ref[Any]]:
         raise _ChangedError(
             f"{name}: an object without weak references is always bound anew"
         ) from error
-
-
-def _recipes_of(fragments: Sequence[Fragment], tensors: Sequence[torch.Tensor]) -> list[_Recipe]:
-    """Return how to get the memory of each fragment from one of the tensors.
-
-    Raises:
-        _ChangedError: a fragment has other memory, for example a copy that was made for the save.
-    """
-    holders: dict[int, list[tuple[int, int, int]]] = {}
-    for index, tensor in enumerate(tensors):
-        start = tensor.data_ptr()
-        stop = start + memory_extent(tensor) * tensor.element_size() if tensor.numel() else start
-        holders.setdefault(tensor.untyped_storage().data_ptr(), []).append((index, start, stop))
-    recipes = []
-    for fragment in fragments:
-        data = fragment.data
-        first = data.data_ptr()
-        last = first + memory_extent(data) * data.element_size()
-        holder = next(
-            (
-                (index, start)
-                for index, start, stop in holders.get(data.untyped_storage().data_ptr(), ())
-                if start <= first and last <= stop
-            ),
-            None,
-        )
-        if holder is None or data.is_conj() or data.is_neg():
-            raise _ChangedError("tensors that are copied for the save are always bound anew")
-        index, start = holder
-        shape, stride = tuple(data.shape), data.stride()
-        recipes.append(_Recipe(index, first - start, shape, stride, data.dtype))
-    return recipes
 
 
 def _cells_of(bindings: Sequence[Binding]) -> dict[str, Cells]:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 import torch
 
+from shardwise.boxes import Box
 from shardwise.boxes.box import padded_rows
 from shardwise.engine.shared_structures import digest_of, encode_structure
 from shardwise.engine.shared_values import members_of
 from shardwise.engine.tensors import accelerators_of, check_memory, split_ties
 from shardwise.manifest.manifest import check_name
 from shardwise.plan.structure import Description, ParamGroups, Structure, find_rules
-from shardwise.state.local_state import Fragment, LocalState, TensorLeaf, view_for_numpy
+from shardwise.state.local_state import (
+    Fragment,
+    LocalState,
+    TensorLeaf,
+    memory_extent,
+    view_for_numpy,
+)
 from shardwise.state.tensors import mesh_axes
 
 
@@ -171,3 +178,109 @@ def describe_tensors(
         padded_rows(map(attrgetter("box.shape"), fragments), dims, 1),
     )
     return description, tuple(fragments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How to get the memory of a fragment from a tensor.
+
+    Attributes:
+        box: the box of the fragment.
+        tensor: the index of the tensor.
+        itemsize: the size of the elements of the tensor.
+        start: where the fragment begins in the memory of the tensor, in bytes.
+        shape, stride: those of the fragment.
+        dtype: the dtype of the fragment.
+    """
+
+    box: Box
+    tensor: int
+    itemsize: int
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Recipes:
+    """How to get fragments from tensors of the same layout as those that had these fragments."""
+
+    def __init__(self, recipes: Sequence[_Recipe]) -> None:
+        self._recipes = recipes
+
+    @classmethod
+    def of(cls, fragments: Sequence[Fragment], tensors: Sequence[torch.Tensor]) -> Recipes | None:
+        """Return the recipes of fragments.
+
+        The result is None if a fragment has memory of its own, for example a copy that was made for
+        the save.
+        """
+        holders: dict[int, list[tuple[int, int, int]]] = {}
+        for index, tensor in enumerate(tensors):
+            start = tensor.data_ptr()
+            extent = memory_extent(tensor) if tensor.numel() else 0
+            stop = start + extent * tensor.element_size()
+            holders.setdefault(tensor.untyped_storage().data_ptr(), []).append((index, start, stop))
+        recipes = []
+        for fragment in fragments:
+            data = fragment.data
+            first = data.data_ptr()
+            last = first + memory_extent(data) * data.element_size()
+            holder = next(
+                (
+                    (index, start)
+                    for index, start, stop in holders.get(data.untyped_storage().data_ptr(), ())
+                    if start <= first and last <= stop
+                ),
+                None,
+            )
+            if holder is None or data.is_conj() or data.is_neg():
+                return None
+            index, start = holder
+            itemsize, shape, stride = (
+                tensors[index].element_size(),
+                tuple(data.shape),
+                data.stride(),
+            )
+            recipes.append(
+                _Recipe(fragment.box, index, itemsize, first - start, shape, stride, data.dtype)
+            )
+        return cls(recipes)
+
+    def fragments(
+        self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]
+    ) -> Sequence[Fragment]:
+        """Return the fragments in tensors. They keep the storages of these alive."""
+        return _PreparedFragments(self._recipes, tensors, storages)
+
+
+class _PreparedFragments(Sequence[Fragment]):
+    """Fragments that are made when they are asked for."""
+
+    def __init__(
+        self,
+        recipes: Sequence[_Recipe],
+        tensors: Sequence[torch.Tensor],
+        storages: Sequence[torch.UntypedStorage],
+    ) -> None:
+        # The training may give a tensor other memory during the copy, or move that of a storage.
+        self._recipes, self._storages = recipes, storages
+        self._offsets = [*map(torch.Tensor.storage_offset, tensors)]
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    @overload
+    def __getitem__(self, index: int) -> Fragment: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
+    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
+        """Return a fragment."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        recipe = self._recipes[index]
+        storage = self._storages[recipe.tensor]
+        begin = self._offsets[recipe.tensor] * recipe.itemsize + recipe.start
+        data = torch.empty(0, dtype=recipe.dtype, device=storage.device)
+        data.set_(storage, begin // data.element_size(), recipe.shape, recipe.stride)
+        return Fragment(recipe.box, data)
