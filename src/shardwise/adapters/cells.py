@@ -183,9 +183,7 @@ class OptimizerCells:
             "sizes": [*map(len, of_parameters)],
             "names": names,
             "objects": [*map(id, values)],
-            "groups": [[*each] for each in groups],
             "members": [[*map(id, each)] for each in parameters],
-            "values": sum(not isinstance(each, torch.Tensor) for each in values),
         }
         return facts, [each for each in values if isinstance(each, torch.Tensor)]
 
