@@ -112,7 +112,10 @@ def saver(tmp_path: Path) -> Saver:
 def train(state: State) -> None:
     """Change all values in place, as a training does."""
     tensors = [*state["model"].parameters(), *state["model"].buffers()]
-    for parameter in filter(lambda each: isinstance(each, dict), state["optimizer"].state.values()):
+    optimizer = state["optimizer"]
+    if isinstance(optimizer, list):
+        (optimizer,) = optimizer
+    for parameter in filter(lambda each: isinstance(each, dict), optimizer.state.values()):
         tensors += [each for each in parameter.values() if isinstance(each, torch.Tensor)]
     tensors += [each for each in state["ema"].values() if isinstance(each, torch.Tensor)]
     with torch.no_grad():
@@ -166,12 +169,54 @@ def move_between_modules(state: State) -> None:
     model.spare.register_buffer("mask", mask)
 
 
-def exchange_buffers(state: State) -> None:
+def same_lists(state: State) -> None:
     """The flat lists of all keys and objects stay as they are."""
-    model = state["model"]
-    items = list(model.spare._parameters.items())
-    model.spare._parameters.clear()
-    model.head._parameters.update(items)
+    spare, head = state["model"].spare._parameters, state["model"].head._parameters
+    moved = {"bias": spare.pop("bias"), **head}
+    head.clear()
+    head.update(moved)
+
+
+def rename_last(held: dict[str, Any]) -> None:
+    _, value = held.popitem()
+    held["renamed"] = value
+
+
+def same_lists_of_moments(state: State) -> None:
+    one, other = [*state["optimizer"].state.values()][:2]
+    moved = {"last": one.pop("last"), **other}
+    other.clear()
+    other.update(moved)
+
+
+def state_of_another(state: State) -> None:
+    optimizer = state["optimizer"]
+    _, held = optimizer.state.popitem()
+    optimizer.state[state["model"].spare.weight] = held
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = nn.Linear(2, 2)
+
+
+class ActivationWrapper(Plain):
+    """Names lack the attribute of a class of this name."""
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Counts its steps in the param groups."""
+
+
+FusedAdam.__module__ = "apex.optimizers"
+
+
+class Tagged(torch.Tensor):
+    """A tensor that states its boxes."""
+
+    global_shape, global_offsets = (4, 4), ((2, 0), (0, 0))
+    local_offsets, local_sizes = ((0, 0), (2, 0)), ((2, 4), (2, 4))
 
 
 def add_entry(state: State) -> None:
@@ -275,9 +320,12 @@ class Key(str, enum.Enum):
     a = "a"
 
 
-def another_key(state: State) -> None:
-    average = state["ema"]
-    state["ema"] = {Key.a if key == "a" else key: value for key, value in average.items()}
+def another_key(new: str) -> Change:
+    def change(state: State) -> None:
+        average = state["ema"]
+        state["ema"] = {new if key == "a" else key: value for key, value in average.items()}
+
+    return change
 
 
 def trainable(state: State) -> None:
@@ -349,7 +397,8 @@ CHANGES: dict[str, Change] = {
         s["ema"]["a"].untyped_storage(), 4, (3, 4), (4, 1)
     ),
     "transposed in place": lambda s: s["ema"]["a"].t_(),
-    "a key of another class": another_key,
+    "a key of another class": another_key(Key.a),
+    "another key in the same place": another_key("other"),
     "sw.trainable": trainable,
     "sw.trainable in place of a value": trainable_in_place_of_value,
     "a dict of parameters of another class": other_dict_of_parameters,
@@ -389,7 +438,11 @@ CHANGES: dict[str, Change] = {
     "exchanged modules": swap_layers,
     "another name": move_key,
     "another module": move_between_modules,
-    "the same lists of names": exchange_buffers,
+    "the same lists of names": same_lists,
+    "another name of the last parameter": of_model(lambda m: rename_last(m.spare._parameters)),
+    "another name of the last moment": lambda s: rename_last(moments(s)),
+    "a class of a tensor": of_model(lambda m: setattr(m.mask, "__class__", Tagged)),
+    "a negated view": data(torch._neg_view),
     "a hook": add_entry,
     "a hook before": replace_entry_before,
     "an override of the object": override_instance,
@@ -403,7 +456,6 @@ CHANGES: dict[str, Change] = {
     "a param group": add_group,
     "a member of another group": move_member,
     "the order of members": order_of_members,
-    "a hyperparameter more": of_optimizer(lambda o: o.param_groups[0].update(more=1)),
     "a tie": make_tie,
     "no tie": break_tie,
     "no tie, in the same memory": break_tie_of_memory,
@@ -438,6 +490,7 @@ HARMLESS: dict[str, Change] = {
     "nothing": lambda s: None,
     "values in place": train,
     "a step": lambda s: step(s["optimizer"]),
+    "a hyperparameter more": of_optimizer(lambda o: o.param_groups[0].update(more=1)),
     "a learning rate": of_optimizer(lambda o: o.param_groups[0].update(lr=0.123)),
     "a step of the scheduler": lambda s: s["scheduler"].step(),
     "a plain value": lambda s: s["values"].update(epoch=17),
@@ -501,6 +554,22 @@ UNUSUAL: dict[str, tuple[Change, Change]] = {
         of_optimizer(lambda o: o.param_groups[0].update(lr=torch.tensor(0.5))),
         of_optimizer(lambda o: o.param_groups[0]["lr"].fill_(0.25)),
     ),
+    "a class of a wrapper": (
+        of_model(lambda m: m.add_module("wrapped", Plain())),
+        of_model(lambda m: setattr(m.wrapped, "__class__", ActivationWrapper)),
+    ),
+    "a class of an optimizer in a list": (
+        lambda s: (
+            [group.update(step=3) for group in s["optimizer"].param_groups],
+            s.update(optimizer=[s["optimizer"]]),
+        ),
+        lambda s: setattr(s["optimizer"][0], "__class__", FusedAdam),
+    ),
+    "the same lists of moments": (
+        lambda s: moments(s).update(last=torch.ones(1)),
+        same_lists_of_moments,
+    ),
+    "the state of another parameter": (add_group, state_of_another),
     "values that share memory with a weight": (
         lambda s: s["values"].update(part=s["model"].mask[1]),
         lambda s: s["values"].update(part=s["model"].mask[2]),

@@ -189,7 +189,6 @@ class OptimizerCells:
             "sizes": [*map(len, of_parameters)],
             "names": names,
             "objects": [*map(id, values)],
-            "groups": [[*each] for each in groups],
             "members": [[*map(id, each)] for each in parameters],
         }
         return facts, values
