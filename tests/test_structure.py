@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=349,
-    statements=37118,
+    statements=37167,
     modules_of_api=90,
-    statements_of_api=10263,
+    statements_of_api=10333,
     record_types=285,
-    names_across_packages=419,  # the ports are used from everywhere
+    names_across_packages=420,  # the ports are used from everywhere
     names_of_readers=30,
     test_files_with_inner_imports=72,
 )
