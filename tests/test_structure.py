@@ -14,11 +14,11 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=349,
-    statements=37040,
+    statements=37120,
     modules_of_api=90,
-    statements_of_api=10190,
+    statements_of_api=10265,
     record_types=285,
-    names_across_packages=418,  # the ports are used from everywhere
+    names_across_packages=419,  # the ports are used from everywhere
     names_of_readers=30,
     test_files_with_inner_imports=72,
 )
