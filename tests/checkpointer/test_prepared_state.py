@@ -438,7 +438,6 @@ CHANGES: dict[str, Change] = {
     "exchanged modules": swap_layers,
     "another name": move_key,
     "another module": move_between_modules,
-    "the same lists of names": same_lists,
     "another name of the last parameter": of_model(lambda m: rename_last(m.spare._parameters)),
     "another name of the last moment": lambda s: rename_last(moments(s)),
     "a class of a tensor": of_model(lambda m: setattr(m.mask, "__class__", Tagged)),
@@ -564,6 +563,10 @@ UNUSUAL: dict[str, tuple[Change, Change]] = {
             s.update(optimizer=[s["optimizer"]]),
         ),
         lambda s: setattr(s["optimizer"][0], "__class__", FusedAdam),
+    ),
+    "the same lists of names": (
+        lambda s: s["model"].head._parameters.pop("bias"),
+        same_lists,
     ),
     "the same lists of moments": (
         lambda s: moments(s).update(last=torch.ones(1)),

@@ -37,12 +37,12 @@ class SaveReport:
         bytes_deduplicated: the bytes of replicas on all ranks that were not written again.
         files: the number of data files of the whole checkpoint.
         plan_cached: whether the plan of an earlier save was reused.
-        why_bound: why the tensors were looked for in all objects of the state; "" if a
-            `Checkpointer` knew them from its last save.
         bytes_communicated: the bytes that this rank sent to other ranks.
         seconds: the duration of each stage (describe, plan, check_replicas, write,
             publish), and `total`.
         record: the events of the stages, and the waits for other ranks.
+        why_bound: why the tensors were looked for in all objects of the state; "" if a
+            `Checkpointer` knew them from its last save.
     """
 
     path: str
@@ -52,10 +52,10 @@ class SaveReport:
     bytes_deduplicated: int
     files: int
     plan_cached: bool
-    why_bound: str
     bytes_communicated: int
     seconds: dict[str, float]
     record: OperationRecord = field(default_factory=OperationRecord)
+    why_bound: str = ""
 
     def __repr__(self) -> str:
         return (
