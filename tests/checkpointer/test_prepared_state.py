@@ -694,15 +694,14 @@ def fuzz(saver: Saver, seed: int, saves: int) -> int:
     state, known, unknown = make_state(), 0, 0
     for _ in range(saves):
         if unknown == 4:  # it has something now that is always found anew
-            state = make_state()
+            state, unknown = make_state(), 0
         for _ in range(rng.choice([0, 1, 1, 2])):
             changes = HARMLESS if rng.random() < 0.6 else CHANGES
-            before = copy.copy(state), {**state.get("ema", {})} if "ema" in state else None
             try:
                 with torch.no_grad():
                     changes[rng.choice([*changes])](state)
             except (AttributeError, KeyError, IndexError, ValueError, TypeError, RuntimeError):
-                del before  # an earlier change has removed what this one would change
+                pass  # an earlier change has removed what this one would change
         try:
             why = saver.save(state)
             known, unknown = known + (not why), unknown + 1 if why else 0

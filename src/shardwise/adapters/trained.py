@@ -81,7 +81,7 @@ class TrainingHistory:
     def keep_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep all parameters for which an optimizer has state, such as moments."""
         for parameter, state in optimizer.state.items():
-            if state:
+            if not isinstance(state, Mapping) or state:  # shared state may be a tensor
                 for record, key in self._records.get(id(parameter), []):
                     record[key] = _KEPT
 
