@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -67,6 +68,9 @@ class Costs:
 def main() -> None:
     bench = Bench("steady_save", NO_TENSORS, parse_arguments())
     torch.manual_seed(1)
+    # DCP's stagers open a file of shared memory for each tensor.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ExitStack() as cleanup:
         make_memory(bench, cleanup)
         ask(bench, gpt(), most_ms=2, cleanup=cleanup)
@@ -138,12 +142,17 @@ def make_checkpointer(bench: Bench, name: str, cleanup: ExitStack) -> sw.Checkpo
 def make_ways(
     bench: Bench, small: SmallState, checkpointer: sw.Checkpointer, cleanup: ExitStack
 ) -> dict[str, Way]:
-    """Return our save, those of DCP, and the copy that is the limit."""
+    """Return our save, those of DCP, and the copy that is the limit.
+
+    The stagers of DCP open a file of shared memory for each tensor, so they are left out if this
+    process may not open as many.
+    """
     tensors = small.tensors()
+    may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 4 * len(tensors)
     saves = SAVES_QUICK if bench.quick else SAVES
     ways = {OURS: Way(partial(begin_ours, checkpointer, small.state, count(1)), WARM, saves)}
     for name, peer in by_dcp(tensors, cleanup).items():
-        if name in PEERS:
+        if name in PEERS and may_open:
             begin = partial(begin_theirs, peer.begin, MEMORY / name)
             ways[name] = Way(begin, PEER_WARM, min(saves, PEER_SAVES))
     sources = list(tensors.values())
