@@ -62,12 +62,12 @@ class Cells(Protocol):
     def look(self) -> tuple[Mapping[str, object], Sequence[torch.Tensor]] | None:
         """Return what decides which tensors `Binding.local_state` returns; and these tensors.
 
-        The first result has a few facts by their names, for example `{"keys": ["w", "b"]}`, which
-        are compared with `==`. If they are equal to those of the last save, `local_state` must
-        return tensors of the same names, shapes and boxes, in the memory of the tensors in the
-        second result, which must come in the same order. A `Checkpointer` compares the addresses,
-        shapes, strides, dtypes, devices and placements of these tensors itself. None: the value
-        does not exist any more, or is of another kind now.
+        The first result has a few facts by their names, for example `{"keys": ["w", "b"]}`. They
+        are compared with `==` at the next save, so each call returns new objects. If they are equal
+        to those of the last save, `local_state` must return tensors of the same names, shapes and
+        boxes, in the memory of the tensors in the second result, which must come in the same order.
+        A `Checkpointer` compares the addresses, shapes, strides, dtypes, devices and placements of
+        these tensors itself. None: the value does not exist any more, or is of another kind now.
         """
 
     def values(self) -> LocalState:
