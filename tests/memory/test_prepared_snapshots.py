@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.tools.agents import end_agents, signal_agents
+from tests.memory.test_snapshots import shm
+from tests.tools.agents import signal_agents
+
+__all__ = ["shm"]
 
 State = dict[str, Any]
 SIZE = 300
-
-
-@pytest.fixture
-def shm(tmp_path: Path) -> Iterator[Path]:
-    """The home of this node, whose agent is ended afterwards."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    yield directory
-    end_agents(directory)
 
 
 def memory(shm: Path) -> sw.Memory:

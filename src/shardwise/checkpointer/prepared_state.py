@@ -345,7 +345,7 @@ def _collect(
     if type(container) not in (dict, OrderedDict):
         raise _ChangedError(f"the state is a {type(container).__name__}")
     if not {*map(type, container)} <= {str}:
-        raise _ChangedError("a key is of a class of its own")  # its text may differ if it is equal
+        raise _ChangedError("a key is not a plain string")  # equal keys may have other texts
     values = [*container.values()]
     classes = [*map(type, values)]
     keys.append([*container])

@@ -131,7 +131,8 @@ class Saving:
         if self._settings.save_at_end and not is_saved:
             self._unsaved_call = call
             if previous is None or previous.state is not state:
-                self._watch_optimizers(state)
+                # A save has just bound the state.
+                self._watch(self._binder.optimizers if handle else torch_optimizers_in(state))
             self._has_stepped = False
         return handle
 
@@ -291,8 +292,8 @@ class Saving:
         for hook in [*self._fence_hooks.values(), *self._step_hooks.values()]:
             hook.remove()
 
-    def _watch_optimizers(self, state: State) -> None:
-        """Record from now on when an optimizer in the state steps."""
+    def _watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Record from now on when one of the optimizers steps."""
         reference = weakref.ref(self)  # the hook does not keep this object alive
 
         def record_step(*_: object) -> None:
@@ -300,7 +301,7 @@ class Saving:
             if saving is not None:
                 saving._has_stepped = True
 
-        for optimizer in torch_optimizers_in(state):
+        for optimizer in optimizers:
             if optimizer not in self._step_hooks:
                 self._step_hooks[optimizer] = optimizer.register_step_post_hook(record_step)
 
