@@ -11,6 +11,7 @@ import enum
 import gc
 import json
 import random
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -620,6 +621,19 @@ def test_a_method_of_all_modules(
         saver.save(state)
     plain = getattr(nn.Module, method)
     monkeypatch.setattr(nn.Module, method, lambda *args, **kwargs: plain(*args, **kwargs))
+    assert saver.save(state)
+
+
+def test_a_package_that_binds_values_is_imported_later(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sw.trainable(nn.Linear(1, 1))  # imports the module that binds it
+    state, name = make_state(), "shardwise.adapters.trainable"
+    module = sys.modules[name]
+    monkeypatch.delitem(sys.modules, name)
+    for _ in range(2):
+        saver.save(state)
+    monkeypatch.setitem(sys.modules, name, module)
     assert saver.save(state)
 
 

@@ -316,14 +316,12 @@ def _look(state: State, cells: Mapping[str, Cells]) -> _Sight:
     """
     sight = _Sight()
     keys: list[list[str]] = []
-    types: list[list[type]] = []
     try:
-        _collect(state, "", sight, keys, types)
+        _collect(state, "", sight, keys)
     except RecursionError as error:
         raise _ChangedError("a dict contains itself") from error
     sight.facts |= {
         "the keys of dicts": keys,
-        "the types of values": types,
         "the tensors in dicts": [id(e) for e in sight.tensors if type(e) is not torch.Tensor],
         "the packages that bind values": [name for name, _ in binders()],
     }
@@ -334,27 +332,18 @@ def _look(state: State, cells: Mapping[str, Cells]) -> _Sight:
     return sight
 
 
-def _collect(
-    container: State,
-    prefix: str,
-    sight: _Sight,
-    keys: list[list[str]],
-    types: list[list[type]],
-) -> None:
+def _collect(container: State, prefix: str, sight: _Sight, keys: list[list[str]]) -> None:
     """Add what a dict has, and what the dicts in it have."""
     if type(container) not in (dict, OrderedDict):
         raise _ChangedError(f"the state is a {type(container).__name__}")
     if not {*map(type, container)} <= {str}:
         raise _ChangedError("a key is not a plain string")  # equal keys may have other texts
-    values = [*container.values()]
-    classes = [*map(type, values)]
     keys.append([*container])
-    types.append(classes)
-    for key, value, cls in zip(container, values, classes, strict=True):
-        if cls in _PLAIN or is_dtensor(value):
+    for key, value in container.items():
+        if type(value) in _PLAIN or is_dtensor(value):
             sight.tensors.append(value)
         elif is_nested_state(value):
-            _collect(value, f"{prefix}{key}.", sight, keys, types)
+            _collect(value, f"{prefix}{key}.", sight, keys)
         else:
             sight.others[f"{prefix}{key}"] = container, key
 
