@@ -1,14 +1,48 @@
-"""How fast to copy beside a training: what it leaves, and how bytes are spread over that."""
+"""How fast to copy beside a training, and agents that write while a rank still copies."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwise as sw
+from shardwise.engine.tensors import HostMemory
 from shardwise.errors import StoreError
+from shardwise.manifest.manifest import data_file, step_directory
+from shardwise.memory import records
+from shardwise.memory.agent.actions import Follower
+from shardwise.memory.decide import Action
+from shardwise.memory.files import read_record, write_record
+from shardwise.memory.home import SnapshotDirectory
+from shardwise.memory.observe import read_snapshot
+from shardwise.memory.rank_liveness import RankLock
+from shardwise.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    StagedFile,
+    StageOutcome,
+    StageRequest,
+    SubtreeReply,
+)
+from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, CopyProgress, Pace, Slack
+from shardwise.memory.view import StageState
+from shardwise.tiers.options import StorageTask
+from tests.memory.test_staging import BOUND, SIZE, Trial, content_of
 from tests.memory.test_sweep import forked
+from tests.tools.agents import until
+
+SAVE = f"{1:016x}"
+FILE = data_file(0, SAVE)
+BUCKET = 4096
+WAIT = 1.0
 
 
 def run(total: int, bucket: int, target: float, seconds_a_byte: float) -> tuple[float, list[float]]:
@@ -85,3 +119,214 @@ def test_a_forked_child_waits_for_no_copy() -> None:
             copying.wait()
 
     assert forked(child) == 0
+
+
+class Copy:
+    """A copy of one tensor that stops at a bucket until the test lets it go on."""
+
+    def __init__(self, trial: Trial, root: Path, *, stop_at: int = 3) -> None:
+        self.trial, self.root, self.stop_at = trial, root, stop_at
+        self.place = SnapshotDirectory(trial.run, 1)
+        self.may_go_on = threading.Event()
+        self.fails = False
+        values = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
+        self.source = content_of(HostMemory(values))
+        fill = self.source.fill
+
+        def stopping(low: int, high: int, out: np.ndarray, *, wait: bool = True) -> None:
+            if low >= self.stop_at * BUCKET:
+                assert self.may_go_on.wait(BOUND)
+                if self.fails:
+                    raise OSError("the tensor is gone")
+            fill(low, high, out, wait=wait)
+
+        self.source.fill = stopping  # type: ignore[method-assign]
+        self.follower = Follower("here", MappedFiles())
+        self.agent: threading.Thread | None = None
+
+    def begin(self) -> CopyProgress:
+        """Begin to copy, as rank 0 of a durable save does, whose agent has asked for the file."""
+        pending = PendingManifest(
+            save_id=SAVE,
+            step=1,
+            manifest="",
+            files=[(FILE, "here")],
+            nodes=[AgentInfo("here", "http://127.0.0.1:1", "t")],
+            leader="here",
+            storage=StorageTask(root=str(self.root)),
+            durable=True,
+            wait=WAIT,
+        )
+        copying = self.trial.begin(self.source, pending=lambda: pending, durable=True)
+        until(lambda: self.place.has(records.save_record("pending", SAVE)))
+        request = StageRequest(save_id=SAVE, stage="persist", wait=WAIT)
+        write_record(self.place.path / records.save_record("persist", SAVE), request)
+        self.agent = threading.Thread(
+            target=self.follower.copy, args=(Action("copy", self.place, SAVE),)
+        )
+        self.agent.start()
+        return copying
+
+    def has_written(self, buckets: int) -> bool:
+        """Whether storage has so many buckets, in a file that is not complete yet."""
+        path = self.trial.run.free_directory
+        size = buckets * BUCKET
+        copied = {each.read_bytes()[:size] for each in path.glob("r00000-*.slot")}
+        return any(each.read_bytes()[:size] in copied - {bytes(size)} for each in self.stored())
+
+    def seal(self) -> None:
+        """Compute the checksums, once nothing copies any more."""
+        until(lambda: read_snapshot(self.place).saves[SAVE].state_of("seal") is StageState.RUNNING)
+        self.follower.seal(Action("seal", self.place, SAVE, names=(FILE,)))
+
+    def reply(self) -> SubtreeReply:
+        """What the agent answers, once it has ended."""
+        assert self.agent is not None
+        self.agent.join(BOUND)
+        assert not self.agent.is_alive()
+        name = records.save_record("persist", SAVE, "done")
+        found = read_record(self.place.path / name, SubtreeReply)
+        assert found is not None
+        return found
+
+    def stored(self) -> list[Path]:
+        """The files of the step in storage, complete or not."""
+        return list((self.root / step_directory(1)).glob("*"))
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
+    """A copy in buckets of 4 KiB, each of which is written at once."""
+    monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", BUCKET)
+    monkeypatch.setattr("shardwise.memory.trainer.staging.BYTES_BETWEEN_RECORDS", BUCKET)
+    monkeypatch.setattr("shardwise.tiers.copy_file.CHUNK", BUCKET)
+    trial = Trial(tmp_path / "memory", overlap=False)
+    monkeypatch.setattr(trial.staging, "_slack", None)
+    found = Copy(trial, tmp_path / "root")
+    begin = trial.staging.begin
+    # `begin` of a save without overlap returns once all is copied.
+    monkeypatch.setattr(trial.staging, "begin", lambda part: _in_thread(begin, part, trial))
+    yield found
+    found.may_go_on.set()
+    trial.staging.close()
+
+
+def _in_thread(begin: Callable[[object], object], part: object, trial: Trial) -> object:
+    threading.Thread(target=begin, args=(part,)).start()
+    until(lambda: trial.staging._copying is not None)
+    return trial.staging._copying
+
+
+def test_what_is_copied_is_written_while_the_rest_is_copied(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    save = read_snapshot(copy.place, "here").saves[SAVE]
+    assert save.pending is not None, "the leader was asked at the beginning"
+    assert save.state_of("commit") is StageState.WAITING
+    assert save.state_of("persist") is StageState.RUNNING
+    assert not copying.done.is_set()
+    assert FILE not in [each.name for each in copy.stored()], "incomplete files have other names"
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    copy.trial.staging.raise_failure()
+    assert read_snapshot(copy.place, "here").saves[SAVE].state_of("commit") is StageState.RUNNING
+    copy.seal()
+    assert not copy.reply().failures
+    (stored,) = copy.stored()
+    assert stored.name == FILE
+    assert stored.read_bytes() == (copy.place.path / FILE).read_bytes()
+    assert not copy.place.list_names(records.COPYING_SUFFIX)
+    lock.release()
+
+
+def test_a_copy_that_takes_long_is_waited_for_while_its_rank_lives(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    threading.Event().wait(2 * WAIT)
+    assert copy.agent is not None
+    assert copy.agent.is_alive()
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    copy.seal()
+    assert not copy.reply().failures
+    lock.release()
+
+
+def test_a_rank_that_is_lost_as_it_copies_leaves_nothing_in_storage(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copy.begin()
+    until(lambda: copy.has_written(3))
+    lock.release_as_lost()
+    assert "the rank that copies it into memory has ended" in copy.reply().failures["here"]
+    assert copy.stored() == []
+
+
+def test_a_rank_that_fails_as_it_copies_says_why_and_leaves_nothing_in_storage(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    copy.fails = True
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    assert "the tensor is gone" in copy.reply().failures["here"]
+    assert copy.stored() == []
+    with pytest.raises(sw.StoreError, match="the tensor is gone"):
+        copy.trial.staging.raise_failure()
+    lock.release()
+
+
+def test_an_abandoned_snapshot_is_not_waited_for(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copy.begin()
+    until(lambda: copy.has_written(3))
+    copy.place.abandon()
+    assert "is abandoned" in copy.reply().failures["here"]
+    assert copy.stored() == []
+    lock.release()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"x" * 100])
+def test_progress_that_cannot_be_read_delays_the_file_only(copy: Copy, damage: bytes) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    (copy.place.path / records.file_record(FILE, "copying")).write_bytes(damage)
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    copy.seal()
+    assert not copy.reply().failures
+    assert copy.stored()[0].read_bytes() == (copy.place.path / FILE).read_bytes()
+    lock.release()
+
+
+def test_devices_say_nothing_of_how_far_they_are(copy: Copy) -> None:
+    """What they were asked to copy may not be there yet."""
+    lock = RankLock(copy.trial.run, 0)
+    copy.source.devices = frozenset({torch.device("meta", 0)})
+    copying = copy.begin()
+    marker = copy.place.path / records.file_record(FILE, "copying")
+    until(marker.exists)
+    copy.may_go_on.set()
+    said = set()
+    while not copying.done.is_set():
+        found = read_record(marker, StagedFile)
+        said.add(0 if found is None else found.copied)
+    assert said <= {0}
+    copying.wait(BOUND)
+    lock.release()
+
+
+def test_the_outcome_of_a_save_whose_copy_failed_names_the_reason(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copy.fails = True
+    copy.may_go_on.set()
+    copying = copy.begin()
+    assert copying.wait(BOUND)
+    failed = read_record(copy.place.path / records.file_record(FILE, "failed"), StageOutcome)
+    assert failed is not None
+    assert "the tensor is gone" in failed.failure
+    assert copy.place.has(records.save_record("pending", SAVE)), "an agent has to end the save"
+    copy.reply()
+    lock.release()

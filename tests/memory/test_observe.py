@@ -72,9 +72,9 @@ def due(place: SnapshotDirectory) -> tuple[StageState, StageState]:
     return save.state_of("seal"), save.state_of("copy")
 
 
-def test_nothing_is_begun_while_another_rank_copies(begun: SnapshotDirectory) -> None:
+def test_only_checksums_wait_while_another_rank_copies(begun: SnapshotDirectory) -> None:
     lock = RankLock(begun.run, 1)
-    assert due(begun) == (StageState.WAITING, StageState.WAITING)
+    assert due(begun) == (StageState.WAITING, StageState.RUNNING)
     (begun.path / records.file_record(FILES[1], "copying")).unlink()
     assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()

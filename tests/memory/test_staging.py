@@ -31,7 +31,7 @@ from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.memory.observe import read_snapshot
 from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo, StagedFile
+from shardwise.memory.records import AgentInfo, PendingManifest, StagedFile
 from shardwise.memory.remote import lost_agents
 from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.memory.trainer import device as device_module
@@ -223,7 +223,14 @@ class Trial:
         used: Any = accelerator or self.accelerator
         self.staging = Staging(home, self.run, 0, options, used)
 
-    def begin(self, content: FileSource | None, step: int = 1) -> CopyProgress:
+    def begin(
+        self,
+        content: FileSource | None,
+        step: int = 1,
+        *,
+        pending: Callable[[], PendingManifest] | None = None,
+        durable: bool = False,
+    ) -> CopyProgress:
         """Begin a part that holds this."""
         nothing: Any = None
         save_id = f"{step:016x}"
@@ -243,8 +250,8 @@ class Trial:
             planned=planned,
             source=content,
             ring=None,
-            pending=None,
-            stages=("commit", "protect"),
+            pending=pending,
+            stages=("commit", "protect", "persist") if durable else ("commit", "protect"),
             epoch=0,
         )
         return self.staging.begin(part)
@@ -459,8 +466,8 @@ def test_a_copy_is_spread_over_the_slack_and_a_fence_ends_that_at_once(trial: Tr
     assert trial.begin(content, 3).done.wait(BOUND)
 
 
-def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
-    """Else they would be in the way of the ranks that still do, for whom a training waits."""
+def test_checksums_are_computed_once_no_rank_copies(trial: Trial) -> None:
+    """Else agents would be in the way of the ranks that still copy, for whom a training waits."""
     presence = RankLock(trial.run, 0)
     content = content_of(HostMemory(torch.full((SIZE,), 5, dtype=torch.uint8)))
     slack = trial.staging._slack
@@ -477,16 +484,13 @@ def test_agents_begin_once_no_rank_copies(trial: Trial) -> None:
     staged = StagedFile(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
     write_record(place.path / records.file_record(other, "staged"), staged)
     (place.path / other).touch()
-    (place.path / records.save_record("persist", f"{2:016x}")).touch()
 
-    def due() -> tuple[StageState, StageState]:
-        """Whether checksums are taken, and files copied to storage."""
-        save = read_snapshot(place).saves[f"{2:016x}"]
-        return save.state_of("seal"), save.state_of("copy")
+    def due() -> StageState:
+        return read_snapshot(place).saves[f"{2:016x}"].state_of("seal")
 
-    assert due() == (StageState.WAITING, StageState.WAITING)
+    assert due() is StageState.WAITING
     copying.wait()
-    assert due() == (StageState.RUNNING, StageState.RUNNING)
+    assert due() is StageState.RUNNING
     presence.release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -21,8 +22,9 @@ import shardwise as sw
 from shardwise.engine.tensors import Array, HostMemory, Slices
 from shardwise.engine.write_file import FileSource
 from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.manifest import FileEntry, data_file
+from shardwise.manifest.manifest import FileEntry, data_file, step_directory
 from shardwise.memory import records
+from shardwise.memory.files import write_record
 from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
 from shardwise.memory.reclaim import discard
 from shardwise.memory.redundancy.placement import make_ring_group
@@ -218,22 +220,39 @@ class Crowded(HostMemory):
             file.write(bytes(found.f_bavail * found.f_frsize))
 
 
-def test_memory_that_is_full_for_a_moment_costs_one_save(exact: Path) -> None:
-    """The note cannot be written; at the next save it can."""
+def test_memory_that_is_full_during_a_copy_costs_nothing(exact: Path) -> None:
+    """The record of the copy gives its page to the record of the file."""
 
     def work() -> None:
-        trial, content = trial_of(exact, new_run_id())
+        trial, _ = trial_of(exact, new_run_id())
         crowded = Crowded(torch.full((SIZE,), 8, dtype=torch.uint8))
         crowded.directory = exact
-        trial.begin(content_of(crowded), 1)
-        with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
-            trial.staging.raise_failure()
-        assert len(os.listdir(trial.run.free_directory)) == SLOTS
-        (exact / "others").unlink()
-        for step in range(2, 2 + SLOTS):
-            trial.begin(content, step)
-            trial.staging.raise_failure()
-            assert trial.staged(content, step) == [7] * TENSORS
-        assert not trial.staging.has_free()
+        content = content_of(crowded)
+        trial.begin(content, 1)
+        trial.staging.raise_failure()
+        assert trial.staged(content, 1) == [8]
 
     assert forked(work) == 0
+
+
+@pytest.mark.parametrize("record", [records.COPYING_SUFFIX, records.STAGED_SUFFIX])
+def test_a_record_that_cannot_be_written_costs_one_save(
+    exact: Path, monkeypatch: pytest.MonkeyPatch, record: str
+) -> None:
+    def write_unless_full(path: Path, value: object) -> None:
+        if path.name.endswith(record) and path.parent.name == step_directory(1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_record(path, value)
+
+    monkeypatch.setattr("shardwise.memory.trainer.staging.write_record", write_unless_full)
+    trial, content = trial_of(exact, new_run_id())
+    trial.begin(content, 1)
+    with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
+        trial.staging.raise_failure()
+    assert len(os.listdir(trial.run.free_directory)) == SLOTS
+    for step in range(2, 2 + SLOTS):
+        trial.begin(content, step)
+        trial.staging.raise_failure()
+        assert trial.staged(content, step) == [7] * TENSORS
+    assert not trial.staging.has_free()
+    trial.staging.close()

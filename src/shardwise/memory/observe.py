@@ -344,7 +344,7 @@ class _SnapshotReader:
         is_committed = commit is not None and commit.state is StageState.DONE
         persists = is_rescue if own is None else leads and (own.durable or is_rescue)
         running = {
-            "commit": leads,
+            "commit": leads and not self._is_copying(save_id),
             "protect": leads and is_committed,
             "persist": pending is not None and persists,
             records.REMOVE_OLD: self._has(records.REMOVE_OLD, save_id),
@@ -373,10 +373,7 @@ class _SnapshotReader:
         """Return the state of the part of a stage that a leader requested from this node."""
         if not self._has(stage, save_id):
             return StageState.NOT_REQUESTED
-        if self._has(stage, save_id, "done"):
-            return StageState.DONE
-        waits = stage == "persist" and self._is_copying(save_id)
-        return StageState.WAITING if waits else StageState.RUNNING
+        return StageState.DONE if self._has(stage, save_id, "done") else StageState.RUNNING
 
     def _tell_state(self, stage: str, save_id: str, pending: PendingManifest | None) -> StageState:
         """Return RUNNING if other nodes have to be told how a stage ended."""

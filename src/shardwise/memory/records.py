@@ -70,10 +70,11 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 @prepare_decoding
 class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
-    """A rank's data file is in memory, complete except for its checksums.
+    """A rank's data file is in memory, complete except for its checksums; or it is being copied.
 
     The rank writes the record, and then moves the file into the same directory. The record is valid
-    only once the file is there.
+    only once the file is there. While the rank copies, the file is still a free slot, and a record
+    of the kind "copying" says how far the copy is.
 
     Attributes:
         file: the file's entry in the manifest, without checksums.
@@ -81,6 +82,8 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
         snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save; None if an older version wrote the record.
+        copied: in a record of the kind "copying", the bytes at the start of the file that the rank
+            has copied.
     """
 
     file: FileEntry
@@ -88,6 +91,7 @@ class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slot
     snapshots_to_keep: Count
     stages: tuple[RequestedStage, ...]
     epoch: Count | None = None
+    copied: Count = 0
 
 
 @prepare_decoding
@@ -284,7 +288,7 @@ def file_record(data_file: str, kind: str) -> str:
         kind: "staged" for the `StagedFile`; "failed" for the `StageOutcome` that says why the file
             could not be staged; "entry" for the `FileEntry` of the sealed file; "kept-0" for the
             `RingFile` of the first copy or parity chunk that the rank made, and so on; "copying"
-            for the empty file that exists while the rank copies its data into memory.
+            for the `StagedFile` that exists while the rank copies its data into memory.
     """
     return f"{data_file.removesuffix('.safetensors')}.{kind}.json"
 

@@ -94,16 +94,16 @@ class FileCopier:
                 )
 
     def copy_from_memory(
-        self, data: Buffer, entry: FileEntry, store: Store, wait_until_sealed: Callable[[], None]
+        self, data: Buffer, entry: FileEntry, store: Store, wait_for: Callable[[int], None]
     ) -> None:
-        """Copy a data file from memory, without verifying it.
+        """Copy a data file from memory, without verifying it, while it is being filled.
 
         Args:
-            data: the bytes of the file. Its checksums may still be missing.
+            data: the bytes of the file.
             entry: the file's entry, with or without checksums.
             store: the place of the copy. An incomplete file of this name is replaced.
-            wait_until_sealed: returns once the checksums are at the end of `data`. It is called
-                before the first chunk with checksums is copied.
+            wait_for: `wait_for(n)` returns once the first n bytes of `data` are final. It is called
+                with ever larger numbers. If it raises, the copy ends.
 
         Raises:
             OSError: the storage failed. The incomplete copy is removed if possible.
@@ -113,10 +113,8 @@ class FileCopier:
             ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
         ):
             writes = []
-            checksums_chunk = entry.checksums_at // CHUNK * CHUNK
             for low in range(0, entry.size, CHUNK):
-                if low == checksums_chunk:
-                    wait_until_sealed()
+                wait_for(min(low + CHUNK, entry.size))
                 chunk = data[low : low + CHUNK]
                 time.sleep(self.seconds_for(len(chunk)))
                 writes.append(pool.submit(copy.write_at, low, _pad(chunk, store.traits.alignment)))

@@ -36,11 +36,13 @@ BUCKETS = 3
 LARGE = BUCKETS * (8 << 20) // (24 * 8)  # columns of which a rank's rows take so many buckets
 SECONDS = 40.0
 NOTES: list[tuple[int, str, When, bool]] = [
+    (0, r"\.copying\.json", "within", False),
+    (0, r"\.copying\.json", "after", False),
     (0, r"\.staged\.json", "before", False),
     (0, r"\.staged\.json", "within", False),
     (0, r"\.staged\.json", "after", False),
     (0, "pending-", "within", False),
-    (0, "pending-", "after", True),
+    (0, "pending-", "after", False),
     (1, r"\.staged\.json", "within", False),
     (1, r"\.staged\.json", "after", False),
 ]

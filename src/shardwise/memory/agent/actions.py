@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,10 +27,11 @@ from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import protect_others
 from shardwise.memory.decide import REPLACED, Action, RunAction
 from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import SnapshotDirectory
+from shardwise.memory.home import POLL_PAUSE, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
+from shardwise.memory.rank_liveness import is_rank_alive
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import (
     PendingManifest,
@@ -38,6 +39,7 @@ from shardwise.memory.records import (
     StageOutcome,
     StageRequest,
 )
+from shardwise.memory.remote.lost_agents import LONGEST_COPY
 from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.remote.subtrees import (
     RequestSender,
@@ -51,6 +53,7 @@ from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView, tell
 from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
+from shardwise.store.store import Buffer
 from shardwise.tiers.copy_file import FileCopier
 from shardwise.tiers.options import StorageTask
 
@@ -207,23 +210,13 @@ class Follower:
         return sum(each.size for each in entries.values()), entries
 
     def _copy_files(self, place: SnapshotDirectory, pending: PendingManifest, wait: float) -> Done:
-        """Copy several files at a time to storage, each as soon as it is staged."""
+        """Copy several files at a time to storage, each while its rank copies it into memory."""
         copier = FileCopier(pending.budget)
 
         def copy(name: str, store: Store) -> int:
-            deadline = Deadline(pending.wait)
-            # The record of a staged file is valid only once the file exists.
-            place.wait_for(name, deadline, failure_name=records.file_record(name, "failed"))
-            entry = _read_existing(
-                place.path / records.file_record(name, "staged"), StagedFile
-            ).file
-            data = self.mapped_files.map(place.path / name, entry.size)
-
-            def wait_until_sealed() -> None:
-                place.wait_for(records.file_record(name, "entry"), deadline)
-
-            copier.copy_from_memory(data, entry, store, wait_until_sealed)
-            return entry.size
+            incoming = _IncomingFile(place, name, pending.wait, self.mapped_files)
+            copier.copy_from_memory(incoming.data, incoming.entry, store, incoming.wait_for)
+            return incoming.entry.size
 
         with (
             self.stores.open(pending.storage.root) as root,
@@ -300,6 +293,92 @@ class Follower:
             except BaseException:
                 sender.stop()
                 raise
+
+
+class _IncomingFile:
+    """A data file that a rank of this node copies into memory, or has copied.
+
+    Args:
+        place: the snapshot.
+        name: the name of the file.
+        wait: seconds to wait for a rank that is not copying, and for the checksums.
+        mapped_files: the mappings of this node's files.
+
+    Raises:
+        StoreError: the rank has failed, or has not begun in time, or the snapshot is abandoned.
+
+    Attributes:
+        entry: the file's entry, without checksums.
+        data: the file, mapped. Bytes that the rank has not copied yet are undefined.
+    """
+
+    def __init__(
+        self, place: SnapshotDirectory, name: str, wait: float, mapped_files: MappedFiles
+    ) -> None:
+        self._place, self._name, self._wait = place, name, wait
+        self._copied = 0
+        for _ in self._attempts():
+            if (found := self._find(mapped_files)) is not None:
+                self.entry, self.data = found
+                return
+
+    def _find(self, mapped_files: MappedFiles) -> tuple[FileEntry, Buffer] | None:
+        """Return the entry and the mapping, in the snapshot or in the slot that is being filled."""
+        place, name = self._place, self._name
+        if place.has(name):
+            staged = _read_existing(place.path / self._record("staged"), StagedFile)
+            return staged.file, mapped_files.map(place.path / name, staged.file.size)
+        if (copying := self._read_progress()) is None:
+            return None
+        with suppress(FileNotFoundError):  # the rank has just moved it
+            path = place.run.free_directory / copying.slot
+            return copying.file, mapped_files.map(path, copying.file.size)
+        return None
+
+    def wait_for(self, nbytes: int) -> None:
+        """Wait until the first bytes of the file are final. At its end are the checksums.
+
+        Raises:
+            StoreError: as for the constructor; or the rank was lost.
+        """
+        if self._copied < nbytes:
+            for _ in self._attempts():
+                if self._place.has(self._name):
+                    self._copied = self.entry.size
+                elif (copying := self._read_progress()) is not None:
+                    self._copied = copying.copied
+                if self._copied >= nbytes:
+                    break
+        if nbytes > self.entry.checksums_at:
+            self._place.wait_for(self._record("entry"), Deadline(self._wait))
+
+    def _record(self, kind: str) -> str:
+        return records.file_record(self._name, kind)
+
+    def _read_progress(self) -> StagedFile | None:
+        with suppress(StoreError):  # damaged: only the whole file counts
+            return read_record(self._place.path / self._record("copying"), StagedFile)
+        return None
+
+    def _attempts(self) -> Iterator[None]:
+        """Yield until the file can no longer become more complete, and then raise."""
+        end, deadline = Deadline(LONGEST_COPY), Deadline(self._wait)
+        for _ in end.attempts(pause=POLL_PAUSE):
+            yield
+            self._place.refuse_abandoned()
+            failed = read_record(self._place.path / self._record("failed"), StageOutcome)
+            if failed is not None:
+                raise StoreError(failed.failure)
+            if self._place.has(self._record("copying")) and is_rank_alive(
+                self._place.run, records.rank_in_name(self._name)
+            ):
+                deadline = Deadline(self._wait)
+            if deadline.has_passed():
+                break
+        raise StoreError(
+            f"timed out waiting for {self._place.path / self._name}: the rank that copies it into "
+            "memory has ended, or is too slow; see its log, or pass a larger Memory(wait=…)"
+        )
 
 
 def _wait_for_pending_manifest(action: Action, seconds: float) -> PendingManifest:

@@ -82,8 +82,8 @@ class SubtreeRequest:
 def request_for_stage(pending: PendingManifest, stage: str, wait: float) -> SubtreeRequest:
     """Return the request to nodes to do their part of a stage.
 
-    The nodes need the pending manifest for this, so the first request of a save, to commit it,
-    brings a copy.
+    The nodes need the pending manifest for this, so the requests that can be the first of a save,
+    to commit and to persist it, bring a copy.
     """
     save_id = pending.save_id
     request_name = records.save_record(stage, save_id)
@@ -91,7 +91,7 @@ def request_for_stage(pending: PendingManifest, stage: str, wait: float) -> Subt
     content = encode_record(StageRequest(save_id=save_id, stage=stage, wait=wait))
 
     def records_for(node: str) -> list[tuple[str, bytes]]:
-        needs_copy = stage == "commit" and node != pending.leader
+        needs_copy = stage in ("commit", "persist") and node != pending.leader
         return [*([copy()] if needs_copy else []), (request_name, content)]
 
     return SubtreeRequest(

@@ -32,11 +32,13 @@ def copy_range(
     pool: ThreadPoolExecutor,
     *,
     from_devices: bool = False,
+    on_progress: Callable[[int], object] = lambda copied: None,
 ) -> None:
     """Copy bytes `low:high` of a file to the same offsets of `out`, with the threads of `pool`.
 
     Args:
         from_devices: whether `fill` queues copies that devices make.
+        on_progress: called with the offset up to which `fill` has returned, ever again.
     """
     size = BYTES_AT_ONCE_FROM_DEVICES if from_devices else BYTES_AT_ONCE
 
@@ -52,8 +54,9 @@ def copy_range(
             copy_bucket(start)
         return
     try:
-        for job in jobs:
+        for start, job in zip(starts, jobs, strict=True):
             job.result()
+            on_progress(min(start + size, high))
     finally:  # nothing writes to `out` after this returns
         for job in jobs:
             job.cancel()

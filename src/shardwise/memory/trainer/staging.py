@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import torch
 
 from shardwise.deadline import Deadline
@@ -35,6 +38,8 @@ from shardwise.memory.trainer.slots import Slot, Slots
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
 PAUSE, LONGEST_PAUSE = 0.002, 0.05
+BYTES_BETWEEN_RECORDS = 32 << 20
+"""How much of a durable save is copied until its marker says so again, for the agent."""
 log = logging.getLogger("shardwise")
 
 
@@ -66,6 +71,11 @@ class SnapshotPart:
         """The largest number of bytes to copy."""
         own = 0 if self.source is None else self.source.entry.checksums_at
         return own + (0 if self.ring is None else bytes_to_read(self.ring))
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether agents write the snapshot to storage."""
+        return "persist" in self.stages
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -264,13 +274,14 @@ class Staging:
             self._streams.record_copies()
             if part.ring is None:
                 copying.all_queued.set()
-        if part.pending is not None:
-            self._write_pending(part, part.pending)
-        self._home.wake()
+            self._write_pending(part)
 
-    def _write_pending(self, part: SnapshotPart, pending: Callable[[], PendingManifest]) -> None:
-        path = part.place.path / records.save_record("pending", part.planned.save_id)
-        write_record(path, pending())
+    def _write_pending(self, part: SnapshotPart) -> None:
+        """Pass the save to the agent, on rank 0, and wake the agent."""
+        if part.pending is not None:
+            path = part.place.path / records.save_record("pending", part.planned.save_id)
+            write_record(path, part.pending())
+        self._home.wake()
 
     def _run_and_keep_failure(self, part: SnapshotPart, work: Callable[[], object]) -> str:
         """Run `work`, and return why it failed, or "". `raise_failure` raises the failure."""
@@ -280,7 +291,7 @@ class Staging:
         except Exception as error:  # any error: the next call of the training thread raises it
             is_expected = isinstance(error, (ShardwiseError, OSError))
             failure = f"staging step {step}: {error if is_expected else repr(error)}"
-            if isinstance(error, _NoSlotError) and "persist" not in part.stages:
+            if isinstance(error, _NoSlotError) and not part.is_durable:
                 # The training continues: the next snapshot replaces this one.
                 log.warning("the snapshot of step %d is skipped: %s", step, error)
             else:
@@ -296,41 +307,71 @@ class Staging:
         done = StageOutcome(save_id=part.planned.save_id, stage="stage", failure=failure)
         try:
             write_record(place.path / records.file_record(part.source.entry.name, "failed"), done)
-            if part.pending is not None:
-                self._write_pending(part, part.pending)
+            self._write_pending(part)
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
 
     def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: CopyProgress) -> None:
-        """Copy this rank's file into a slot, and move the slot into the snapshot."""
+        """Copy this rank's file into a slot, and move the slot into the snapshot.
+
+        Agents write a durable save to storage while it is copied, so they get it at once.
+        """
         place, file = part.place, source.entry.name
         size, device_bytes = source.entry.size, _bytes_from_devices(source)
         slot = self._wait_for_slot(self._own_slots, size, device_bytes)
-        fill = copying.pace_fill(self._streams.make_fill(source, wait=False))
+        staged = StagedFile(source.entry, slot.name, self._options.slots, part.stages, part.epoch)
         marker = place.path / records.file_record(file, "copying")
-        marker.touch()
+        write_record(marker, staged)
         try:
-            try:
-                copy_range(
-                    fill,
-                    0,
-                    source.entry.checksums_at,
-                    slot.buffer,
-                    self._pool,
-                    from_devices=bool(source.devices),
-                )
-            finally:
-                self._streams.record_copies()
-            if part.ring is None:
-                copying.all_queued.set()
-            self._streams.wait_for_copies()
+            passing = self._begin_to_write_pending(part) if part.is_durable else None
+            self._copy(part, source, slot, copying, _progress_recorder(marker, staged))
+            if passing is not None:
+                passing.result()
         finally:
             marker.unlink(missing_ok=True)  # before the file is staged, so that no marker is left
-        staged = StagedFile(source.entry, slot.name, self._options.slots, part.stages, part.epoch)
         # The record comes first. If this process is killed in between, or the record cannot be
         # written, the slot is still free, and a record without its file has no effect.
         write_record(place.path / records.file_record(file, "staged"), staged)
         slot.path.rename(place.path / file)
+        if part.is_durable:
+            self._home.wake()
+        else:
+            self._write_pending(part)
+
+    def _begin_to_write_pending(self, part: SnapshotPart) -> Future[None] | None:
+        """Pass the save to the agent in a thread, because it takes a while for many tensors."""
+        try:
+            return self._pool.submit(self._write_pending, part)
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
+            self._write_pending(part)
+            return None
+
+    def _copy(
+        self,
+        part: SnapshotPart,
+        source: FileSource,
+        slot: Slot,
+        copying: CopyProgress,
+        record_progress: Callable[[int], None],
+    ) -> None:
+        """Copy this rank's file into a slot, all but the checksums, which the agent computes."""
+        # What devices copy is complete only after the last wait.
+        is_followed = part.is_durable and not source.devices
+        try:
+            copy_range(
+                copying.pace_fill(self._streams.make_fill(source, wait=False)),
+                0,
+                source.entry.checksums_at,
+                slot.buffer,
+                self._pool,
+                from_devices=bool(source.devices),
+                on_progress=record_progress if is_followed else lambda copied: None,
+            )
+        finally:
+            self._streams.record_copies()
+        if part.ring is None:
+            copying.all_queued.set()
+        self._streams.wait_for_copies()
 
     def _protect_ring(self, part: SnapshotPart, ring: Ring, copying: CopyProgress) -> None:
         """Make the copies or parity that this node stores for the others of the ring."""
@@ -376,3 +417,17 @@ class Staging:
 def _bytes_from_devices(source: FileSource) -> int:
     """Return how many of the first bytes of a file devices write."""
     return source.entry.objects_at if source.devices else 0
+
+
+def _progress_recorder(marker: Path, staged: StagedFile) -> Callable[[int], None]:
+    """Return what records in the marker of a copy, now and then, how much is copied."""
+    recorded = 0
+
+    def record(copied: int) -> None:
+        nonlocal recorded
+        if copied - recorded >= BYTES_BETWEEN_RECORDS:
+            recorded = copied
+            with suppress(OSError):  # then the agent waits for the whole file
+                write_record(marker, msgspec.structs.replace(staged, copied=copied))
+
+    return record
