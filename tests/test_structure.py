@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=349,
-    statements=37163,
+    statements=37234,
     modules_of_api=90,
     statements_of_api=10333,
     record_types=285,
