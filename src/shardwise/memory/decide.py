@@ -10,8 +10,8 @@ To stage, the ranks copy their state to host memory. Each node seals its files. 
 it has each node `collect` the checksums of its files. To protect, it has each node perform
 `protect_others`; to persist, `copy`. Then it removes old checkpoints from storage (`retain`).
 Protecting and persisting run at the same time. `copy` begins before all this, while the ranks still
-stage: it writes to storage what is staged. The manifest follows the commit. RESCUE requests that a save for memory only is
-persisted, after a trainer was lost or the run has ended.
+stage: it writes to storage what is staged. The manifest follows the commit. RESCUE requests that a
+save for memory only is persisted, after a trainer was lost or the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
 have an action. The leader is the agent on the node of rank 0. Requests are records, which travel
