@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,12 @@ class Copy:
         assert found is not None
         return found
 
+    def run_streams(self) -> None:
+        """Let the simulated devices do what they have been asked to do."""
+        accelerator = self.trial.accelerator
+        for stream in (*accelerator.training.values(), *accelerator.own.values()):
+            stream.run()
+
     def stored(self) -> list[Path]:
         """The files of the step in storage, complete or not."""
         return list((self.root / step_directory(1)).glob("*"))
@@ -200,21 +207,12 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", BUCKET)
     monkeypatch.setattr("shardwise.memory.trainer.staging.BYTES_BETWEEN_RECORDS", BUCKET)
     monkeypatch.setattr("shardwise.tiers.copy_file.CHUNK", BUCKET)
-    trial = Trial(tmp_path / "memory", overlap=False)
-    monkeypatch.setattr(trial.staging, "_slack", None)
+    trial = Trial(tmp_path / "memory")
+    monkeypatch.setattr(trial.staging, "_slack", None)  # at full speed
     found = Copy(trial, tmp_path / "root")
-    begin = trial.staging.begin
-    # `begin` of a save without overlap returns once all is copied.
-    monkeypatch.setattr(trial.staging, "begin", lambda part: _in_thread(begin, part, trial))
     yield found
     found.may_go_on.set()
     trial.staging.close()
-
-
-def _in_thread(begin: Callable[[object], object], part: object, trial: Trial) -> object:
-    threading.Thread(target=begin, args=(part,)).start()
-    until(lambda: trial.staging._copying is not None)
-    return trial.staging._copying
 
 
 def test_what_is_copied_is_written_while_the_rest_is_copied(copy: Copy) -> None:
@@ -301,20 +299,30 @@ def test_progress_that_cannot_be_read_delays_the_file_only(copy: Copy, damage: b
     lock.release()
 
 
-def test_devices_say_nothing_of_how_far_they_are(copy: Copy) -> None:
-    """What they were asked to copy may not be there yet."""
+@pytest.mark.parametrize("case", ["a device copies", "the training waits"])
+def test_some_copies_say_nothing_of_how_far_they_are(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """What devices were asked to copy may not be there yet; and a copy that a training waits for
+    shares the processors with nobody."""
     lock = RankLock(copy.trial.run, 0)
-    copy.source.devices = frozenset({torch.device("meta", 0)})
+    if case == "a device copies":
+        copy.source.devices = frozenset({torch.device("meta", 0)})
+    else:
+        options = replace(copy.trial.staging._options, overlap=False)
+        monkeypatch.setattr(copy.trial.staging, "_options", options)
+        monkeypatch.setattr(CopyProgress, "wait", lambda copying: True)  # as the test goes on
+    written = []
+    monkeypatch.setattr(
+        "shardwise.memory.trainer.staging.write_record",
+        lambda path, record: written.append(record) or write_record(path, record),
+    )
     copying = copy.begin()
-    marker = copy.place.path / records.file_record(FILE, "copying")
-    until(marker.exists)
     copy.may_go_on.set()
-    said = set()
-    while not copying.done.is_set():
-        found = read_record(marker, StagedFile)
-        said.add(0 if found is None else found.copied)
-    assert said <= {0}
-    copying.wait(BOUND)
+    until(lambda: copy.run_streams() or copying.done.is_set())
+    copy.seal()
+    assert not copy.reply().failures
+    assert {each.copied for each in written if isinstance(each, StagedFile)} == {0}
     lock.release()
 
 

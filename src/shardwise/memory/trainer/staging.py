@@ -355,8 +355,9 @@ class Staging:
         record_progress: Callable[[int], None],
     ) -> None:
         """Copy this rank's file into a slot, all but the checksums, which the agent computes."""
-        # What devices copy is complete only after the last wait.
-        is_followed = part.is_durable and not source.devices
+        # A copy that the training waits for would share the processors with the agent's writes. And
+        # what devices copy is complete only after the last wait.
+        is_followed = part.is_durable and self._options.overlap and not source.devices
         try:
             copy_range(
                 copying.pace_fill(self._streams.make_fill(source, wait=False)),
