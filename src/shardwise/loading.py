@@ -24,7 +24,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.opening import OpenOptions, agree_on_place, open_any
+from shardwise.opening import OpenOptions, open_any
 from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
@@ -98,29 +98,34 @@ def load_state(
         ShardwiseError: as for `shardwise.load`.
     """
     group = TimedGroup(group, recorder)
+    selection, rename, bindings = Selection(), rename_function(None), list[Binding]()
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-            with Round(group, "beginning a load") as all_ranks:
+
+            def prepare() -> Store:
+                nonlocal selection, rename, bindings
                 selection = Selection(options.only, options.skip)
                 rename = rename_function(options.rename)
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
-                place = get_store()
-                agree_on_place(all_ranks, place, options, options.settings)
-            store, layout = open_any(place, group, cleanup, options)
+                return get_store()
+
+            store, layout = open_any(prepare, group, cleanup, options, options.settings)
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
-            path, strict = str(store), options.strict
-            with Round(group, "matching names") as all_ranks:
+        path, strict = str(store), options.strict
+        with Round(group, "matching names") as all_ranks:
+            with recorder.stage("match"):
                 targets, own = _match(bindings, saved, selection, state, options, group.rank)
                 recorder.axes = mesh_axes(targets.tensors)
-                unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)
-        arena = Arena(options.staging_bytes, store.traits)
-        with recorder.stage("plan"):
-            with Round(group, "planning a load"):
+            with recorder.stage("plan"):
                 if layout.step is None and options.needs_step:
                     refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
+                arena = Arena(options.staging_bytes, store.traits)
                 reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
+            with recorder.stage("match"):
+                unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)
+        with recorder.stage("plan"):
             fill = strategy.agree(reads, group, cleanup)
         with Round(group, "loading"):
             _read(fill, reads, store, recorder)

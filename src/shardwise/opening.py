@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
@@ -92,30 +92,12 @@ MOST_CHOICES = 5
 """How often a step is chosen, if retention removes each before it is opened."""
 
 
-def agree_on_place(
-    all_ranks: Round, store: Store, options: OpenOptions, settings: str = ""
-) -> None:
-    """Check that all ranks open the same checkpoint in the same way. Call it last in a round.
-
-    Args:
-        all_ranks: the round.
-        store: the place, as this rank knows it.
-        options: the options for reading the checkpoint.
-        settings: further settings, as text, which must be equal on all ranks.
-
-    Raises:
-        MismatchError: ranks pass different arguments.
-    """
-    summary = (
-        "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
-        "ranks:"
-    )
-    text = f"{store}, step={options.step} {settings}"
-    all_ranks.require_equal(text, summary)
-
-
 def open_any(
-    store: Store, group: Group, cleanup: ExitStack, options: OpenOptions = DEFAULT_OPTIONS
+    prepare: Callable[[], Store],
+    group: Group,
+    cleanup: ExitStack,
+    options: OpenOptions = DEFAULT_OPTIONS,
+    settings: str = "",
 ) -> tuple[Files, Layout]:
     """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
 
@@ -123,37 +105,48 @@ def open_any(
     of the foreign files. Every rank checks the result.
 
     Args:
-        store: the place, the same on all ranks; see `agree_on_place`.
+        prepare: returns the place, as this rank knows it. A failure on a rank is raised on all
+            ranks.
         group: the ranks.
         cleanup: on rank 0, keeps the checkpoint from being removed until it closes.
         options: the options for reading the checkpoint.
+        settings: further settings, as text, which must be equal on all ranks.
 
     Returns:
         The files of the checkpoint, and their layout.
 
     Raises:
+        MismatchError: ranks pass different arguments.
         ShardwiseError: as for `shardwise.open`.
     """
-    own, directory, manifest, encoded = None, "", None, b""
-    steps = Steps(None, None)
-    with Round(group, "opening a checkpoint", rank0_only=True) as all_ranks:
-        if group.rank == 0:
-            directory, manifest = _open_chosen_step(store, options, cleanup)
-            place = store.at(directory) if directory else store
-            steps = find_steps(place, options.step, is_chosen=directory != "")
-            if manifest is not None and options.format is not None:
-                raise StateError(
-                    f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
-                    "another format: leave out format="
-                )
-            if manifest is None:
-                own = _read_foreign(place, options)
-                if group.size > 1:
-                    from shardwise.formats.opening import encode_layout
+    own: Layout | None = None
 
-                    encoded = encode_layout(own)
-        directory, manifest, encoded, steps = all_ranks.broadcast(
-            (directory, manifest, encoded, steps), tuple[str, bytes | None, bytes, Steps]
+    def open_first() -> tuple[str, bytes | None, bytes, Steps]:
+        nonlocal own
+        directory, manifest = _open_chosen_step(store, options, cleanup)
+        place, encoded = store.at(directory) if directory else store, b""
+        steps = find_steps(place, options.step, is_chosen=directory != "")
+        if manifest is not None and options.format is not None:
+            raise StateError(
+                f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
+                "another format: leave out format="
+            )
+        if manifest is None:
+            own = _read_foreign(place, options)
+            if group.size > 1:
+                from shardwise.formats.opening import encode_layout
+
+                encoded = encode_layout(own)
+        return directory, manifest, encoded, steps
+
+    with Round(group, "opening a checkpoint") as all_ranks:
+        store = prepare()
+        directory, manifest, encoded, steps = all_ranks.require_equal(
+            {"": f"{store}, step={options.step} {settings}"},
+            "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
+            "ranks:",
+            open_first,
+            tuple[str, bytes | None, bytes, Steps],
         )
     store = store.at(directory) if directory else store
     with Round(group, "checking a checkpoint"):

@@ -16,20 +16,16 @@ from tests.tools.agents import end_agents
 from tests.tools.gang import Gang
 
 ROUNDS = [
-    "choosing a step",
     "listing steps",
     "asking what was staged",
     "listing snapshots",
-    "beginning a load",
     "opening a checkpoint",
     "checking a checkpoint",
     "matching names",
-    "planning a load",
     "finding the ranks of a node",
     "loading",
     "restoring",
     "discarding newer snapshots",
-    "looking for later steps",
     "agreeing on a save",
     "allocating slots",
 ]

@@ -168,7 +168,7 @@ def test_the_errors_of_very_many_ranks_are_counted() -> None:
 def test_ranks_with_different_values_are_named() -> None:
     def run(group: ThreadGroup) -> None:
         with Round(group, "comparing") as all_ranks:
-            all_ranks.require_equal("a" if group.rank in {3, 5} else "b", "values differ:")
+            all_ranks.require_equal({"": "a" if group.rank in {3, 5} else "b"}, "values differ:")
 
     run_ranks(3, run)
     for error in run_ranks_and_catch(7, run):
@@ -179,7 +179,7 @@ def test_ranks_with_different_values_are_named() -> None:
 def test_only_the_first_different_values_are_named() -> None:
     def run(group: ThreadGroup) -> None:
         with Round(group, "comparing") as all_ranks:
-            all_ranks.require_equal(f"value {group.rank}", "values differ:")
+            all_ranks.require_equal({"": f"value {group.rank}"}, "values differ:")
 
     for error in run_ranks_and_catch(40, run):
         assert isinstance(error, MismatchError)

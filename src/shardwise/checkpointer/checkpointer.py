@@ -458,7 +458,6 @@ class Checkpointer:
         """
         group, claim = TimedGroup(self._group, recorder), self._claim
         restoring = Restoring(self._settings, group, self._saver, self._damaged, recorder, claim)
-        has_agents = self._settings.memory is not None
         for _ in range(MOST_RESTORES):
             report = restoring.restore(step, self._settings.keep.best, load)
             restored_step = start_step = report.step if report else None
@@ -468,11 +467,12 @@ class Checkpointer:
                 start_load = partial(load, options=how)
                 report, start_step = start(place, self._root, state, start_load, self._group)
             self._saving.end_restore(restored_step)
+            look = None
+            if step == "newest":  # an agent may have persisted a newer step during the load
+                look = partial(restoring.finds_later_step, restored_step)
             with recorder.stage("rebuilding"):
-                self._saver.resume_from(restored_step, claim.seen)
-            # From now on, agents persist no newer step. One may have done so during the load.
-            if step != "newest" or not has_agents or not restoring.finds_later_step(restored_step):
-                break
+                if not self._saver.resume_from(restored_step, claim.seen, look):
+                    break
         return report, start_step
 
     def _refuse_forked(self) -> None:

@@ -30,7 +30,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.manifest import step_directory
 from shardwise.memory.lineage import RootClaim
 from shardwise.ports.hooks import ORIGINS, RestoreReport
-from shardwise.retention import Best, choose_step, committed_steps, parse_choice
+from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
 from shardwise.tiers.store import TieredStore
 
@@ -154,42 +154,37 @@ class Restoring:
             CorruptionError: all checkpoints are damaged, or the selected one is.
         """
 
-        with self._recorder.stage("asking"):
-            with Round(self._group, "choosing a step") as all_ranks:
-                choice = parse_choice(step, best)
-                all_ranks.require_equal(
-                    f"step={choice!r}",
-                    "ranks asked to restore different steps; pass the same step= on all ranks:",
-                )
-            with Round(self._group, "listing steps", rank0_only=True) as all_ranks:
-                stored_steps = list[int]()
-                if self._group.rank == 0:
-                    self._claim.look()
-                if self._group.rank == 0 and isinstance(choice, Best):
-                    stored_steps = [choose_step(self._tiers, choice)]
-                elif self._group.rank == 0:
-                    stored_steps = committed_steps(self._tiers)
-                stored_steps = all_ranks.broadcast(stored_steps, list[int])
+        with self._recorder.stage("asking"), Round(self._group, "listing steps") as all_ranks:
+            choice = parse_choice(step, best)
+            stored_steps = all_ranks.require_equal(
+                {"": f"step={choice!r}"},
+                "ranks asked to restore different steps; pass the same step= on all ranks:",
+                lambda: self._list_steps(choice),
+                list[int],
+            )
         self._listed_steps = stored_steps
         if choice == "newest":
             return self._restore_newest(stored_steps, load)
         selected = stored_steps[0] if isinstance(choice, Best) else operator.index(choice)
         return self._restore_step(selected, stored_steps, load)
 
+    def _list_steps(self, choice: Choice) -> list[int]:
+        """Return the steps in storage, ascending, or only the best one. Rank 0 calls this."""
+        self._claim.look()
+        if isinstance(choice, Best):
+            return [choose_step(self._tiers, choice)]
+        return committed_steps(self._tiers)
+
     def finds_later_step(self, step: int | None) -> bool:
         """Return whether a newer checkpoint was committed while `restore` loaded the newest.
 
-        An agent may have persisted a snapshot of the lost training meanwhile.
+        An agent may have persisted a snapshot of the lost training meanwhile. Rank 0 calls this.
 
         Args:
             step: the restored step; None if there was none.
         """
-        with Round(self._group, "looking for later steps", rank0_only=True) as all_ranks:
-            found = False
-            if self._group.rank == 0:
-                later = set(committed_steps(self._tiers)).difference(self._listed_steps)
-                found = max(later, default=-1) > (-1 if step is None else step)
-            return all_ranks.broadcast(found, bool)
+        later = set(committed_steps(self._tiers)).difference(self._listed_steps)
+        return max(later, default=-1) > (-1 if step is None else step)
 
     def _restore_newest(self, stored_steps: list[int], load: LoadFromStore) -> RestoreReport | None:
         report, found = self._load_first_intact(stored_steps, None, load)

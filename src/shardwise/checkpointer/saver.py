@@ -187,8 +187,21 @@ class DirectSaver:
         """Yield the newest snapshot in memory; if it was damaged, an older snapshot, and so on."""
         yield from ()
 
-    def resume_from(self, step: int | None, owner: str | None = None) -> None:
-        """Discard what is newer than the step that the run continues from."""
+    def resume_from(
+        self, step: int | None, owner: str | None, finds_later: Callable[[], bool] | None
+    ) -> bool:
+        """Discard what is newer than the step that the run continues from.
+
+        Args:
+            step: the step; None for the beginning.
+            owner: as for `lineage.resume_from`.
+            finds_later: returns, on rank 0, whether storage has a newer step nevertheless, which
+                agents may have written until now; None not to look.
+
+        Returns:
+            The result of `finds_later`, on all ranks.
+        """
+        return False
 
     @property
     def epoch(self) -> int | None:

@@ -251,7 +251,7 @@ def prepare_root_and_check_memory(
         own = {**settings.shared_options(), "start_from": "given" if has_start else "None"}
         own["save_on_signals"] = "[]" if signals is None else str(signals.numbers)
         own["after_signal"] = "" if signals is None else repr(signals.after_signal)
-        all_ranks.require_equal_values(
+        all_ranks.require_equal(
             own,
             "the options of the Checkpointer differ between ranks; pass the same on all ranks:",
         )

@@ -394,7 +394,7 @@ def _plan_anew(
         plan = plan_save(structures, group.size, group.rank, description)
         if group.rank == 0:
             request.check_room(plan.bytes_stored)
-        all_ranks.require_equal(f"digest {plan.digest.hex()}", _PLANS_DIFFER)
+        all_ranks.require_equal({"digest": plan.digest.hex()}, _PLANS_DIFFER)
     plan_cache.put(digest_of(key + plan.digest), group.rank, fingerprint, plan)
     return plan
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -220,32 +219,33 @@ class Round:
         result: T | R = self._decode_of(0, data, kind if conclude is None else result_kind)
         return result
 
-    def require_equal(self, value: str, summary: str) -> None:
-        """Require that all ranks have the same value.
+    def require_equal(
+        self,
+        values: Mapping[str, str],
+        summary: str,
+        conclude: Callable[[], Any] = lambda: None,
+        result_kind: Any = None,
+    ) -> Any:
+        """Require that all ranks have the same values, and return what rank 0 concludes then.
 
         Args:
-            value: the value of this rank, formatted for an error message.
+            values: the values of this rank by name, formatted for an error message. If there is
+                only one, its name may be "".
             summary: the first line of the error.
-
-        Raises:
-            MismatchError: the values differ. The error lists the different values with their
-                first ranks.
-        """
-        self.require_equal_values({"": value}, summary)
-
-    def require_equal_values(self, values: Mapping[str, str], summary: str) -> None:
-        """Require that all ranks have the same values.
-
-        Args:
-            values: the values of this rank by name, formatted for an error message.
-            summary: the first line of the error.
+            conclude: makes the result. It runs on rank 0 only.
+            result_kind: the type of the result, a value that msgspec encodes.
 
         Raises:
             MismatchError: values differ. The error lists the different values of each name with
                 their first ranks.
         """
+
+        def conclude_equal(values: Values) -> Any:
+            refuse_unequal(summary, values)
+            return conclude()
+
         own = values_of(self._group.number, values)
-        self.all_reduce(own, Values, combine_values, partial(refuse_unequal, summary), type(None))
+        return self.all_reduce(own, Values, combine_values, conclude_equal, result_kind)
 
     def broadcast(self, value: T, kind: Any) -> T:
         """Return the value of rank 0 on all ranks. Only for rounds with `rank0_only`.

@@ -206,23 +206,27 @@ class Snapshots:
         """Wait for the copy in progress, so that the state may change."""
         self._staging.fence()
 
-    def resume_from(self, step: int | None, owner: str | None = None) -> None:
+    def resume_from(
+        self, step: int | None, owner: str | None, finds_later: Callable[[], bool] | None
+    ) -> bool:
         """Discard the snapshots newer than the step that the run resumes from.
 
         All ranks call this together. Unreachable nodes and nodes without trainers may keep newer
-        snapshots. So the root records which steps are superseded. `lineage.resume_from` says what
-        `owner` is.
+        snapshots. So the root records which steps are superseded. Once all nodes have discarded
+        theirs, no agent persists a newer snapshot, and rank 0 calls `finds_later`. Return its
+        result. `lineage.resume_from` says what `owner` is.
         """
+
+        def record(_: bool) -> tuple[Lineage, bool]:
+            lineage = resume_from(self.root, self.run.name, step, owner)
+            return lineage, finds_later is not None and finds_later()
+
         with Round(self._group, "discarding newer snapshots") as all_ranks:
             self._discard(step)
-            # Once all nodes have done so, no agent persists a newer snapshot.
-            self.membership.lineage = all_ranks.all_reduce(
-                True,
-                bool,
-                all,
-                lambda _: resume_from(self.root, self.run.name, step, owner),
-                Lineage,
+            self.membership.lineage, found = all_ranks.all_reduce(
+                True, bool, all, record, tuple[Lineage, bool]
             )
+        return found
 
     @property
     def epoch(self) -> int | None:
