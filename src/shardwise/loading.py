@@ -120,8 +120,13 @@ def load_state(
             with recorder.stage("plan"):
                 if layout.step is None and options.needs_step:
                     refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
-                arena = Arena(options.staging_bytes, store.traits)
-                reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
+                reads = plan_reads(
+                    targets.tensors,
+                    saved,
+                    store,
+                    Arena(options.staging_bytes, store.traits),
+                    verify=options.verify,
+                )
                 strategy = _choose_strategy(group, options.read_once)
             with recorder.stage("match"):
                 unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)
@@ -133,6 +138,18 @@ def load_state(
                 _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
+    return _make_report(path, layout, reads, own, unexpected, bindings, recorder)
+
+
+def _make_report(
+    path: str,
+    layout: Layout,
+    reads: RankReads,
+    own: MatchReport,
+    unexpected: Sequence[str],
+    bindings: Sequence[Binding],
+    recorder: Recorder,
+) -> LoadReport:
     return LoadReport(
         path=path,
         step=layout.step,

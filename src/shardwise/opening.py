@@ -123,21 +123,8 @@ def open_any(
 
     def open_first() -> tuple[str, bytes | None, bytes, Steps]:
         nonlocal own
-        directory, manifest = _open_chosen_step(store, options, cleanup)
-        place, encoded = store.at(directory) if directory else store, b""
-        steps = find_steps(place, options.step, is_chosen=directory != "")
-        if manifest is not None and options.format is not None:
-            raise StateError(
-                f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
-                "another format: leave out format="
-            )
-        if manifest is None:
-            own = _read_foreign(place, options)
-            if group.size > 1:
-                from shardwise.formats.opening import encode_layout
-
-                encoded = encode_layout(own)
-        return directory, manifest, encoded, steps
+        directory, manifest, steps, own = _open_first(store, options, cleanup)
+        return directory, manifest, _encode(own) if own and group.size > 1 else b"", steps
 
     with Round(group, "opening a checkpoint") as all_ranks:
         store = prepare()
@@ -158,10 +145,34 @@ def open_any(
 
             files, layout = check_layout(store, own or encoded)
         layout = with_step(layout, steps, store)
-    if group.rank == 0:
-        for name, file in layout.missing_files.items():
-            log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
+    for name, file in layout.missing_files.items() if group.rank == 0 else ():
+        log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else options.spec.apply(str(files), layout)
+
+
+def _open_first(
+    store: Store, options: OpenOptions, cleanup: ExitStack
+) -> tuple[str, bytes | None, Steps, Layout | None]:
+    """Choose the step of a root, and read what is there.
+
+    Returns:
+        The results of `_open_chosen_step`, the steps, and the layout of a foreign checkpoint.
+    """
+    directory, manifest = _open_chosen_step(store, options, cleanup)
+    place = store.at(directory) if directory else store
+    steps = find_steps(place, options.step, is_chosen=directory != "")
+    if manifest is not None and options.format is not None:
+        raise StateError(
+            f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
+            "another format: leave out format="
+        )
+    return directory, manifest, steps, _read_foreign(place, options) if manifest is None else None
+
+
+def _encode(layout: Layout) -> bytes:
+    from shardwise.formats.opening import encode_layout
+
+    return encode_layout(layout)
 
 
 def _open_chosen_step(
