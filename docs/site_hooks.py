@@ -124,12 +124,8 @@ def run_cell(source: str, names: dict[str, Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as HTML: a table if it has one, or its text."""
-    if value is None:
-        return ""
-    if hasattr(value, "_repr_html_"):
-        return value._repr_html_().replace("\n", "")
-    return f"<pre>{escape(repr(value))}</pre>"
+    """Return the text of a value as HTML."""
+    return "" if value is None else f"<pre>{escape(repr(value))}</pre>"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -25,7 +25,7 @@ LAYERS = (
     ("convert",),
     ("checkpoint", "opening"),
     ("foreign_steps", "saved_tensor"),
-    ("notebook", "resizing", "telemetry"),
+    ("resizing", "telemetry"),
     ("sharing",),
     ("ports",),
     ("formats.readers",),
@@ -37,7 +37,7 @@ LAYERS = (
     ("plan", "state"),
     ("manifest",),
     ("boxes", "store"),
-    ("plugins",),
+    ("plugins", "words"),
     ("deadline", "decoding", "errors", "events", "version"),
 )
 # The same within large packages.

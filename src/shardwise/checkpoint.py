@@ -79,11 +79,6 @@ class Checkpoint(Mapping[str, Any]):
         trained = f", the trained part of {', '.join(self.frozen)}" if self.frozen else ""
         return f"<Checkpoint {self.path} step={self.step} names={len(self)}{trained}>"
 
-    def _repr_html_(self) -> str:
-        from shardwise.notebook import checkpoint_html  # only notebooks need it
-
-        return checkpoint_html(self.path, self.layout)
-
     @property
     def path(self) -> str:
         """The path of the checkpoint."""

@@ -77,6 +77,8 @@ class OperationRecord:
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
 Sink = Callable[[Event], None]
 """The type of `on_event`: called with each event."""
 Watcher = Callable[[str, bool], None]
@@ -195,15 +197,15 @@ def format_count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format a number of bytes in a binary unit, for example `0 B`, `1.50 KiB` or `250 MiB`."""
+    """Return a number of bytes in a binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
     value = float(nbytes)
     for unit in UNITS:
-        if value < 1000 or unit == UNITS[-1]:
+        if value < 999.5 or unit == UNITS[-1]:
             break
         value /= 1024
     if unit == "B":
         return f"{nbytes} B"
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f} {unit}"
 
 

@@ -76,11 +76,6 @@ class SavedTensor:
     def __repr__(self) -> str:
         return f"SavedTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
-    def _repr_html_(self) -> str:
-        from shardwise.notebook import tensor_html  # only notebooks need it
-
-        return tensor_html(self._entry, self._boxes())
-
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError(f"{self.name}: a 0-d tensor has no length: read it with .tensor()")

@@ -150,7 +150,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     ran = run("agent", "status", "--dir", home.path.parent)
     assert "not running" in ran.out
     assert "step 2: persist: StoreError: full\\x1b[31m" in ran.out
-    assert "committed 2 (1 step, 30 s behind)" in ran.out
+    assert "committed 2 (1 step, 30.0 s behind)" in ran.out
     assert "step 3: persist: failed 4 times" in ran.out
     assert "there-2" in ran.out
     assert "3 slots used, 1 free (500 B)" in ran.out

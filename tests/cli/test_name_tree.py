@@ -113,7 +113,7 @@ def test_indices_are_short(run: Run, tmp_path: Path, numbers: list[int], text: s
     ("nbytes", "text"),
     [
         (999, "999 B"),
-        (1000, "1000 B"),
+        (1000, "0.98 KiB"),
         (1536, "1.50 KiB"),
         (250 << 20, "250 MiB"),
         (12 << 40, "12.0 TiB"),

@@ -22,11 +22,11 @@ Step 200 was saved in 24.8 s
 ROOT
 
 stage   stragglers                slowest   median of all
-write   node-0002 (ranks 16…23)      24 s          8.00 s
+write   node-0002 (ranks 16…23)    24.0 s          8.00 s
 
 16.0 s slower than step 100, which took 8.84 s
-stage   who                         then    now
-write   node-0002 (ranks 16…23)   8.00 s   24 s
+stage   who                         then      now
+write   node-0002 (ranks 16…23)   8.00 s   24.0 s
 write of node-0002 (ranks 16…23): each rank moved 171 MiB/s instead of 512 MiB/s
 
 wrote PAGE

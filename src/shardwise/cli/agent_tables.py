@@ -11,6 +11,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import table
+from shardwise.events import format_bytes, format_count
 
 PARTICIPLE_OF_STAGE = {"commit": "committed", "protect": "protected", "persist": "persisted"}
 STYLE_OF_STATE = {"done": "green", "under way": "yellow", "failed": "bold red", "": "dim"}
@@ -20,8 +21,8 @@ def show_status(node: sw.NodeStatus, console: Console) -> None:
     """Print the state of a node: its agent, runs, snapshots and mirrors."""
     console.print(_agent_line(node))
     console.print(
-        f"{fmt.size(node.bytes)} kept in {fmt.printable(node.directory)}, "
-        f"{fmt.size(node.bytes_left)} left; "
+        f"{format_bytes(node.bytes)} kept in {fmt.printable(node.directory)}, "
+        f"{format_bytes(node.bytes_left)} left; "
         f"{'training runs' if node.training else 'no training runs'} on this node",
         soft_wrap=True,
     )
@@ -48,14 +49,16 @@ def show_runs(home: str, runs: Sequence[sw.RunStatus], cleared: bool, console: C
         if steps and steps[-1] not in persisted:
             in_storage = Text(f"not {steps[-1]}", "bold red")
         training = "yes" if run.training else "no"
-        shown.add_row(run.run, fmt.size(run.bytes), fmt.indices(steps) or "–", in_storage, training)
+        shown.add_row(
+            run.run, format_bytes(run.bytes), fmt.indices(steps) or "–", in_storage, training
+        )
     console.print(shown)
     for run in runs:
         if run.root:
             console.print(f"{run.run} saves to {fmt.printable(run.root)}", soft_wrap=True)
-    total = fmt.size(sum(run.bytes for run in runs))
+    total = format_bytes(sum(run.bytes for run in runs))
     if cleared:
-        console.print(f"cleared {fmt.count(len(runs), 'run')}: {total} freed")
+        console.print(f"cleared {format_count(len(runs), 'run')}: {total} freed")
     else:
         console.print(f"{total} in total. Nothing was removed: pass --run ID or --all")
 
@@ -76,12 +79,12 @@ def _agent_line(node: sw.NodeStatus) -> Text:
     if node.process is not None:
         text.append(f", process {node.process}")
     if node.agent_bytes is not None:
-        text.append(f", {fmt.size(node.agent_bytes)}")
+        text.append(f", {format_bytes(node.agent_bytes)}")
     return text
 
 
 def _show_run(run: sw.RunStatus, console: Console) -> None:
-    used, free = fmt.count(run.slots_used, "slot"), fmt.size(run.bytes_free)
+    used, free = format_count(run.slots_used, "slot"), format_bytes(run.bytes_free)
     slots = f"{used} used, {run.slots_free} free ({free})"
     console.print(Text.assemble(("run ", "dim"), (run.run, "bold"), f"   {slots}"))
     if not run.snapshots:
@@ -108,7 +111,7 @@ def _lag_text(run: sw.RunStatus, stage: str) -> Text:
         return Text(f"none {PARTICIPLE_OF_STAGE[stage]}", "dim")
     text = Text(f"{PARTICIPLE_OF_STAGE[stage]} {lag.step}")
     if lag.steps:
-        steps = fmt.count(lag.steps, "step")
+        steps = format_count(lag.steps, "step")
         text.append(f" ({steps}, {fmt.duration(lag.seconds)} behind)", "yellow")
     return text
 
@@ -135,8 +138,8 @@ def _show_mirrors(node: sw.NodeStatus, console: Console) -> None:
 def _snapshot_cells(each: sw.SnapshotStatus) -> Iterator[Text]:
     yield Text(str(each.step))
     yield Text(fmt.duration(each.age))
-    yield Text(fmt.size(each.bytes))
-    yield Text(fmt.size(each.bytes_for_others) if each.bytes_for_others else "–")
+    yield Text(format_bytes(each.bytes))
+    yield Text(format_bytes(each.bytes_for_others) if each.bytes_for_others else "–")
     for stage in (each.commit, each.protect, each.persist):
         text = stage.state or "–"
         if stage.state == "done":

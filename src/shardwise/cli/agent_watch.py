@@ -15,6 +15,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import table
+from shardwise.events import format_count
 
 PERIOD = 1.0  # seconds
 MOST_LINES = 6
@@ -59,20 +60,20 @@ def draw(runs: Sequence[sw.RunProgress]) -> Group:
 
 
 def _draw_run(run: sw.RunProgress) -> Iterator[RenderableType]:
-    nodes = fmt.count(run.nodes, "node")
+    nodes = format_count(run.nodes, "node")
     yield Text.assemble(
-        ("run ", "dim"), (run.run, "bold"), f": {fmt.count(run.ranks, 'rank')} on {nodes}"
+        ("run ", "dim"), (run.run, "bold"), f": {format_count(run.ranks, 'rank')} on {nodes}"
     )
     if run.unanswered:
-        yield Text(f"  no answer yet from {fmt.count(run.unanswered, 'node')}", "yellow")
+        yield Text(f"  no answer yet from {format_count(run.unanswered, 'node')}", "yellow")
     if run.lost:
         yield Text(f"  lost: rank {fmt.indices(run.lost)}", "bold red")
     for operation, step, stage, waits, count in run.counts[:MOST_LINES]:
         yield Text(
-            f"  {fmt.count(count, 'rank')}: {_describe(operation, step, stage, waits=waits)}"
+            f"  {format_count(count, 'rank')}: {_describe(operation, step, stage, waits=waits)}"
         )
     if len(run.counts) > MOST_LINES:
-        yield Text(f"  and {fmt.count(len(run.counts) - MOST_LINES, 'other state')}", "dim")
+        yield Text(f"  and {format_count(len(run.counts) - MOST_LINES, 'other state')}", "dim")
     if not run.slowest:
         return
     yield Text("  waiting for:")

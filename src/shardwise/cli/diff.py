@@ -14,6 +14,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, progress, stdout_console
+from shardwise.events import format_count
 
 MAX_LISTED = 20
 
@@ -52,7 +53,7 @@ def diff(
 
 
 def _show_comparison(comparison: sw.Comparison, console: Console, max_rows: float) -> None:
-    compared = fmt.count(comparison.tensors_compared, "tensor")
+    compared = format_count(comparison.tensors_compared, "tensor")
     if comparison.same:
         console.print(Text.assemble(("✓ ", "green"), f"the same; {compared} compared"))
         return
@@ -78,7 +79,7 @@ def _show_comparison(comparison: sw.Comparison, console: Console, max_rows: floa
     ]
     _show_section(console, "different data", rows, max_rows)
     console.print()
-    total = fmt.count(comparison.differences, "difference")
+    total = format_count(comparison.differences, "difference")
     console.print(Text(f"{total}; {compared} compared", "dim"))
 
 

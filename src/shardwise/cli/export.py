@@ -14,6 +14,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, progress, stdout_console
+from shardwise.events import format_count
 
 UNIT_SHIFTS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -116,7 +117,7 @@ def _show_report(report: sw.ConversionReport) -> None:
     console = stdout_console()
     for line in report.left_out:
         console.print(Text(f"– left out: {fmt.printable(line)}", "yellow"))
-    files = fmt.count(report.files, "file")
+    files = format_count(report.files, "file")
     written = Text.assemble(("✓ ", "green"), f"{report.path}  {files}")
     console.print(written, soft_wrap=True)
 

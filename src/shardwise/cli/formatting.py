@@ -1,19 +1,18 @@
-"""Format numbers, times, names and plain values as text. Imported as `fmt`."""
+"""Format names, shapes and plain values as text. Imported as `fmt`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TypeGuard
 
-from rich.filesize import pick_unit_and_suffix
+from shardwise.events import format_bytes
+from shardwise.words import format_seconds
 
 MAX_STRING = 40
 MAX_VALUE = 160
 MAX_ITEMS = 4
 MAX_DEPTH = 4
-UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
 
 # Tags of encoded values, by the type of the encoded content.
 _STRING_TAGS = ("int", "float", "complex", "dtype", "device")
@@ -21,48 +20,9 @@ _MAPPING_TAGS = ("dict", "ordered", "counter")
 _BASE64_TAGS = ("bytes", "bytearray", "pickle", "numpy")
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number and its noun: `1 file`, `2,000 files`, `2 boxes`."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def size(nbytes: int) -> str:
-    """Return a number of bytes in a binary unit: `0 B`, `1.50 KiB`, `250 MiB`."""
-    unit, suffix = pick_unit_and_suffix(nbytes, UNITS, 1024)
-    number = nbytes / unit
-    decimals = 0 if unit == 1 or number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{decimals}f} {suffix}"
-
-
-def parse_time(created: str) -> datetime | None:
-    """Return an ISO 8601 time, in UTC unless it says otherwise; None for other text."""
-    try:
-        moment = datetime.fromisoformat(created)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-
-
-def time(created: str) -> str:
-    """Return an ISO 8601 time in UTC, to the second. Return other text unchanged."""
-    moment = parse_time(created)
-    if moment is None:
-        return printable(created)
-    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-
-
 def duration(seconds: float | None) -> str:
-    """Return seconds in a suitable unit: `85 µs`, `12 ms`, `0.12 s`, `42 s`, `3 min`, `5 h`."""
-    if seconds is None:
-        return "–"
-    for limit, unit, parts in ((0.5e-6, "s", 0.0), (0.9995e-3, "µs", 1e6), (0.0995, "ms", 1e3)):
-        if seconds < limit:
-            return f"{seconds * parts:.0f} {unit}"
-    for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600)):
-        if seconds < limit:
-            decimals = 2 if unit == "s" and seconds < 10 else 0
-            return f"{seconds / length:.{decimals}f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+    """Return a duration, and a dash for None."""
+    return "–" if seconds is None else format_seconds(seconds)
 
 
 def metrics(values: Mapping[str, float | None]) -> str:
@@ -148,7 +108,7 @@ def _format_tagged(tag: str, encoded: dict[str, object], depth: int) -> str:
         return printable(f"{encoded.get('class')}.{content}")
     if tag in _BASE64_TAGS and isinstance(content, str):
         nbytes = len(content) * 3 // 4 - content[-2:].count("=")
-        return f"{tag} of {size(nbytes)}"
+        return f"{tag} of {format_bytes(nbytes)}"
     return f"{printable(clip_text(tag, MAX_STRING))}({_format_value(content, depth + 1)})"
 
 

@@ -16,6 +16,8 @@ import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.name_tree import build_tree, list_leaves, print_tree
 from shardwise.cli.terminal import AsJson, print_json, print_labelled, stdout_console, table
+from shardwise.events import format_bytes, format_count
+from shardwise.words import format_time
 
 MAX_LISTED_BOXES = 32
 
@@ -162,24 +164,24 @@ def _names_below(path: str, names: Collection[str], name: str) -> list[str]:
 
 def _show_header(checkpoint: sw.Checkpoint, console: Console) -> None:
     layout = checkpoint.layout
-    contents = [fmt.count(len(layout.tensors), "tensor")]
+    contents = [format_count(len(layout.tensors), "tensor")]
     if layout.objects:
-        contents.append(fmt.count(len(layout.objects), "value"))
+        contents.append(format_count(len(layout.objects), "value"))
     if layout.per_rank:
-        contents.append(f"{fmt.count(len(layout.per_rank), 'value')} for each rank")
-    size = fmt.size(layout.nbytes)
+        contents.append(f"{format_count(len(layout.per_rank), 'value')} for each rank")
+    size = format_bytes(layout.nbytes)
     lines = [
         ("checkpoint", checkpoint.path),
         ("step", "–" if checkpoint.step is None else str(checkpoint.step)),
-        ("saved", f"{fmt.time(layout.created)} UTC")
+        ("saved", fmt.printable(format_time(layout.created)))
         if layout.created
         else ("format", layout.format),
         ("ranks", str(checkpoint.world_size)),
         ("contents", ", ".join(contents)),
-        ("size", f"{size} in {fmt.count(len(layout.files), 'file')}"),
+        ("size", f"{size} in {format_count(len(layout.files), 'file')}"),
     ]
     for module, frozen in checkpoint.frozen.items():
-        count = fmt.count(len(frozen), "frozen tensor")
+        count = format_count(len(frozen), "frozen tensor")
         lines.append(("partial", f"only the trained part of {module}, without {count}"))
     if checkpoint.metrics:
         lines.append(("metrics", fmt.metrics(checkpoint.metrics)))
@@ -190,13 +192,13 @@ def _show_header(checkpoint: sw.Checkpoint, console: Console) -> None:
 
 
 def _show_tensor(tensor: dict[str, Any], console: Console, *, show_all: bool) -> None:
-    type_text = f"{tensor['dtype']} {fmt.shape(tensor['shape'])}, {fmt.size(tensor['bytes'])}"
+    type_text = f"{tensor['dtype']} {fmt.shape(tensor['shape'])}, {format_bytes(tensor['bytes'])}"
     lines = [("tensor", fmt.printable(tensor["name"])), ("type", type_text), ("in", tensor["path"])]
     if tensor["same_as"] is not None:
         lines.append(("tied to", fmt.printable(tensor["same_as"])))
     boxes = tensor["boxes"]
-    files = fmt.count(len({each["file"] for each in boxes}), "file")
-    lines.append(("stored as", f"{fmt.count(len(boxes), 'box', 'boxes')} in {files}"))
+    files = format_count(len({each["file"] for each in boxes}), "file")
+    lines.append(("stored as", f"{format_count(len(boxes), 'box', 'boxes')} in {files}"))
     print_labelled(lines, console)
     if not boxes:
         return
@@ -209,7 +211,7 @@ def _show_tensor(tensor: dict[str, Any], console: Console, *, show_all: bool) ->
     )
     for each in boxes if show_all else boxes[:MAX_LISTED_BOXES]:
         box = str(sw.Box(each["offset"], each["shape"])).replace(",", ", ")
-        size, file = fmt.size(each["bytes"]), Text(each["file"], "dim")
+        size, file = format_bytes(each["bytes"]), Text(each["file"], "dim")
         shown.add_row(str(each["rank"]), Text(box), size, file)
     console.print(shown)
     unlisted = len(boxes) - MAX_LISTED_BOXES

@@ -14,6 +14,8 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
+from shardwise.events import format_bytes
+from shardwise.words import format_time
 
 STYLE_OF_STATE = {
     "committed": "green",
@@ -59,9 +61,10 @@ def _show_table(checkpoints: Sequence[sw.ListedCheckpoint], console: Console) ->
         "step": [_number(each.step) for each in checkpoints],
         "state": [Text(each.state, STYLE_OF_STATE[each.state]) for each in checkpoints],
         "saved (UTC)": [
-            fmt.time(each.saved_at)[:16] if each.saved_at else "–" for each in checkpoints
+            fmt.printable(format_time(each.saved_at))[:16] if each.saved_at else "–"
+            for each in checkpoints
         ],
-        "size": ["–" if each.bytes is None else fmt.size(each.bytes) for each in checkpoints],
+        "size": ["–" if each.bytes is None else format_bytes(each.bytes) for each in checkpoints],
         "files": [_number(each.files) for each in checkpoints],
         "ranks": [_number(each.world_size) for each in checkpoints],
         "mirrored": [_mirrored_cell(each.mirrored) for each in checkpoints],

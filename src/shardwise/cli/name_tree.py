@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli import formatting as fmt
+from shardwise.events import format_bytes
 
 MAX_DEPTH = 64
 
@@ -59,7 +60,7 @@ class NameNode:
         """The bytes as text; empty if nothing is stored."""
         if not self.nbytes or (self.leaf is not None and not self.leaf.nbytes):
             return ""
-        each = fmt.size(self.nbytes // self.count)
+        each = format_bytes(self.nbytes // self.count)
         return f"{self.count} × {each}" if self.count > 1 else each
 
     @property

@@ -14,6 +14,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_json, stdout_console, table
+from shardwise.events import format_count
 
 MAX_LISTED = 8
 
@@ -88,13 +89,13 @@ def _show_findings(made: sw.Report, console: Console, *, has_other: bool) -> Non
         _show_rows(("stage", "stragglers", "slowest", "median of all"), rows, console)
         for each in made.stragglers[:MAX_LISTED]:
             if each.retries:
-                retries = fmt.count(each.retries, "retry", "retries")
+                retries = format_count(each.retries, "retry", "retries")
                 line = f"{each.stage} of {each.who}: {retries} of requests to the storage"
                 console.print(fmt.printable(line), style="dim")
     else:
         console.print("no stragglers: no rank was much slower than the others in any stage")
     if not (made.slowdown or has_other) and made.operation.is_save:
-        ranks = fmt.count(made.operation.ranks, "rank")
+        ranks = format_count(made.operation.ranks, "rank")
         console.print(f"no earlier {made.operation.operation} on {ranks} to compare with")
     _show_slowdown(made, console)
     console.print()

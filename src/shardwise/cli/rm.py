@@ -14,6 +14,8 @@ import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.ls import Root
 from shardwise.cli.terminal import AsJson, print_error, print_json, stdout_console
+from shardwise.events import format_bytes, format_count
+from shardwise.words import format_time, parse_time
 
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 _AGE = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
@@ -127,7 +129,7 @@ def _select(
         selected = [each for each in selected if (each.step or 0) < before]
     if older_than is not None:
         cutoff = datetime.now(timezone.utc) - _parse_age(older_than)
-        times = [fmt.parse_time(each.saved_at or "") for each in selected]
+        times = [parse_time(each.saved_at or "") for each in selected]
         pairs = zip(selected, times, strict=True)
         selected = [each for each, saved in pairs if saved is not None and saved < cutoff]
     return selected
@@ -183,7 +185,9 @@ def _confirm(root: str, to_remove: Sequence[sw.ListedCheckpoint]) -> None:
 def _describe(checkpoint: sw.ListedCheckpoint) -> str:
     parts = [f"step {checkpoint.step}", checkpoint.state]
     if checkpoint.bytes is not None and checkpoint.files is not None:
-        parts.append(f"{fmt.size(checkpoint.bytes)} in {fmt.count(checkpoint.files, 'file')}")
+        parts.append(
+            f"{format_bytes(checkpoint.bytes)} in {format_count(checkpoint.files, 'file')}"
+        )
     if checkpoint.saved_at is not None:
-        parts.append(f"saved {fmt.time(checkpoint.saved_at)} UTC")
+        parts.append(f"saved {fmt.printable(format_time(checkpoint.saved_at))}")
     return ", ".join(parts)

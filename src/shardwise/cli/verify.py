@@ -11,6 +11,7 @@ from rich.text import Text
 import shardwise as sw
 from shardwise.cli import formatting as fmt
 from shardwise.cli.terminal import AsJson, print_error, print_json, progress, stdout_console
+from shardwise.events import format_bytes, format_count
 
 
 def verify(
@@ -58,7 +59,7 @@ def verify(
             console.print(Text(f"– {name}  unfinished, not checked", "yellow"))
         for name in removed:
             console.print(Text(f"– {name}  removed, not checked", "dim"))
-    total = fmt.count(len(verdicts), "checkpoint")
+    total = format_count(len(verdicts), "checkpoint")
     if damaged:
         verb = "is" if damaged == 1 else "are"
         print_error(f"{damaged} of {total} {verb} damaged: load another, or copy the files again")
@@ -95,11 +96,13 @@ def _show_verdict(verdict: dict[str, Any], console: Console) -> None:
     symbols = {True: ("✓ ", "green"), False: ("✗ ", "bold red"), None: ("? ", "yellow")}
     details = []
     if verdict["files"]:
-        details.append(f"{fmt.size(verdict['bytes'])} in {fmt.count(verdict['files'], 'file')}")
+        details.append(
+            f"{format_bytes(verdict['bytes'])} in {format_count(verdict['files'], 'file')}"
+        )
     if verdict["compared"]:
-        details.append(f"{fmt.size(verdict['compared'])} of copies compared")
+        details.append(f"{format_bytes(verdict['compared'])} of copies compared")
     if verdict["unchecked"]:
-        details.append(f"{fmt.size(verdict['unchecked'])} not checked, without checksums")
+        details.append(f"{format_bytes(verdict['unchecked'])} not checked, without checksums")
     detail = f"  {'; '.join(details)}" if details else ""
     line = Text.assemble(symbols[verdict["intact"]], verdict["path"], (detail, "dim"))
     console.print(line, soft_wrap=True)
@@ -107,6 +110,6 @@ def _show_verdict(verdict: dict[str, Any], console: Console) -> None:
         location = "" if each.start is None else f"{each.file}, bytes {each.start}:{each.stop}: "
         text = Text(f"  {location}{each.problem}")
         if each.tensors:
-            tensors = fmt.count(len(each.tensors), "tensor")
+            tensors = format_count(len(each.tensors), "tensor")
             text.append(f"\n    {tensors}: {fmt.names(each.tensors)}", "bold")
         console.print(text, soft_wrap=True)

@@ -19,10 +19,10 @@ from shardwise.manifest.manifest import (
 )
 from shardwise.opening import raise_for_missing_root
 from shardwise.reporting.stragglers import lower_median
-from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.store import Store, name_of, parent_of
 from shardwise.telemetry.files import DIRECTORY, list_operations, read_file
 from shardwise.telemetry.records import Telemetry
+from shardwise.words import format_rate, format_seconds
 
 MOST_CHECKPOINTS = 200
 MOST_OTHERS = 200

@@ -23,8 +23,8 @@ from shardwise.boxes.box import IntArray
 from shardwise.events import format_bytes, format_count
 from shardwise.reporting.groups import RankGroup, group_ranks
 from shardwise.reporting.stragglers import Seconds, least_excess, lower_median, upper_median
-from shardwise.reporting.words import format_rate, format_seconds
 from shardwise.telemetry.records import StageColumns, Telemetry
+from shardwise.words import format_rate, format_seconds
 
 LEAST_CHANGE = 0.1
 LEAST_CHANGE_OF_RANK = 0.5

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes.box import IntArray
-from shardwise.reporting.words import format_ranks
 from shardwise.telemetry.records import NOT_RUN, Telemetry
+from shardwise.words import format_ranks
 
 LEAST_SHARE = 0.75
 """The share of a host's ranks that must be in the set, so that the host is named."""

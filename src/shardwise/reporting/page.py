@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
-from shardwise.reporting import sections, words
+from shardwise.reporting import sections
 from shardwise.reporting.collect import Collected, Operation
 from shardwise.reporting.comparison import Slowdown
 from shardwise.reporting.rank_data import rank_data
 from shardwise.reporting.stragglers import find_stragglers
 from shardwise.telemetry.records import Telemetry
+from shardwise.words import format_seconds
 
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("data", "arrange", "hints", "heat", "timeline", "ranks", "tensors", "page")
@@ -109,7 +110,7 @@ def _choices(shown: Sequence[Shown]) -> str:
     """Return the options of the list of operations."""
     options = []
     for at, each in enumerate(shown):
-        seconds = words.format_seconds(each.operation.seconds)
+        seconds = format_seconds(each.operation.seconds)
         text = f"{each.operation.name} · {seconds}"
         options.append(f'<option value="{at}">{escape(text)}</option>')
     return "".join(options)

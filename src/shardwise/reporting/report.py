@@ -21,9 +21,9 @@ from shardwise.reporting.page import Shown, make_page
 from shardwise.reporting.stragglers import Straggler, find_stragglers
 from shardwise.reporting.tensor_map import largest_tensors, tensor_map
 from shardwise.reporting.trace import encode_trace
-from shardwise.reporting.words import format_seconds
 from shardwise.store import Store, open_store
 from shardwise.telemetry.records import Telemetry
+from shardwise.words import format_seconds
 
 MOST_SHOWN = 8
 """The most operations that a page shows in detail."""

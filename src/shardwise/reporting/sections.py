@@ -12,11 +12,16 @@ import numpy as np
 
 from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint
-from shardwise.reporting import words
 from shardwise.reporting.collect import Operation
 from shardwise.reporting.comparison import Difference, Slowdown
 from shardwise.reporting.stragglers import Straggler, lower_median, upper_median
 from shardwise.telemetry.records import StageColumns, Telemetry
+from shardwise.words import (
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_time,
+)
 
 MOST_BARS = 120
 MOST_RECOVERIES = 20
@@ -63,11 +68,11 @@ def summary(
     slowdown: Slowdown | None,
 ) -> str:
     """Return the heading of an operation: what it was, what made it slow, and its figures."""
-    tiles = {"seconds": ("duration", words.format_seconds(operation.seconds))}
+    tiles = {"seconds": ("duration", format_seconds(operation.seconds))}
     if operation.bytes:
         tiles["bytes"] = ("data", format_bytes(operation.bytes))
         rate = operation.bytes / operation.seconds if operation.seconds else 0.0
-        tiles["rate"] = ("overall rate", words.format_rate(rate))
+        tiles["rate"] = ("overall rate", format_rate(rate))
     tiles["ranks"] = ("rank" if operation.ranks == 1 else "ranks", f"{operation.ranks:,}")
     tiles["hosts"] = ("host" if operation.hosts == 1 else "hosts", f"{operation.hosts:,}")
     tiles["retries"] = ("retries", f"{telemetry.retries:,}")
@@ -79,7 +84,7 @@ def summary(
     return (
         f"<h1>{escape(operation.headline)}</h1>"
         f'<p class="verdict">{_verdict(found)}</p>{versus}{_missing(operation, telemetry)}'
-        f'<p class="quiet">{escape(words.format_time(operation.started))} · '
+        f'<p class="quiet">{escape(format_time(operation.started))} · '
         f"shardwise {escape(telemetry.library)} · <code>{escape(operation.path)}</code></p>"
         f'<dl class="tiles">{shown}</dl>'
     )
@@ -90,7 +95,7 @@ def _verdict(found: Sequence[Straggler]) -> str:
         return "No rank was much slower than the others."
     first = found[0]
     seconds, median = (
-        f'<span class="whole">{words.format_seconds(each)}</span>'
+        f'<span class="whole">{format_seconds(each)}</span>'
         for each in (first.seconds, first.median)
     )
     text = (
@@ -105,7 +110,7 @@ def _missing(operation: Operation, telemetry: Telemetry) -> str:
     if not operation.missing:
         return ""
     has = np.isin(np.arange(min(operation.ranks, 2**20)), telemetry.ranks)
-    ranks = words.format_ranks(np.flatnonzero(~has).tolist())
+    ranks = format_ranks(np.flatnonzero(~has).tolist())
     text = f"{format_count(operation.missing, 'rank')} sent no telemetry: {ranks}"
     return f'<p class="warning">{escape(text)}</p>'
 
@@ -118,9 +123,9 @@ def stragglers(found: Sequence[Straggler]) -> str:
         (
             each.stage,
             each.who,
-            words.format_seconds(each.seconds),
-            words.format_seconds(each.median),
-            f"+{words.format_seconds(each.excess)}",
+            format_seconds(each.seconds),
+            format_seconds(each.median),
+            f"+{format_seconds(each.excess)}",
         )
         for each in found[:MOST_ROWS]
     ]
@@ -147,8 +152,8 @@ def stages(telemetry: Telemetry) -> str:
         rows.append(
             f'<tr><th scope="row">{escape(stage.name)}</th><td class="track" aria-hidden="true">'
             f"<div>{wide}{usual}</div></td>"
-            f'<td class="num" data-label="median">{words.format_seconds(lower_median(own))}</td>'
-            f'<td class="num" data-label="slowest">{words.format_seconds(own[slowest])}</td>'
+            f'<td class="num" data-label="median">{format_seconds(lower_median(own))}</td>'
+            f'<td class="num" data-label="slowest">{format_seconds(own[slowest])}</td>'
             f'<td data-label="slowest rank">rank {telemetry.ranks[slowest]}</td></tr>'
         )
     names = {"stage": "", "when": "", "median": "num", "slowest": "num", "slowest rank": ""}
@@ -157,7 +162,7 @@ def stages(telemetry: Telemetry) -> str:
         '<div class="scroll"><table class="stages"><caption class="hidden">Stages</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<p class="scale quiet" aria-hidden="true"><span>0 s</span>'
-        f"<span>{words.format_seconds(telemetry.seconds)}</span></p>"
+        f"<span>{format_seconds(telemetry.seconds)}</span></p>"
     )
 
 
@@ -184,8 +189,7 @@ def _rates(stage: StageColumns, best: float) -> str:
         "best of the run": best,
     }
     shown = "".join(
-        f"<div><dt>{name}</dt><dd>{words.format_rate(rate)}</dd></div>"
-        for name, rate in texts.items()
+        f"<div><dt>{name}</dt><dd>{format_rate(rate)}</dd></div>" for name, rate in texts.items()
     )
     who = "each host" if stage.by_agents else "each rank"
     share = f"{who}, {middle / best:.0%} of the best"
@@ -208,8 +212,8 @@ def comparison(slowdown: Slowdown) -> str:
         (
             each.stage,
             each.who,
-            words.format_seconds(each.before),
-            words.format_seconds(each.after),
+            format_seconds(each.before),
+            format_seconds(each.after),
             signed(each),
             each.reason,
         )
@@ -230,7 +234,7 @@ def comparison(slowdown: Slowdown) -> str:
 def signed(difference: Difference) -> str:
     """Return the change of a stage with its sign: `+12.3 s`, `−0.50 s`."""
     sign = "+" if difference.change >= 0 else "−"
-    return sign + words.format_seconds(abs(difference.change))
+    return sign + format_seconds(abs(difference.change))
 
 
 def growth(operations: Sequence[Operation], checkpoints: Sequence[ListedCheckpoint]) -> str:
@@ -240,7 +244,7 @@ def growth(operations: Sequence[Operation], checkpoints: Sequence[ListedCheckpoi
     charts = []
     for kind in kinds:
         points = [
-            (each.step or 0, each.seconds, words.format_seconds(each.seconds))
+            (each.step or 0, each.seconds, format_seconds(each.seconds))
             for each in saves
             if each.operation == kind
         ]
@@ -285,18 +289,18 @@ def recoveries(operations: Sequence[Operation]) -> str:
     for each, shares in reversed([*zip(found, phases, strict=True)]):
         parts = "".join(
             f'<i class="c{at % PHASE_COLOURS}" style="width:{seconds / longest:.2%}" '
-            f'title="{escape(name)}: {words.format_seconds(seconds)}"></i>'
+            f'title="{escape(name)}: {format_seconds(seconds)}"></i>'
             for at, (name, seconds) in enumerate(shares.items())
         )
         texts = "".join(
             f'<li><i class="c{at % PHASE_COLOURS}"></i>{escape(name)} '
-            f"{words.format_seconds(seconds)}</li>"
+            f"{format_seconds(seconds)}</li>"
             for at, (name, seconds) in enumerate(shares.items())
         )
         rows.append(
             f'<div class="recovery"><h3>{escape(each.name)} '
-            f"<small>{words.format_seconds(each.seconds)} · "
-            f"{escape(words.format_time(each.started))} · {each.amounts}</small></h3>"
+            f"<small>{format_seconds(each.seconds)} · "
+            f"{escape(format_time(each.started))} · {each.amounts}</small></h3>"
             f'<div class="parts" aria-hidden="true">{parts}</div>'
             f'<ul class="legend">{texts}</ul></div>'
         )

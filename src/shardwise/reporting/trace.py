@@ -14,8 +14,8 @@ import numpy as np
 
 from shardwise.boxes.box import IntArray
 from shardwise.reporting.stragglers import find_stragglers
-from shardwise.reporting.words import parse_time
 from shardwise.telemetry.records import Telemetry
+from shardwise.words import parse_time
 
 MOST_EVENTS = 200_000
 """Perfetto opens a trace of 200,000 events (30 MB) within seconds."""
