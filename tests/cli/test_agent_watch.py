@@ -48,7 +48,9 @@ def test_it_names_the_ranks_that_others_wait_for() -> None:
     assert lines[2] == "  3 ranks: save of step 100: write"
     assert lines[3] == "  1 rank: training"
     assert any(line.split()[:1] == ["17"] and line.split()[-2:] == ["12.3", "s"] for line in lines)
-    assert any(line.split() == ["3", "node-2", "has", "not", "begun", "40.0", "s"] for line in lines)
+    assert any(
+        line.split() == ["3", "node-2", "has", "not", "begun", "40.0", "s"] for line in lines
+    )
 
 
 def test_it_fits_into_80_columns_and_a_screen() -> None:

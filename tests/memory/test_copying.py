@@ -129,7 +129,7 @@ class Copy:
         self.trial, self.root, self.stop_at = trial, root, stop_at
         self.place = SnapshotDirectory(trial.run, 1)
         self.may_go_on = threading.Event()
-        self.fails = False
+        self.fails, self.wait = False, WAIT
         values = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
         self.source = content_of(HostMemory(values))
         fill = self.source.fill
@@ -147,7 +147,14 @@ class Copy:
 
     def begin(self) -> CopyProgress:
         """Begin to copy, as rank 0 of a durable save does, whose agent has asked for the file."""
-        pending = PendingManifest(
+        copying = self.trial.begin(self.source, pending=self.pending, durable=True)
+        until(lambda: self.place.has(records.save_record("pending", SAVE)))
+        self.ask()
+        return copying
+
+    def pending(self) -> PendingManifest:
+        """What rank 0 tells its agent."""
+        return PendingManifest(
             save_id=SAVE,
             step=1,
             manifest="",
@@ -156,17 +163,21 @@ class Copy:
             leader="here",
             storage=StorageTask(root=str(self.root)),
             durable=True,
-            wait=WAIT,
+            wait=self.wait,
         )
-        copying = self.trial.begin(self.source, pending=lambda: pending, durable=True)
-        until(lambda: self.place.has(records.save_record("pending", SAVE)))
-        request = StageRequest(save_id=SAVE, stage="persist", wait=WAIT)
+
+    def ask(self) -> None:
+        """Ask the agent for the file."""
+        self.place.path.mkdir(parents=True, exist_ok=True)
+        pending = self.place.path / records.save_record("pending", SAVE)
+        if not pending.exists():
+            write_record(pending, self.pending())
+        request = StageRequest(save_id=SAVE, stage="persist", wait=self.wait)
         write_record(self.place.path / records.save_record("persist", SAVE), request)
         self.agent = threading.Thread(
             target=self.follower.copy, args=(Action("copy", self.place, SAVE),)
         )
         self.agent.start()
-        return copying
 
     def has_written(self, buckets: int) -> bool:
         """Whether storage has so many buckets, in a file that is not complete yet."""
@@ -257,8 +268,15 @@ def test_a_rank_that_is_lost_as_it_copies_leaves_nothing_in_storage(copy: Copy) 
     copy.begin()
     until(lambda: copy.has_written(3))
     lock.release_as_lost()
-    assert "the rank that copies it into memory has ended" in copy.reply().failures["here"]
+    assert "rank 0, which copies it into memory, has ended" in copy.reply().failures["here"]
     assert copy.stored() == []
+
+
+def test_a_rank_that_was_lost_before_it_copied_is_not_waited_for(copy: Copy) -> None:
+    RankLock(copy.trial.run, 0).release_as_lost()
+    copy.wait = 600.0
+    copy.ask()
+    assert "has ended" in copy.reply().failures["here"]
 
 
 def test_a_rank_that_fails_as_it_copies_says_why_and_leaves_nothing_in_storage(copy: Copy) -> None:

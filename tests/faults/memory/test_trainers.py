@@ -75,6 +75,17 @@ def test_killed_at_each_bucket_the_older_step_is_had(gang: Gang, root: Path, shm
     assert_tidy(shm, 2)
 
 
+def test_killed_in_a_durable_copy_the_older_step_is_rescued_at_once(
+    gang: Gang, root: Path, shm: Path
+) -> None:
+    """The agent that writes what was copied does not wait for the rest, which never comes."""
+    cluster = Cluster(root=root, shm=shm, every=4, columns=LARGE, options={"wait": 600.0})
+    killed(gang, cluster, 4, (0, 1), partial(die_at_bucket, 1))
+    until(lambda: steps_in(root) == [3], 30.0)
+    assert gang.run(go_on, cluster, 4, world=2)[0].step == 3
+    assert_tidy(shm, 2)
+
+
 def test_killed_at_each_note_a_step_is_had_whole_or_not_at_all(
     gang: Gang, root: Path, shm: Path
 ) -> None:

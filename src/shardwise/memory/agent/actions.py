@@ -315,8 +315,7 @@ class _IncomingFile:
     def __init__(
         self, place: SnapshotDirectory, name: str, wait: float, mapped_files: MappedFiles
     ) -> None:
-        self._place, self._name, self._wait = place, name, wait
-        self._copied = 0
+        self._place, self._name, self._wait, self._copied = place, name, wait, 0
         for _ in self._attempts():
             if (found := self._find(mapped_files)) is not None:
                 self.entry, self.data = found
@@ -324,15 +323,14 @@ class _IncomingFile:
 
     def _find(self, mapped_files: MappedFiles) -> tuple[FileEntry, Buffer] | None:
         """Return the entry and the mapping, in the snapshot or in the slot that is being filled."""
-        place, name = self._place, self._name
-        if place.has(name):
-            staged = _read_existing(place.path / self._record("staged"), StagedFile)
-            return staged.file, mapped_files.map(place.path / name, staged.file.size)
+        if self._place.has(self._name):
+            staged = _read_existing(self._place.path / self._record("staged"), StagedFile)
+            return staged.file, mapped_files.map(self._place.path / self._name, staged.file.size)
         if (copying := self._read_progress()) is None:
             return None
         with suppress(FileNotFoundError):  # the rank has just moved it
-            path = place.run.free_directory / copying.slot
-            return copying.file, mapped_files.map(path, copying.file.size)
+            slot = self._place.run.free_directory / copying.slot
+            return copying.file, mapped_files.map(slot, copying.file.size)
         return None
 
     def wait_for(self, nbytes: int) -> None:
@@ -361,23 +359,26 @@ class _IncomingFile:
         return None
 
     def _attempts(self) -> Iterator[None]:
-        """Yield until the file can no longer become more complete, and then raise."""
+        """Yield until the file can no longer become more complete, and then raise.
+
+        A lost rank is not waited for, because the agent may have to rescue an older snapshot.
+        """
         end, deadline = Deadline(LONGEST_COPY), Deadline(self._wait)
+        rank = records.rank_in_name(self._name)
         for _ in end.attempts(pause=POLL_PAUSE):
+            is_alive = is_rank_alive(self._place.run, rank)  # before the look at its file
             yield
             self._place.refuse_abandoned()
             failed = read_record(self._place.path / self._record("failed"), StageOutcome)
             if failed is not None:
                 raise StoreError(failed.failure)
-            if self._place.has(self._record("copying")) and is_rank_alive(
-                self._place.run, records.rank_in_name(self._name)
-            ):
+            if self._place.has(self._record("copying")):
                 deadline = Deadline(self._wait)
-            if deadline.has_passed():
+            if deadline.has_passed() or not is_alive:
                 break
         raise StoreError(
-            f"timed out waiting for {self._place.path / self._name}: the rank that copies it into "
-            "memory has ended, or is too slow; see its log, or pass a larger Memory(wait=…)"
+            f"{self._place.path / self._name} is incomplete: rank {rank}, which copies it into "
+            "memory, has ended, or is too slow; see its log, or pass a larger Memory(wait=…)"
         )
 
 
