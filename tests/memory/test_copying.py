@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.engine.tensors import HostMemory
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import data_file, step_directory
+from shardwise.manifest.manifest import FileEntry, data_file, step_directory
 from shardwise.memory import records
 from shardwise.memory.agent.actions import Follower
 from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_snapshot
-from shardwise.memory.rank_liveness import RankLock
+from shardwise.memory.rank_liveness import RankLock, forget_copies
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -35,6 +35,8 @@ from shardwise.memory.records import (
 from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, CopyProgress, Pace, Slack
 from shardwise.memory.view import StageState
+from shardwise.store import LocalStore, WritableFile
+from shardwise.tiers.copy_file import WRITE_THREADS, FileCopier
 from shardwise.tiers.options import StorageTask
 from tests.memory.test_staging import BOUND, SIZE, Trial, content_of
 from tests.memory.test_sweep import forked
@@ -268,7 +270,7 @@ def test_a_rank_that_is_lost_as_it_copies_leaves_nothing_in_storage(copy: Copy) 
     copy.begin()
     until(lambda: copy.has_written(3))
     lock.release_as_lost()
-    assert "rank 0, which copies it into memory, has ended" in copy.reply().failures["here"]
+    assert "is incomplete" in copy.reply().failures["here"]
     assert copy.stored() == []
 
 
@@ -276,7 +278,109 @@ def test_a_rank_that_was_lost_before_it_copied_is_not_waited_for(copy: Copy) -> 
     RankLock(copy.trial.run, 0).release_as_lost()
     copy.wait = 600.0
     copy.ask()
-    assert "has ended" in copy.reply().failures["here"]
+    assert "is incomplete" in copy.reply().failures["here"]
+
+
+def test_the_checksums_are_waited_for_while_another_rank_copies(copy: Copy) -> None:
+    """They are computed once no rank of the node copies any more."""
+    locks = [RankLock(copy.trial.run, rank) for rank in (0, 1)]
+    other = copy.place.path / records.file_record(data_file(1, SAVE), "copying")
+    copying = copy.begin()
+    other.touch()
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    threading.Event().wait(2 * WAIT)
+    assert copy.agent is not None
+    assert copy.agent.is_alive()
+    other.unlink()
+    copy.seal()
+    assert not copy.reply().failures
+    for lock in locks:
+        lock.release()
+
+
+def test_a_save_of_which_another_rank_is_lost_is_not_written_to_its_end(copy: Copy) -> None:
+    """An older snapshot may have to be written at once."""
+    copy.wait = 600.0
+    locks = [RankLock(copy.trial.run, rank) for rank in (0, 1)]
+    copy.begin()
+    until(lambda: copy.has_written(3))
+    (copy.place.path / records.file_record(data_file(1, SAVE), "copying")).touch()
+    locks[1].release_as_lost()
+    assert "is incomplete" in copy.reply().failures["here"]
+    assert copy.stored() == []
+    locks[0].release()
+
+
+def test_a_copy_that_failed_leaves_its_slot_to_who_reads_it(copy: Copy) -> None:
+    """A slot that another save fills, or makes smaller, must not be one that an agent reads."""
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    marker = read_record(copy.place.path / records.file_record(FILE, "copying"), StagedFile)
+    assert marker is not None
+    slot = copy.trial.run.free_directory / marker.slot
+    assert slot.exists()
+    copy.fails = True
+    copy.may_go_on.set()
+    assert copying.wait(BOUND)
+    assert not slot.exists()
+    assert copy.trial.staging.has_free()
+    lock.release()
+
+
+def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) -> None:
+    lock = RankLock(copy.trial.run, 0)
+    copying = copy.begin()
+    until(lambda: copy.has_written(3))
+    marker = read_record(copy.place.path / records.file_record(FILE, "copying"), StagedFile)
+    assert marker is not None
+    damaged = copy.place.path / records.file_record(data_file(0, f"{2:016x}"), "copying")
+    of_another_rank = copy.place.path / records.file_record(data_file(1, SAVE), "copying")
+    damaged.touch()
+    of_another_rank.touch()
+    forget_copies(copy.trial.run, 0)
+    assert not (copy.trial.run.free_directory / marker.slot).exists()
+    assert copy.place.list_names(records.COPYING_SUFFIX) == [of_another_rank.name]
+    copy.may_go_on.set()
+    copying.wait(BOUND)
+    lock.release_as_lost()
+
+
+class SlowStore(LocalStore):
+    """Counts the chunks that are written, each of which takes a while."""
+
+    written = 0
+
+    def create(self, name: str, size: int, *, replace: bool = False) -> WritableFile:
+        file = super().create(name, size, replace=replace)
+        write = file.write_at
+
+        def write_at(offset: int, data: np.ndarray) -> None:
+            threading.Event().wait(0.01)
+            self.written += 1
+            write(offset, data)
+
+        file.write_at = write_at  # type: ignore[method-assign]
+        return file
+
+
+def test_after_a_failure_nothing_is_written_any_more(tmp_path: Path, copy: Copy) -> None:
+    store = SlowStore(tmp_path / "slow")
+    data = np.zeros(100 * BUCKET, np.uint8)
+
+    def fail_late(nbytes: int) -> None:
+        if nbytes == 100 * BUCKET:
+            at_failure.append(store.written)
+            raise sw.StoreError("the rank is gone")
+
+    at_failure = list[int]()
+    entry = FileEntry(FILE, 0, data.nbytes, 0, data.nbytes, data.nbytes, 0)
+    with pytest.raises(sw.StoreError, match="the rank is gone"):
+        FileCopier(None).copy_from_memory(data, entry, store, fail_late)
+    assert at_failure[0] > 100 - 4 * WRITE_THREADS, "the queue is short"
+    assert store.written <= at_failure[0] + WRITE_THREADS
+    assert store.list() == []
 
 
 def test_a_rank_that_fails_as_it_copies_says_why_and_leaves_nothing_in_storage(copy: Copy) -> None:

@@ -85,3 +85,24 @@ def test_different_steps_are_refused_on_all_ranks(gang: Gang, tmp_path: Path, sh
         assert "rank 0: step=1" in error
         assert "rank 1: step=2" in error
         assert total == 0
+
+
+def test_a_root_that_cannot_be_listed_at_the_end_costs_the_restore_only(
+    tmp_path: Path, shm: Path
+) -> None:
+    """The run has a new epoch by then, in which it goes on to save."""
+    state = {"t": torch.ones(8)}
+    with sw.Checkpointer(tmp_path / "root", memory=sw.Memory(dir=str(shm))) as checkpointer:
+        first = checkpointer.save(1, state)
+        assert first is not None
+        first.result()
+        name = "shardwise.checkpointer.restoring.Restoring.finds_later_step"
+        with (
+            patch(name, side_effect=sw.StoreError("the listing failed")),
+            pytest.raises(sw.StoreError, match="newer steps in .*: the listing failed; try again"),
+        ):
+            checkpointer.restore(state)
+        second = checkpointer.save(2, state)
+        assert second is not None
+        second.result()
+    assert sw.open(tmp_path / "root").step == 2

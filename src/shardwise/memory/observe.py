@@ -19,14 +19,13 @@ from shardwise.memory import records
 from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
 from shardwise.memory.node_tree import tree_of_run
-from shardwise.memory.rank_liveness import has_trainers, is_rank_alive, lost_ranks
+from shardwise.memory.rank_liveness import copying_ranks, has_trainers, lost_ranks
 from shardwise.memory.records import (
     PendingManifest,
     Retry,
     StagedFile,
     StageOutcome,
     SubtreeReply,
-    rank_in_name,
 )
 from shardwise.memory.view import (
     RootView,
@@ -394,11 +393,7 @@ class _SnapshotReader:
         """Return whether a live rank of this node is still copying data, before the commit ends."""
         if self._has("commit", save_id, "all"):
             return False
-        return any(
-            is_rank_alive(self.place.run, rank_in_name(name))
-            for name in self.names
-            if name.endswith(records.COPYING_SUFFIX) and records.save_id_in_name(name) == save_id
-        )
+        return any(copying_ranks(self.place, save_id, self.names).values())
 
     def _read_ended_stage(self, stage: str, save_id: str) -> Stage | None:
         """Return a stage if it has ended, otherwise None."""

@@ -6,13 +6,21 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
-from shardwise.memory.files import lock_directory, opened, regular_files, try_lock
-from shardwise.memory.home import Home, Run
+from shardwise.memory import records
+from shardwise.memory.files import (
+    lock_directory,
+    opened,
+    read_record,
+    regular_files,
+    try_lock,
+)
+from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.store.local_files import open_regular
 
 LOCK_TIMEOUT = 10.0
@@ -29,6 +37,9 @@ class RankLock:
     was lost. Forked children close their copies of the lock, so that the lock ends with the process
     that holds it. If this process already holds the rank's lock, the new object takes it over.
 
+    Attributes:
+        has_taken_over: whether it did so.
+
     Raises:
         StoreError: another process holds the lock of this rank of the run on this node.
     """
@@ -39,7 +50,8 @@ class RankLock:
         self._fd: int | None = None
         for _ in Deadline(LOCK_TIMEOUT).attempts():
             self._fd = self._lock()
-            if self._fd is not None or self._take_over():
+            self.has_taken_over = self._fd is None and self._take_over()
+            if self._fd is not None or self.has_taken_over:
                 break
         else:
             raise StoreError(
@@ -143,6 +155,38 @@ def is_rank_alive(run: Run, rank: int) -> bool:
 def has_trainers(run: Run) -> bool:
     """Return whether any rank of a run is alive on this node."""
     return any(_is_locked(path) for path in _lock_files(run))
+
+
+def copying_ranks(
+    place: SnapshotDirectory, save_id: str, names: Iterable[str] | None = None
+) -> dict[int, bool]:
+    """Return the ranks that copy their part of a save into this node, and whether each is alive.
+
+    Args:
+        names: the names of the files of the snapshot. None: list them.
+    """
+    markers = place.list_names(records.COPYING_SUFFIX) if names is None else names
+    ranks = [
+        records.rank_in_name(name)
+        for name in markers
+        if name.endswith(records.COPYING_SUFFIX) and records.save_id_in_name(name) == save_id
+    ]
+    return {rank: is_rank_alive(place.run, rank) for rank in ranks}
+
+
+def forget_copies(run: Run, rank: int) -> None:
+    """Remove what is left of the copies that an earlier process of this rank began.
+
+    An agent may still read a slot that was being filled, so it is not used again.
+    """
+    for place in run.snapshots():
+        for name in place.list_names(records.COPYING_SUFFIX):
+            if records.rank_in_name(name) == rank:
+                with suppress(StoreError):  # the marker is damaged
+                    copying = read_record(place.path / name, records.StagedFile)
+                    if copying is not None:
+                        (run.free_directory / copying.slot).unlink(missing_ok=True)
+                (place.path / name).unlink(missing_ok=True)
 
 
 def lost_ranks(run: Run) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 from shardwise.engine.buffers import aligned_buffer
@@ -108,18 +109,22 @@ class FileCopier:
         Raises:
             OSError: the storage failed. The incomplete copy is removed if possible.
         """
-        with (
-            _create_durably(store, entry) as copy,
-            ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist") as pool,
-        ):
-            writes = []
-            for low in range(0, entry.size, CHUNK):
-                wait_for(min(low + CHUNK, entry.size))
-                chunk = data[low : low + CHUNK]
-                time.sleep(self.seconds_for(len(chunk)))
-                writes.append(pool.submit(copy.write_at, low, _pad(chunk, store.traits.alignment)))
-            for write in writes:
-                write.result()
+        with _create_durably(store, entry) as copy:
+            pool = ThreadPoolExecutor(WRITE_THREADS, "shardwise-persist")
+            try:
+                writes = deque[Future[None]]()
+                for low in range(0, entry.size, CHUNK):
+                    wait_for(min(low + CHUNK, entry.size))
+                    chunk = data[low : low + CHUNK]
+                    time.sleep(self.seconds_for(len(chunk)))
+                    padded = _pad(chunk, store.traits.alignment)
+                    writes.append(pool.submit(copy.write_at, low, padded))
+                    if len(writes) > 2 * WRITE_THREADS:
+                        writes.popleft().result()
+                for write in writes:
+                    write.result()
+            finally:  # after a failure, an older snapshot may have to be written at once
+                pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

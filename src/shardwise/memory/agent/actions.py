@@ -31,7 +31,7 @@ from shardwise.memory.home import POLL_PAUSE, SnapshotDirectory
 from shardwise.memory.lineage import read_lineage
 from shardwise.memory.observe import Observer
 from shardwise.memory.options import Tls
-from shardwise.memory.rank_liveness import is_rank_alive
+from shardwise.memory.rank_liveness import copying_ranks, is_rank_alive
 from shardwise.memory.reclaim import free_replaced, free_saves, free_unattended
 from shardwise.memory.records import (
     PendingManifest,
@@ -39,7 +39,6 @@ from shardwise.memory.records import (
     StageOutcome,
     StageRequest,
 )
-from shardwise.memory.remote.lost_agents import LONGEST_COPY
 from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.memory.remote.subtrees import (
     RequestSender,
@@ -61,6 +60,8 @@ log = logging.getLogger("shardwise.agent")
 Record = TypeVar("Record")
 FILES_AT_ONCE = 2
 RESCUE_REQUEST_TIMEOUT = 0.5
+LIVENESS_PERIOD = 0.05
+"""Seconds between two looks whether the ranks are alive whose copies are waited for."""
 MOST_RESCUERS = 32
 Done = tuple[int, dict[int, FileEntry]]
 """The bytes that a node processed; and, in a commit, the entries of its files by index."""
@@ -348,7 +349,9 @@ class _IncomingFile:
                 if self._copied >= nbytes:
                     break
         if nbytes > self.entry.checksums_at:
-            self._place.wait_for(self._record("entry"), Deadline(self._wait))
+            for _ in self._attempts():
+                if self._place.has(self._record("entry")):
+                    break
 
     def _record(self, kind: str) -> str:
         return records.file_record(self._name, kind)
@@ -359,26 +362,32 @@ class _IncomingFile:
         return None
 
     def _attempts(self) -> Iterator[None]:
-        """Yield until the file can no longer become more complete, and then raise.
+        """Yield while live ranks of this node copy, and `wait` seconds longer; and then raise.
 
-        A lost rank is not waited for, because the agent may have to rescue an older snapshot.
+        Lost ranks are not waited for, because the agent may have to rescue an older snapshot.
         """
-        end, deadline = Deadline(LONGEST_COPY), Deadline(self._wait)
-        rank = records.rank_in_name(self._name)
-        for _ in end.attempts(pause=POLL_PAUSE):
-            is_alive = is_rank_alive(self._place.run, rank)  # before the look at its file
+        place, save_id = self._place, records.save_id_in_name(self._name)
+        deadline, look = Deadline(self._wait), Deadline(0.0)
+        lost = False
+        while not (lost or deadline.has_passed()):
+            is_due = look.has_passed()  # look at the ranks before their files
+            ranks = copying_ranks(place, save_id) if is_due else {}
+            is_own_lost = is_due and not is_rank_alive(place.run, records.rank_in_name(self._name))
             yield
-            self._place.refuse_abandoned()
-            failed = read_record(self._place.path / self._record("failed"), StageOutcome)
+            place.refuse_abandoned()
+            failed = read_record(place.path / self._record("failed"), StageOutcome)
             if failed is not None:
                 raise StoreError(failed.failure)
-            if self._place.has(self._record("copying")):
+            if is_due:
+                look = Deadline(LIVENESS_PERIOD)
+                lost = (is_own_lost and not place.has(self._name)) or False in ranks.values()
+            if ranks:
                 deadline = Deadline(self._wait)
-            if deadline.has_passed() or not is_alive:
-                break
+            time.sleep(POLL_PAUSE)
         raise StoreError(
-            f"{self._place.path / self._name} is incomplete: rank {rank}, which copies it into "
-            "memory, has ended, or is too slow; see its log, or pass a larger Memory(wait=…)"
+            f"{place.path / self._name} is incomplete: its rank, or another rank of this node that "
+            "copies its part of the save, has ended or is too slow; see their logs, or pass a "
+            "larger Memory(wait=…)"
         )
 
 

@@ -14,7 +14,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round
 from shardwise.engine.write_file import FileSource
-from shardwise.errors import StoreError
+from shardwise.errors import ShardwiseError, StoreError, describe_error
 from shardwise.events import Event, Watcher
 from shardwise.memory.agent.mirrors import set_mirror_task
 from shardwise.memory.agent.protect import find_protection_gaps
@@ -22,7 +22,7 @@ from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
 from shardwise.memory.progress import make_watcher
-from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
+from shardwise.memory.rank_liveness import RankLock, forget_copies, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
     discard_superseded,
@@ -83,6 +83,8 @@ class Snapshots:
         self.tls = options.tls
         with Round(group, "taking the locks of ranks"):
             self._rank_lock = RankLock(self.run, group.rank)
+            if not self._rank_lock.has_taken_over:
+                forget_copies(self.run, group.rank)
         with Round(group, "reclaiming memory"):
             if self.is_first_of_node:
                 self._reclaim()
@@ -217,15 +219,20 @@ class Snapshots:
         result. `lineage.resume_from` says what `owner` is.
         """
 
-        def record(_: bool) -> tuple[Lineage, bool]:
+        def record(_: bool) -> tuple[Lineage, bool, str]:
             lineage = resume_from(self.root, self.run.name, step, owner)
-            return lineage, finds_later is not None and finds_later()
+            try:
+                return lineage, finds_later is not None and finds_later(), ""
+            except (ShardwiseError, OSError) as error:  # all ranks must know the lineage
+                return lineage, False, describe_error(error)
 
         with Round(self._group, "discarding newer snapshots") as all_ranks:
             self._discard(step)
-            self.membership.lineage, found = all_ranks.all_reduce(
-                True, bool, all, record, tuple[Lineage, bool]
+            self.membership.lineage, found, failure = all_ranks.all_reduce(
+                True, bool, all, record, tuple[Lineage, bool, str]
             )
+        if failure:
+            raise StoreError(f"cannot look for newer steps in {self.root}: {failure}; try again")
         return found
 
     @property
@@ -253,11 +260,12 @@ class Snapshots:
             if wait:
                 self._finish()
             self.fence()
+            self._staging.close()  # an agent waits for a copy only while its rank holds its lock
             if not failed:
                 self._rank_lock.release()
         finally:
-            self._rank_lock.release_as_lost()
             self._staging.close()
+            self._rank_lock.release_as_lost()
             if self._supervisor is not None:
                 self._supervisor.stop()
 

@@ -358,6 +358,7 @@ class Staging:
         # A copy that the training waits for would share the processors with the agent's writes. And
         # what devices copy is complete only after the last wait.
         is_followed = part.is_durable and self._options.overlap and not source.devices
+        is_complete = False
         try:
             copy_range(
                 copying.pace_fill(self._streams.make_fill(source, wait=False)),
@@ -368,8 +369,11 @@ class Staging:
                 from_devices=bool(source.devices),
                 on_progress=record_progress if is_followed else lambda copied: None,
             )
+            is_complete = True
         finally:
             self._streams.record_copies()
+            if is_followed and not is_complete:  # an agent may still read it
+                slot.path.unlink(missing_ok=True)
         if part.ring is None:
             copying.all_queued.set()
         self._streams.wait_for_copies()
