@@ -14,7 +14,7 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=348,
-    statements=37167,
+    statements=37208,
     modules_of_api=90,
     statements_of_api=10327,
     record_types=285,
