@@ -99,7 +99,7 @@ def test_a_root_that_cannot_be_listed_at_the_end_costs_the_restore_only(
         name = "shardwise.checkpointer.restoring.Restoring.finds_later_step"
         with (
             patch(name, side_effect=sw.StoreError("the listing failed")),
-            pytest.raises(sw.StoreError, match="newer steps in .*: the listing failed; try again"),
+            pytest.raises(sw.StoreError, match=r"newer steps in .*: the listing failed; try again"),
         ):
             checkpointer.restore(state)
         second = checkpointer.save(2, state)
