@@ -574,6 +574,10 @@ UNUSUAL: dict[str, tuple[Change, Change]] = {
         same_lists_of_moments,
     ),
     "the state of another parameter": (add_group, state_of_another),
+    "two shapes of one memory": (
+        lambda s: s.update(views=(lambda a: {"a": a, "b": a.view(3, 2), "c": a})(torch.ones(2, 3))),
+        lambda s: s["views"].update(c=s["views"]["b"]),
+    ),
     "values that share memory with a weight": (
         lambda s: s["values"].update(part=s["model"].mask[1]),
         lambda s: s["values"].update(part=s["model"].mask[2]),
