@@ -21,12 +21,13 @@ from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.process_groups import connect_process_group
+from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, Storage, save_together
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.loading import LoadOptions, State, load_state
 from shardwise.manifest.manifest import MIRROR_FILE
-from shardwise.opening import OpenOptions, open_any, refuse_as_destination
+from shardwise.opening import OpenOptions, agree_to_open, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.retention import Choice
 from shardwise.state.name_lookup import Rename
@@ -220,7 +221,10 @@ def open(  # noqa: A001 - shardwise.open
         store = open_place(place)
         if isinstance(store, LocalStore):
             store = store.with_cached_reads()  # the same checkpoint is often opened again
-        files, layout = open_any(lambda: store, SoloGroup(), cleanup, options)
+        alone = SoloGroup()
+        with Round(alone, "opening a checkpoint") as this_rank:
+            check = agree_to_open(this_rank, store, alone, cleanup, options)
+        files, layout = check()
         lock = cleanup.pop_all()
         return Checkpoint(files, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
 
@@ -276,12 +280,11 @@ def export(
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
-
-            def prepare() -> Store:
+            with Round(ranks, "opening a checkpoint") as all_ranks:
                 options.check()
-                return open_place(place)
-
-            source, layout = open_any(prepare, ranks, cleanup, how, options.settings)
+                store, settings = open_place(place), options.settings
+                check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
+            source, layout = check()
         return write_export(options, source, layout, ranks, recorder)
 
 

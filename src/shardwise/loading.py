@@ -24,7 +24,7 @@ from shardwise.errors import StateError
 from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.opening import OpenOptions, open_any
+from shardwise.opening import OpenOptions, agree_to_open
 from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
@@ -98,18 +98,15 @@ def load_state(
         ShardwiseError: as for `shardwise.load`.
     """
     group = TimedGroup(group, recorder)
-    selection, rename, bindings = Selection(), rename_function(None), list[Binding]()
     with ExitStack() as cleanup:
         with recorder.stage("open"):
-
-            def prepare() -> Store:
-                nonlocal selection, rename, bindings
+            with Round(group, "opening a checkpoint") as all_ranks:
                 selection = Selection(options.only, options.skip)
                 rename = rename_function(options.rename)
                 bindings = bind_state(state, allow_pickle=options.allow_pickle)
-                return get_store()
-
-            store, layout = open_any(prepare, group, cleanup, options, options.settings)
+                place, settings = get_store(), options.settings
+                check = agree_to_open(all_ranks, place, group, cleanup, options, settings)
+            store, layout = check()
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
         path, strict = str(store), options.strict
@@ -120,13 +117,8 @@ def load_state(
             with recorder.stage("plan"):
                 if layout.step is None and options.needs_step:
                     refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
-                reads = plan_reads(
-                    targets.tensors,
-                    saved,
-                    store,
-                    Arena(options.staging_bytes, store.traits),
-                    verify=options.verify,
-                )
+                arena = Arena(options.staging_bytes, store.traits)
+                reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
             with recorder.stage("match"):
                 unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)

@@ -92,72 +92,67 @@ MOST_CHOICES = 5
 """How often a step is chosen, if retention removes each before it is opened."""
 
 
-def open_any(
-    prepare: Callable[[], Store],
+def agree_to_open(
+    all_ranks: Round,
+    store: Store,
     group: Group,
     cleanup: ExitStack,
     options: OpenOptions = DEFAULT_OPTIONS,
     settings: str = "",
-) -> tuple[Files, Layout]:
-    """Open the checkpoint at a place on all ranks together. It may be a foreign checkpoint.
+) -> Callable[[], tuple[Files, Layout]]:
+    """Agree with the other ranks on the checkpoint at a place. It may be a foreign checkpoint.
 
     Rank 0 chooses the step if the place is the root of a run, and reads the manifest, or the layout
-    of the foreign files. Every rank checks the result.
+    of the foreign files.
 
     Args:
-        prepare: returns the place, as this rank knows it. A failure on a rank is raised on all
-            ranks.
+        all_ranks: the round that ends with this call.
+        store: the place, as this rank knows it.
         group: the ranks.
         cleanup: on rank 0, keeps the checkpoint from being removed until it closes.
         options: the options for reading the checkpoint.
         settings: further settings, as text, which must be equal on all ranks.
 
     Returns:
-        The files of the checkpoint, and their layout.
+        A function that checks on every rank what rank 0 has read, and returns the files of the
+        checkpoint and their layout. All ranks call it together, after the round.
 
     Raises:
         MismatchError: ranks pass different arguments.
-        ShardwiseError: as for `shardwise.open`.
+        ShardwiseError: as for `shardwise.open`; so does the returned function.
     """
     own: Layout | None = None
 
-    def open_first() -> tuple[str, bytes | None, bytes, Steps]:
+    def open_first() -> _Opened:
         nonlocal own
-        directory, manifest, steps, own = _open_first(store, options, cleanup)
-        return directory, manifest, _encode(own) if own and group.size > 1 else b"", steps
+        opened, own = _open_first(store, options, cleanup, encodes=group.size > 1)
+        return opened
 
-    with Round(group, "opening a checkpoint") as all_ranks:
-        store = prepare()
-        directory, manifest, encoded, steps = all_ranks.require_equal(
-            {"": f"{store}, step={options.step} {settings}"},
-            "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
-            "ranks:",
-            open_first,
-            tuple[str, bytes | None, bytes, Steps],
-        )
-    store = store.at(directory) if directory else store
-    with Round(group, "checking a checkpoint"):
-        if manifest is not None:
-            files: Files = store
-            layout = _open_manifest(store, manifest, checks_sizes=group.rank == 0)
-        else:
-            from shardwise.formats.opening import check_layout
+    directory, manifest, encoded, steps = all_ranks.require_equal(
+        {"": f"{store}, step={options.step} {settings}"},
+        "ranks do not load the same checkpoint in the same way; pass the same arguments on all "
+        "ranks:",
+        open_first,
+        _Opened,
+    )
+    place = store.at(directory) if directory else store
+    return lambda: _check_opened(place, manifest, own or encoded, steps, options, group)
 
-            files, layout = check_layout(store, own or encoded)
-        layout = with_step(layout, steps, store)
-    for name, file in layout.missing_files.items() if group.rank == 0 else ():
-        log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
-    return files, layout if options.spec is None else options.spec.apply(str(files), layout)
+
+_Opened = tuple[str, bytes | None, bytes, Steps]
+"""The directory of the chosen step, "" if there is none; the manifest, or None and the encoded
+layout of a foreign checkpoint; and the steps."""
 
 
 def _open_first(
-    store: Store, options: OpenOptions, cleanup: ExitStack
-) -> tuple[str, bytes | None, Steps, Layout | None]:
-    """Choose the step of a root, and read what is there.
+    store: Store, options: OpenOptions, cleanup: ExitStack, *, encodes: bool
+) -> tuple[_Opened, Layout | None]:
+    """Choose the step of a root, and read what is there; also return the layout of foreign files.
 
-    Returns:
-        The results of `_open_chosen_step`, the steps, and the layout of a foreign checkpoint.
+    Args:
+        encodes: whether to encode that layout for other ranks.
     """
+    own, encoded = None, b""
     directory, manifest = _open_chosen_step(store, options, cleanup)
     place = store.at(directory) if directory else store
     steps = find_steps(place, options.step, is_chosen=directory != "")
@@ -166,13 +161,37 @@ def _open_first(
             f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
             "another format: leave out format="
         )
-    return directory, manifest, steps, _read_foreign(place, options) if manifest is None else None
+    if manifest is None:
+        own = _read_foreign(place, options)
+        if encodes:
+            from shardwise.formats.opening import encode_layout
+
+            encoded = encode_layout(own)
+    return (directory, manifest, encoded, steps), own
 
 
-def _encode(layout: Layout) -> bytes:
-    from shardwise.formats.opening import encode_layout
+def _check_opened(
+    store: Store,
+    manifest: bytes | None,
+    foreign: Layout | bytes,
+    steps: Steps,
+    options: OpenOptions,
+    group: Group,
+) -> tuple[Files, Layout]:
+    """Check on all ranks what rank 0 has read, and return the files and their layout."""
+    with Round(group, "checking a checkpoint"):
+        if manifest is not None:
+            files: Files = store
+            layout = _open_manifest(store, manifest, checks_sizes=group.rank == 0)
+        else:
+            from shardwise.formats.opening import check_layout
 
-    return encode_layout(layout)
+            files, layout = check_layout(store, foreign)
+        layout = with_step(layout, steps, store)
+    if group.rank == 0:
+        for name, file in layout.missing_files.items():
+            log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
+    return files, layout if options.spec is None else options.spec.apply(str(files), layout)
 
 
 def _open_chosen_step(

@@ -23,7 +23,8 @@ from shardwise.memory.decide import Action
 from shardwise.memory.files import read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
 from shardwise.memory.observe import read_snapshot
-from shardwise.memory.rank_liveness import RankLock, forget_copies
+from shardwise.memory.rank_liveness import RankLock, copying_ranks
+from shardwise.memory.reclaim import forget_copies
 from shardwise.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -188,6 +189,15 @@ class Copy:
         copied = {each.read_bytes()[:size] for each in path.glob("r00000-*.slot")}
         return any(each.read_bytes()[:size] in copied - {bytes(size)} for each in self.stored())
 
+    def slot(self) -> Path:
+        """The slot that is being filled."""
+        marker = self.place.path / records.file_record(FILE, "copying")
+        copying = read_record(marker, StagedFile)
+        assert copying is not None
+        found = self.trial.run.free_directory / copying.slot
+        assert found.exists()
+        return found
+
     def seal(self) -> None:
         """Compute the checksums, once nothing copies any more."""
         until(lambda: read_snapshot(self.place).saves[SAVE].state_of("seal") is StageState.RUNNING)
@@ -317,10 +327,7 @@ def test_a_copy_that_failed_leaves_its_slot_to_who_reads_it(copy: Copy) -> None:
     lock = RankLock(copy.trial.run, 0)
     copying = copy.begin()
     until(lambda: copy.has_written(3))
-    marker = read_record(copy.place.path / records.file_record(FILE, "copying"), StagedFile)
-    assert marker is not None
-    slot = copy.trial.run.free_directory / marker.slot
-    assert slot.exists()
+    slot = copy.slot()
     copy.fails = True
     copy.may_go_on.set()
     assert copying.wait(BOUND)
@@ -333,18 +340,45 @@ def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) ->
     lock = RankLock(copy.trial.run, 0)
     copying = copy.begin()
     until(lambda: copy.has_written(3))
-    marker = read_record(copy.place.path / records.file_record(FILE, "copying"), StagedFile)
-    assert marker is not None
+    slot = copy.slot()
     damaged = copy.place.path / records.file_record(data_file(0, f"{2:016x}"), "copying")
     of_another_rank = copy.place.path / records.file_record(data_file(1, SAVE), "copying")
     damaged.touch()
     of_another_rank.touch()
     forget_copies(copy.trial.run, 0)
-    assert not (copy.trial.run.free_directory / marker.slot).exists()
+    assert not slot.exists()
     assert copy.place.list_names(records.COPYING_SUFFIX) == [of_another_rank.name]
     copy.may_go_on.set()
     copying.wait(BOUND)
     lock.release_as_lost()
+
+
+def test_a_slot_that_no_agent_followed_is_used_again(copy: Copy) -> None:
+    """So the restart of a rank allocates no memory anew."""
+    slot = copy.trial.run.free_directory / "r00000-0.slot"
+    copy.place.path.mkdir(parents=True)
+    slot.parent.mkdir(parents=True, exist_ok=True)
+    slot.touch()
+    entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
+    marker = copy.place.path / records.file_record(FILE, "copying")
+    write_record(marker, StagedFile(entry, slot.name, 2, ("commit", "protect")))
+    forget_copies(copy.trial.run, 0)
+    assert slot.exists()
+    assert not marker.exists()
+
+
+def test_a_rank_that_ends_after_its_copy_is_not_lost(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so between the look at its marker and the look at its lock."""
+    copy.place.path.mkdir(parents=True)
+    marker = copy.place.path / records.file_record(FILE, "copying")
+    marker.touch()
+    assert copying_ranks(copy.place, SAVE) == {0: False}
+    monkeypatch.setattr(
+        "shardwise.memory.rank_liveness.is_rank_alive", lambda *_: bool(marker.unlink())
+    )
+    assert copying_ranks(copy.place, SAVE) == {}
 
 
 class SlowStore(LocalStore):

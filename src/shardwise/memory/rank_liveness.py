@@ -13,13 +13,7 @@ from pathlib import Path
 from shardwise.deadline import Deadline
 from shardwise.errors import StoreError
 from shardwise.memory import records
-from shardwise.memory.files import (
-    lock_directory,
-    opened,
-    read_record,
-    regular_files,
-    try_lock,
-)
+from shardwise.memory.files import lock_directory, opened, regular_files, try_lock
 from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.store.local_files import open_regular
 
@@ -165,28 +159,17 @@ def copying_ranks(
     Args:
         names: the names of the files of the snapshot. None: list them.
     """
-    markers = place.list_names(records.COPYING_SUFFIX) if names is None else names
-    ranks = [
-        records.rank_in_name(name)
-        for name in markers
+    alive = {
+        name: is_rank_alive(place.run, records.rank_in_name(name))
+        for name in (place.list_names("") if names is None else names)
         if name.endswith(records.COPYING_SUFFIX) and records.save_id_in_name(name) == save_id
-    ]
-    return {rank: is_rank_alive(place.run, rank) for rank in ranks}
-
-
-def forget_copies(run: Run, rank: int) -> None:
-    """Remove what is left of the copies that an earlier process of this rank began.
-
-    An agent may still read a slot that was being filled, so it is not used again.
-    """
-    for place in run.snapshots():
-        for name in place.list_names(records.COPYING_SUFFIX):
-            if records.rank_in_name(name) == rank:
-                with suppress(StoreError):  # the marker is damaged
-                    copying = read_record(place.path / name, records.StagedFile)
-                    if copying is not None:
-                        (run.free_directory / copying.slot).unlink(missing_ok=True)
-                (place.path / name).unlink(missing_ok=True)
+    }
+    # A rank may have finished its copy and ended since its marker was listed.
+    return {
+        records.rank_in_name(name): is_alive
+        for name, is_alive in alive.items()
+        if is_alive or place.has(name)
+    }
 
 
 def lost_ranks(run: Run) -> list[int]:

@@ -30,7 +30,7 @@ from shardwise.errors import StateError, StoreError
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
-from shardwise.memory.files import lock_directory, regular_files
+from shardwise.memory.files import lock_directory, read_record, regular_files
 from shardwise.memory.home import (
     OUTCOMES_DIRECTORY,
     Home,
@@ -196,6 +196,21 @@ def free_uncommittable(run: Run, patience: float, cache: RecordCache) -> None:
     for place in find_uncommittable(read_run_view(run, cache), time.time(), patience):
         place.abandon()
         free(place)
+
+
+def forget_copies(run: Run, rank: int) -> None:
+    """Remove what is left of the copies that an earlier process of this rank began.
+
+    An agent may still read a slot whose copy it followed, so that slot is not used again.
+    """
+    for place in run.snapshots():
+        for name in place.list_names(records.COPYING_SUFFIX):
+            if rank_in_name(name) == rank:
+                with suppress(StoreError):  # the record is damaged
+                    copying = read_record(place.path / name, records.StagedFile)
+                    if copying is not None and copying.copied:
+                        (run.free_directory / copying.slot).unlink(missing_ok=True)
+                (place.path / name).unlink(missing_ok=True)
 
 
 def remove_if_unused(home: Home, run: Run) -> None:

@@ -38,7 +38,7 @@ def copy_range(
 
     Args:
         from_devices: whether `fill` queues copies that devices make.
-        on_progress: called with the offset up to which `fill` has returned, ever again.
+        on_progress: called after each bucket, with the offset before which all are copied.
     """
     size = BYTES_AT_ONCE_FROM_DEVICES if from_devices else BYTES_AT_ONCE
 

@@ -22,10 +22,11 @@ from shardwise.memory.home import Home, Run, SnapshotDirectory
 from shardwise.memory.lineage import Lineage, resume_from
 from shardwise.memory.options import Memory
 from shardwise.memory.progress import make_watcher
-from shardwise.memory.rank_liveness import RankLock, forget_copies, forget_lost_ranks
+from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.memory.reclaim import (
     delete_free_slots,
     discard_superseded,
+    forget_copies,
     refuse_older_step,
     remove_other_runs,
 )
@@ -41,6 +42,8 @@ from shardwise.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.store import Store
 from shardwise.tiers.options import StorageTask
 
+COPY_OF_FAILED_RANK = 5.0
+"""Seconds for which a rank that has failed waits for its copy, before its agent takes over."""
 log = logging.getLogger("shardwise")
 
 _Note = tuple[bool, AgentInfo | None]
@@ -260,12 +263,13 @@ class Snapshots:
             if wait:
                 self._finish()
             self.fence()
-            self._staging.close()  # an agent waits for a copy only while its rank holds its lock
+            # Agents wait for a copy only while its rank holds its lock.
+            self._staging.wait_for_copy(COPY_OF_FAILED_RANK if failed else self._options.wait)
             if not failed:
                 self._rank_lock.release()
         finally:
-            self._staging.close()
             self._rank_lock.release_as_lost()
+            self._staging.close()
             if self._supervisor is not None:
                 self._supervisor.stop()
 

@@ -145,7 +145,7 @@ class Staging:
         Raises:
             StoreError: there is not enough memory; says how much is needed.
         """
-        self._wait_for_copy()
+        self.wait_for_copy()
         devices = frozenset() if source is None else source.devices
         self._streams.begin(devices)
         return self._allocate(source, ring)
@@ -186,7 +186,7 @@ class Staging:
 
         Failures are raised by `raise_failure`.
         """
-        self._wait_for_copy()
+        self.wait_for_copy()
         self._streams.begin(part.devices)
         copying = self._copying = CopyProgress(part.nbytes, self._slack)
         try:
@@ -219,14 +219,15 @@ class Staging:
         Raises:
             StoreError: staging failed; says why.
         """
-        self._wait_for_copy()
+        self.wait_for_copy()
         failure, self._failure = self._failure, ""
         if failure:
             raise StoreError(failure)
 
-    def _wait_for_copy(self) -> None:
+    def wait_for_copy(self, timeout: float | None = None) -> None:
+        """Wait until no copy is in progress, or for `timeout` seconds."""
         if self._copying is not None:
-            self._copying.wait()
+            self._copying.wait(timeout)
 
     def remove(self) -> None:
         """Delete the free slots."""
