@@ -14,9 +14,9 @@ from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
     modules=348,
-    statements=37208,
+    statements=37218,
     modules_of_api=90,
-    statements_of_api=10327,
+    statements_of_api=10337,
     record_types=285,
     names_across_packages=425,  # the ports are used from everywhere
     names_of_readers=30,
