@@ -376,7 +376,6 @@ def _look_at_memory(sight: _Sight, what: str) -> None:
         sight.facts |= {
             f"the storages of {what}": [*map(torch.UntypedStorage.nbytes, sight.storages)],
             f"the types of {what}": types,
-            f"the types of local {what}": [*map(type, tensors)],
             f"the placements of {what}": [*map(_placements_of, sharded)],
             f"the attributes of {what}": [*chain.from_iterable(map(vars, attributes))],
             f"the addresses of {what}": [*map(torch.Tensor.data_ptr, tensors)],
@@ -392,8 +391,9 @@ def _look_at_memory(sight: _Sight, what: str) -> None:
 def _guard_layouts(sight: _Sight) -> TensorGuards:
     """Return what compares the shapes, strides and dtypes of tensors with those that they have now.
 
-    `torch.compile` uses it. It also compares devices, conjugation and negation. It does not know
-    repeated tensors, keeps none of them alive, and takes a third of the time of Python's loops.
+    `torch.compile` uses it. It also compares classes, devices, conjugation and negation. It does
+    not know repeated tensors, keeps none of them alive, and takes a third of the time of Python's
+    loops.
     """
     # torch's own stub has another type.
     sizes: Any = [[*each.shape] for each in sight.distinct]
