@@ -19,14 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
+from shardwise.engine.root import CheckpointInfo, Root
 from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.manifest import MANIFEST, decode_manifest, encode_manifest, step_directory
-from shardwise.retention import (
-    CheckpointInfo,
-    apply_retention,
-    choose_step,
-    committed_steps,
-)
+from shardwise.retention import apply_retention
 from shardwise.store import LocalStore
 
 HOUR = 3600.0
@@ -102,7 +98,7 @@ def test_wrong_rules_are_refused(wrong: dict[str, Any], error: type[Exception], 
 
 
 def test_the_times_are_those_of_the_manifests(tmp_path: Path) -> None:
-    root = LocalStore(tmp_path)
+    root = Root(LocalStore(tmp_path))
     for step, hour in ((1, 0), (2, 1), (3, 2), (4, 4)):
         sw.save(tmp_path / step_directory(step), {"t": step}, step=step)
         path = tmp_path / step_directory(step) / MANIFEST
@@ -111,7 +107,7 @@ def test_the_times_are_those_of_the_manifests(tmp_path: Path) -> None:
         path.write_bytes(encode_manifest(manifest))
     keep = sw.Keep(latest_for="150m")
     assert apply_retention(root, keep, newest=4, damaged=frozenset()) == [1, 2]
-    assert committed_steps(root) == [3, 4]
+    assert root.steps() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_directory(s) for s in (3, 4)]
 
 
@@ -128,7 +124,7 @@ def test_what_has_no_file_as_manifest_is_neither_removed_nor_restored(
         os.mkfifo(manifest) if kind == "pipe" else manifest.mkdir()
         checkpointer.save(3, {"a": torch.ones(2)}, metrics={"loss": 3.0})
     assert f"{manifest} is not a regular file" in caplog.text
-    assert committed_steps(LocalStore(tmp_path)) == [1, 2, 3]
+    assert Root(LocalStore(tmp_path)).steps() == [1, 2, 3]
     (tmp_path / step_directory(3) / MANIFEST).unlink()
     with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         assert checkpointer.restore({"a": torch.ones(2)}) == 1
@@ -145,7 +141,8 @@ def test_a_checkpoint_whose_metrics_cannot_be_read_now_is_neither_removed_nor_pa
     with sw.Checkpointer(tmp_path, memory=None) as checkpointer:
         for step, loss in ((1, 0.5), (2, 2.0), (3, 1.0)):
             checkpointer.save(step, {"a": torch.ones(2)}, metrics={"loss": loss})
-    root, keep, read = LocalStore(tmp_path), sw.Keep(last=1, best=sw.Best("loss")), LocalStore.read
+    root, read = Root(LocalStore(tmp_path)), LocalStore.read
+    keep = sw.Keep(last=1, best=sw.Best("loss"))
 
     def fail_at_step_1(store: LocalStore, key: str, *, limit: int) -> bytes:
         if store.path.name == step_directory(1):
@@ -158,9 +155,9 @@ def test_a_checkpoint_whose_metrics_cannot_be_read_now_is_neither_removed_nor_pa
             with pytest.raises(type(error)):
                 apply_retention(root, keep, newest=3, damaged=frozenset())
             with pytest.raises(type(error)):
-                choose_step(root, sw.Best("loss"))
-    assert committed_steps(root) == [1, 2, 3]
-    assert choose_step(root, sw.Best("loss")) == 1
+                root.choose(sw.Best("loss"))
+    assert root.steps() == [1, 2, 3]
+    assert root.choose(sw.Best("loss")) == 1
     assert apply_retention(root, keep, newest=3, damaged=frozenset()) == [2]
 
 

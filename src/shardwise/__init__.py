@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
     from shardwise.engine.replica_check import Divergence as Divergence
+    from shardwise.engine.root import Best as Best
     from shardwise.engine.save import SaveReport as SaveReport
     from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from shardwise.ports.hooks import RunHook as RunHook
     from shardwise.reporting.report import Report as Report
     from shardwise.reporting.report import report as report
-    from shardwise.retention import Best as Best
     from shardwise.retention import Keep as Keep
     from shardwise.saved_tensor import SavedTensor as SavedTensor
     from shardwise.state.local_state import Shards as Shards
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from shardwise.tiers.options import Mirror as Mirror
 
 _MODULE_OF_NAME = {
-    "Best": "retention",
+    "Best": "engine.root",
     "Box": "boxes",
     "Checkpoint": "checkpoint",
     "CheckpointExistsError": "errors",

@@ -21,6 +21,7 @@ from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.process_groups import connect_process_group
+from shardwise.engine.root import Choice
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, Storage, save_together
 from shardwise.errors import StateError
@@ -29,7 +30,6 @@ from shardwise.loading import LoadOptions, State, load_state
 from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_to_open, refuse_as_destination
 from shardwise.plan.save import PlanCache
-from shardwise.retention import Choice
 from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
 

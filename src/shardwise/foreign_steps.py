@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 
 from shardwise.decoding import prepare_decoding
+from shardwise.engine.root import Best, Choice
 from shardwise.errors import FormatError, StateError
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import step_of_directory
-from shardwise.retention import Best, Choice
 from shardwise.store import LocalStore, Store, resolve_links
 
 MOST_STEPS_SHOWN = 5

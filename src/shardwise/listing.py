@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-from shardwise.engine.commit import map_in_threads, remove_leftovers
-from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
-from shardwise.events import format_count
-from shardwise.manifest.manifest import (
-    LARGEST_MANIFEST,
-    MANIFEST,
-    REMOVED,
-    FileEntry,
-    decode_manifest,
-    is_file_of_save,
-    step_of_directory,
+from shardwise.engine.checkpoint_directory import (
+    CheckpointDirectory,
+    State,
+    map_in_threads,
+    state_of,
 )
+from shardwise.engine.root import names_at
+from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
+from shardwise.manifest.manifest import step_of_directory
 from shardwise.manifest.pieces import count_tensors
-from shardwise.retention import remove_checkpoint
 from shardwise.store import Store, open_store
 from shardwise.tiers.record import MirrorRecord
-
-MAX_FILES = 2**20
-MAX_LISTED_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +47,7 @@ class ListedCheckpoint:
     path: str
     directory: str
     step: int | None
-    state: Literal["committed", "damaged", "unfinished", "removed"]
+    state: State
     problem: str | None = None
     saved_at: str | None = None
     tensors: int | None = None
@@ -96,11 +87,8 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
             message says what is there.
     """
     store = open_store(root)
-    try:
-        names = store.list()
-    except NotADirectoryError:
-        names = []
-    if MANIFEST in names:
+    names = names_at(store)
+    if state_of(names) == "committed":
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
             "`shardwise inspect`, or list the directory above"
@@ -134,11 +122,12 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
         NotADirectoryError: the place is a file.
     """
     store = open_store(place)
-    names = store.list()
-    if MANIFEST in names:
-        if not remove_checkpoint(store):
+    directory, names = CheckpointDirectory(store), store.list()
+    state = state_of(names)
+    if state == "committed":
+        if not directory.remove():
             raise StoreError(f"{store} was not removed: another process reads it. Try again later")
-    elif names and not remove_leftovers(store) and REMOVED not in names:
+    elif names and not directory.remove_leftovers() and state != "removed":
         raise StoreError(
             f"{store} was not removed: a save is writing to it, or its files are not from "
             "shardwise. Wait for the save, or remove the directory by hand"
@@ -163,28 +152,27 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
         if step is not None:
             raise
         return None
-    describe = partial(ListedCheckpoint, path=str(store), directory=name, step=step)
-    if MANIFEST not in names:
-        if REMOVED in names:
-            return describe(state="removed")
-        is_ours = step is not None or any(map(is_file_of_save, names))
-        return describe(state="unfinished") if is_ours else None
+    directory = CheckpointDirectory(store)
+    state, manifest, problem = directory.examine(names, compares_sizes=True)
+    tensors = None
     try:
-        manifest = decode_manifest(store.read(MANIFEST, limit=LARGEST_MANIFEST))
-        tensors = count_tensors(manifest.tensors)
-    except FileNotFoundError:  # retention has just removed the checkpoint
-        return describe(state="removed")
+        tensors = None if manifest is None else count_tensors(manifest.tensors)
     except FormatError as error:
-        return describe(state="damaged", problem=f"{store}: {error}")
-    problems = list(_find_problems(store, manifest.files))
-    if problems and store.stat(MANIFEST) is None:  # retention is removing the files
-        return describe(state="removed")
-    return ListedCheckpoint(
+        state, manifest, problem = "damaged", None, str(error)
+    if state is None and step is None:
+        return None
+    describe = partial(
+        ListedCheckpoint,
         path=str(store),
         directory=name,
+        step=step,
+        state=state or "unfinished",
+        problem=f"{store}: {problem}" if problem else None,
+    )
+    if manifest is None:
+        return describe()
+    return describe(
         step=manifest.step if step is None else step,
-        state="damaged" if problems else "committed",
-        problem=f"{store}: {'; '.join(problems)}" if problems else None,
         saved_at=manifest.created,
         tensors=tensors,
         bytes=sum(file.size for file in manifest.files),
@@ -193,19 +181,3 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
         metrics=manifest.metrics,
         mirrored=None if mirror is None else mirror.has(step or 0, manifest.save_id),
     )
-
-
-def _find_problems(store: Store, files: Sequence[FileEntry]) -> Iterator[str]:
-    sizes = {path: status.size for path, status in store.walk(MAX_FILES).items()}
-    missing = [file.name for file in files if file.name not in sizes]
-    if missing:
-        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
-        yield f"{format_count(len(missing), 'file')} missing: {', '.join(missing[:3])}{more}"
-    wrong_sizes = [
-        f"{file.name} has {sizes[file.name]:,} bytes, but {file.size:,} were saved"
-        for file in files
-        if file.name in sizes and sizes[file.name] != file.size
-    ]
-    yield from wrong_sizes[:MAX_LISTED_PROBLEMS]
-    if len(wrong_sizes) > MAX_LISTED_PROBLEMS:
-        yield f"{len(wrong_sizes) - MAX_LISTED_PROBLEMS:,} more files with problems"

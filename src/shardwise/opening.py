@@ -14,7 +14,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
+from shardwise.engine.checkpoint_directory import CheckpointDirectory, state_of
 from shardwise.engine.group import Group
+from shardwise.engine.root import Best, Choice, Root, names_at, parse_choice, steps_in
 from shardwise.engine.rounds import Round
 from shardwise.errors import (
     CheckpointExistsError,
@@ -35,23 +37,18 @@ from shardwise.foreign_steps import (
 )
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import (
-    LARGEST_MANIFEST,
     MANIFEST,
-    REMOVED,
     decode_manifest,
     is_file_of_save,
     step_directory,
-    step_of_directory,
 )
 from shardwise.manifest.validate import layout_of_manifest
-from shardwise.retention import Best, Choice, choose_step, parse_choice
 from shardwise.state.tensors import is_instance
 from shardwise.store import (
     Files,
     Store,
     exists,
     is_file,
-    lock_for_reading,
     name_of,
     parent_of,
 )
@@ -153,8 +150,7 @@ def _open_first(
         encodes: whether to encode that layout for other ranks.
     """
     own, encoded = None, b""
-    directory, manifest = _open_chosen_step(store, options, cleanup)
-    place = store.at(directory) if directory else store
+    directory, place, manifest = _open_chosen_step(store, options, cleanup)
     steps = find_steps(place, options.step, is_chosen=directory != "")
     if manifest is not None and options.format is not None:
         raise StateError(
@@ -196,7 +192,7 @@ def _check_opened(
 
 def _open_chosen_step(
     store: Store, options: OpenOptions, cleanup: ExitStack
-) -> tuple[str, bytes | None]:
+) -> tuple[str, Store, bytes | None]:
     """Choose the step of a root, and read its manifest.
 
     If retention removes the step before it is opened, another one is chosen, unless the user has
@@ -208,24 +204,24 @@ def _open_chosen_step(
         cleanup: keeps the checkpoint from being removed until it closes.
 
     Returns:
-        The name of the directory of the step, or "" if the place is not the root of a run; and the
-        result of `_find_manifest`.
+        The name of the directory of the step, or "" if the place is not the root of a run; the
+        directory; and the result of `_find_manifest`.
     """
-    directory = _choose_directory(store, options)
-    for _ in range(MOST_CHOICES):
+    for chosen in range(MOST_CHOICES + 1):
+        directory = _choose_directory(store, options)
         place = store.at(directory) if directory else store
         with ExitStack() as lock:
-            lock.enter_context(lock_for_reading(place, MANIFEST))
-            with suppress(CheckpointNotFoundError):
+            lock.enter_context(CheckpointDirectory(place).lock_for_reading())
+            try:
                 manifest = _find_manifest(place)
+            except CheckpointNotFoundError:
+                is_chosen = not directory or isinstance(options.step, SupportsIndex)
+                if is_chosen or chosen == MOST_CHOICES:
+                    raise
+            else:
                 cleanup.push(lock.pop_all())
-                return directory, manifest
-        if not directory or isinstance(options.step, SupportsIndex):
-            break
-        directory = _choose_directory(store, options)
-    place = store.at(directory) if directory else store
-    cleanup.enter_context(lock_for_reading(place, MANIFEST))
-    return directory, _find_manifest(place)
+                break
+    return directory, place, manifest
 
 
 def _find_manifest(store: Store) -> bytes | None:
@@ -237,7 +233,7 @@ def _find_manifest(store: Store) -> bytes | None:
         StoreUnavailableError: the storage does not answer.
     """
     try:
-        return store.read(MANIFEST, limit=LARGEST_MANIFEST)
+        return CheckpointDirectory(store).read()
     except (FileNotFoundError, NotADirectoryError):
         if name_of(store) == MANIFEST and is_file(store):
             raise CheckpointNotFoundError(
@@ -307,7 +303,7 @@ def _describe_missing(store: Store) -> str:
                     "system is mounted on this machine"
                 )
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
-    if REMOVED in names:
+    if state_of(names) == "removed":
         return f"{store} was removed by retention or `shardwise rm`: load another step"
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
@@ -315,12 +311,9 @@ def _describe_missing(store: Store) -> str:
 def _choose_directory(store: Store, options: OpenOptions) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
     step = parse_choice(options.step)
-    try:
-        names = store.list()
-    except NotADirectoryError:
-        names = []
-    if MANIFEST not in names and any(step_of_directory(name) is not None for name in names):
-        return step_directory(choose_step(store, step))
+    names = names_at(store)
+    if state_of(names) != "committed" and steps_in(names):
+        return step_directory(Root(store).choose(step))
     if isinstance(step, Best):
         raise StateError(
             f"step={step!r}: {store} is not the root of a run, which has a directory for each "
@@ -381,10 +374,9 @@ def _may_be_foreign(names: Sequence[str] | None) -> bool:
 
     The result is False if there is nothing, or a root or an unfinished save of shardwise.
     """
-    if names is None:
-        return True
-    ours = any(is_file_of_save(name) or step_of_directory(name) is not None for name in names)
-    return bool(names) and not ours
+    if not names:
+        return names is None
+    return not any(map(is_file_of_save, names)) and not steps_in(names)
 
 
 def _names_at(store: Store) -> list[str] | None:
@@ -416,8 +408,7 @@ def refuse_as_destination(store: Store) -> None:
         )
     if names is None:
         raise _file_error(store)
-    steps = [step for step in map(step_of_directory, names) if step is not None]
-    if steps:
+    if steps := steps_in(names):
         raise CheckpointExistsError(
             f"{store} is the root of a run, with a directory for each step (such as "
             f"{step_directory(max(steps))}): a checkpoint directly in the root would hide them. "
@@ -425,8 +416,8 @@ def refuse_as_destination(store: Store) -> None:
         )
 
 
-def names_in_root(store: Store, *, may_be_foreign: bool) -> list[str]:
-    """Return the names below the root of a run. Refuse a checkpoint or a file as a root.
+def steps_in_root(store: Store, *, may_be_foreign: bool) -> list[int]:
+    """Return the steps that have a directory in a root. Refuse a checkpoint or a file as a root.
 
     Args:
         may_be_foreign: do not refuse a foreign checkpoint.
@@ -438,22 +429,25 @@ def names_in_root(store: Store, *, may_be_foreign: bool) -> list[str]:
     if is_file(store):
         raise _file_error(store)
     names = store.list()
-    if MANIFEST in names and any(step_of_directory(name) is not None for name in names):
+    is_checkpoint = state_of(names) == "committed"
+    if is_checkpoint and steps_in(names):
         raise CheckpointExistsError(
             f"{store} is the root of a run, but a save went directly into the root: it has "
             f"{MANIFEST} beside the directories of steps. Move {MANIFEST} and all r*.safetensors "
             "from the root into a new directory, which is then a checkpoint, or delete them"
         )
-    if MANIFEST in names:
+    if is_checkpoint:
         formats = "shardwise"
+    elif may_be_foreign:
+        formats = ""
     else:
-        formats = "" if may_be_foreign else _formats_at(store, names)
+        formats = _formats_at(store, names)
     if formats:
         raise CheckpointExistsError(
             f"{store} is a checkpoint of {formats}, not the root of a run: pass another directory "
             f"as the root, and start_from={str(store)!r} to start from this checkpoint"
         )
-    return names
+    return steps_in(names)
 
 
 def _file_error(store: Store) -> StateError:

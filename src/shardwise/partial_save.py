@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
-from shardwise.engine.commit import commit_save
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.describe import BoundState, describe_tensors
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
@@ -205,8 +205,8 @@ class PartialSave:
             manifest = self._manifest([*parts], values or {}, rename or {})
             encoded = encode_manifest(manifest)
             names = [file.name for file in manifest.files]
-            overwrite = self._request.overwrite
-            commit_save(self._request.store, self.save_id, encoded, names, overwrite=overwrite)
+            directory = CheckpointDirectory(self._request.store)
+            directory.commit(self.save_id, encoded, names, overwrite=self._request.overwrite)
         finally:
             self.close()
 

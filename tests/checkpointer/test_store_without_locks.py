@@ -15,13 +15,12 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine import commit
-from shardwise.engine.commit import publish_manifest
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.group import SoloGroup
+from shardwise.engine.root import Root
 from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
-from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.store.retry import Retry, RetryingStore
 from tests.memory_store import MemoryStore, Server
@@ -96,7 +95,7 @@ def test_of_eight_writers_of_a_step_one_wins_and_the_others_are_told(
         ended = list(pool.map(attempt, range(8)))
     assert sorted(ended) == ["told"] * 7 + ["won"]
     assert value_of(root.at("it")) == ended.index("won")
-    commit.remove_leftovers(root.at("it"))
+    CheckpointDirectory(root.at("it")).remove_leftovers()
     assert len(root.at("it").list()) == 2
 
 
@@ -126,14 +125,14 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
     first = root.at(step_directory(1))
     tensor = sw.open(first)["t"]
     save_steps(root, 2, keep=sw.Keep(last=1))
-    assert committed_steps(root) == [2]
+    assert Root(root).steps() == [2]
     assert isinstance(tensor, sw.SavedTensor)
     assert tensor[...].tolist() == [1.0] * 3
     assert REMOVED in first.list()
-    commit.mark_as_removed(first, time.time() - 590)
+    CheckpointDirectory(first).mark_as_removed(time.time() - 590)
     save_steps(root, 3, keep=sw.Keep(last=1))
     assert first.list()
-    commit.mark_as_removed(first, time.time() - 601)
+    CheckpointDirectory(first).mark_as_removed(time.time() - 601)
     save_steps(root, 4, keep=sw.Keep(last=1))
     assert first.list() == []
     with pytest.raises(CheckpointNotFoundError, match="was removed by retention"):
@@ -142,7 +141,7 @@ def test_files_of_a_removed_checkpoint_stay_for_readers_without_locks(
         sw.open(root.at(step_directory(2)))
     assert root.at(step_directory(2)).list()
     for step in (2, 3):
-        commit.mark_as_removed(root.at(step_directory(step)), time.time() - 601)
+        Root(root).at(step).mark_as_removed(time.time() - 601)
     with opened(root) as checkpointer:
         assert checkpointer.steps() == [4]
     assert root.list() == ["run.json", step_directory(4)]
@@ -152,7 +151,7 @@ def test_a_removed_step_can_be_saved_again(server: Server, root: MemoryStore) ->
     server.grace = 600.0
     save_steps(root, 1, 2, keep=sw.Keep(last=1))
     save_steps(root, 1)
-    assert committed_steps(root) == [1, 2]
+    assert Root(root).steps() == [1, 2]
     assert value_of(root.at(step_directory(1))) == 1.0
 
 
@@ -162,7 +161,7 @@ def test_thousands_of_steps_are_listed_in_few_requests(server: Server, root: Mem
         place.publish(MANIFEST, b"{}", replace=False)
         place.publish(data_file(0, SAVE_ID), b"", replace=False)
     server.requests.clear()
-    assert len(committed_steps(root)) == 2000
+    assert len(Root(root).steps()) == 2000
     assert sum(server.requests.values()) == 2001
     with opened(root):
         assert sum(server.requests.values()) < 6010, "at most two requests for each step"
@@ -202,8 +201,9 @@ def test_what_a_killed_process_left_incomplete_goes_when_another_commits_the_sav
     place.delete(MANIFEST)
     place.publish(f"{files[0]}.0123abcd.part", b"x", replace=False)
     save_id = files[0].split("-")[1][:16]
-    with commit.lock_save(place, save_id, range(1)):
-        commit.commit_save(place, save_id, manifest, files, overwrite=False)
+    directory = CheckpointDirectory(place)
+    with directory.lock(save_id):
+        directory.commit(save_id, manifest, files, overwrite=False)
     assert place.list() == names
     assert value_of(place) == 1.0
 
@@ -213,7 +213,7 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
     name = data_file(0, SAVE_ID)
     place.publish(name, b"x", replace=False)
     with pytest.raises(StoreUnavailableError, match="another process removed files of it: r00001-"):
-        publish_manifest(place, b"{}", [name, data_file(1, SAVE_ID)], replace=False)
+        CheckpointDirectory(place).publish(b"{}", [name, data_file(1, SAVE_ID)], replace=False)
 
     times = iter([0.0, 11.0])
 
@@ -224,7 +224,7 @@ def test_a_save_whose_lock_expired_commits_nothing_without_its_files(root: Memor
         return now
 
     with pytest.raises(StoreUnavailableError, match="another process removed files"):
-        publish_manifest(place, b"{}", [name], replace=False, clock=removed_meanwhile)
+        CheckpointDirectory(place).publish(b"{}", [name], replace=False, clock=removed_meanwhile)
     assert place.list() == []
 
 
@@ -248,7 +248,7 @@ def test_a_publication_that_is_repeated_looks_for_the_files_again(root: MemorySt
 
     retrying = RetryingStore(Unreachable(place), Retry(sleep=lambda _: None))
     with pytest.raises(StoreUnavailableError, match="another process removed files"):
-        publish_manifest(retrying, b"{}", [name], replace=False)
+        CheckpointDirectory(retrying).publish(b"{}", [name], replace=False)
     assert place.list() == []
 
 

@@ -37,7 +37,7 @@ from shardwise.memory.seal import MappedFiles
 from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, CopyProgress, Pace, Slack
 from shardwise.memory.view import StageState
 from shardwise.store import LocalStore, WritableFile
-from shardwise.tiers.copy_file import WRITE_THREADS, FileCopier
+from shardwise.tiers.copying import WRITE_THREADS, FileCopier
 from shardwise.tiers.options import StorageTask
 from tests.memory.test_staging import BOUND, SIZE, Trial, content_of
 from tests.memory.test_sweep import forked
@@ -229,7 +229,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     """A copy in buckets of 4 KiB, each of which is written at once."""
     monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", BUCKET)
     monkeypatch.setattr("shardwise.memory.trainer.staging.BYTES_BETWEEN_RECORDS", BUCKET)
-    monkeypatch.setattr("shardwise.tiers.copy_file.CHUNK", BUCKET)
+    monkeypatch.setattr("shardwise.tiers.copying.CHUNK", BUCKET)
     trial = Trial(tmp_path / "memory")
     monkeypatch.setattr(trial.staging, "_slack", None)  # at full speed
     found = Copy(trial, tmp_path / "root")

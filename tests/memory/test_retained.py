@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import commit_save, lock_for_publishing
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.engine.root import Root
 from shardwise.errors import StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
 from shardwise.memory import records
@@ -91,11 +92,12 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
 def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
     """A Checkpointer that is opened has the lock of a save that is being persisted for a moment."""
     store = LocalStore(tmp_path / step_directory(1))
+    directory = CheckpointDirectory(store)
     with ExitStack() as looking:
         assert looking.enter_context(store.lock(lock_file(SAVE)))
         deadline = Deadline(10.0, sleep=lambda seconds: looking.close())
         with (
-            lock_for_publishing(store, SAVE, [], overwrite=False, deadline=deadline),
+            directory.lock_for_publishing(SAVE, [], overwrite=False, deadline=deadline),
             store.lock(lock_file(SAVE)) as other,
         ):
             assert not other
@@ -104,10 +106,11 @@ def test_who_looks_for_leftovers_just_now_fails_no_save(tmp_path: Path) -> None:
 def test_a_lock_that_others_hold_is_tried_again(tmp_path: Path) -> None:
     """An agent ends its save if it gets this error, unless it is `StoreUnavailableError`."""
     store = LocalStore(tmp_path / step_directory(1))
+    directory = CheckpointDirectory(store)
     with (
         store.lock(lock_file(SAVE)),
         pytest.raises(StoreUnavailableError, match="another process holds it"),
-        lock_for_publishing(store, SAVE, [], overwrite=False, deadline=Deadline(0.0)),
+        directory.lock_for_publishing(SAVE, [], overwrite=False, deadline=Deadline(0.0)),
     ):
         pass
 
@@ -120,8 +123,8 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
     manifest = (tmp_path / "made" / MANIFEST).read_bytes()
     own = decode_manifest(manifest)
     root, step = LocalStore(tmp_path / "root"), tmp_path / "root" / step_directory(1)
-    store, names = root.at(step_directory(1)), [file.name for file in own.files]
-    with lock_for_publishing(store, own.save_id, names, overwrite=False):
+    directory, names = Root(root).at(1), [file.name for file in own.files]
+    with directory.lock_for_publishing(own.save_id, names, overwrite=False):
         for file in own.files:
             shutil.copy(tmp_path / "made" / file.name, step)
         if publisher == "another save":
@@ -129,10 +132,10 @@ def test_a_save_that_meets_a_checkpoint_removes_its_files_unless_it_is_the_same_
             for path in (tmp_path / "other").iterdir():
                 shutil.copy(path, step)
             with pytest.raises(sw.CheckpointExistsError, match="Checkpoint already exists"):
-                commit_save(store, own.save_id, manifest, names, overwrite=False)
+                directory.commit(own.save_id, manifest, names, overwrite=False)
         else:
             (step / MANIFEST).write_bytes(manifest)
-            commit_save(store, own.save_id, manifest, names, overwrite=False)
+            directory.commit(own.save_id, manifest, names, overwrite=False)
     expected = tmp_path / ("other" if publisher == "another save" else "made")
     assert {p.name for p in step.iterdir()} == {p.name for p in expected.iterdir()}
     sw.open(step).verify()

@@ -37,7 +37,7 @@ from shardwise.memory.reclaim import (
 )
 from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
 from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
-from shardwise.tiers.copy_file import FileCopier
+from shardwise.tiers.copying import FileCopier
 from shardwise.tiers.options import StorageTask
 from tests.memory.reconciling import free_decided
 

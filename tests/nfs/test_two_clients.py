@@ -17,8 +17,9 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.engine.root import Root
 from shardwise.errors import ShardwiseError
-from shardwise.retention import committed_steps, remove_checkpoint
 from shardwise.store import LocalStore
 from shardwise.testing.store_suite import KEY, content, write_file
 
@@ -168,9 +169,9 @@ def test_a_step_is_listed_when_it_is_committed(folders: tuple[Path, Path]) -> No
     for step in range(1, 6):
         name = f"step-{step:08d}"
         write_file(here.at(name), KEY, content(100))
-        assert committed_steps(there) == list(range(1, step))
+        assert Root(there).steps() == list(range(1, step))
         here.at(name).publish("manifest.json", b"manifest", replace=False)
-        assert committed_steps(there) == list(range(1, step + 1))
+        assert Root(there).steps() == list(range(1, step + 1))
 
 
 def test_retention_spares_what_the_other_client_loads(folders: tuple[Path, Path]) -> None:
@@ -178,9 +179,9 @@ def test_retention_spares_what_the_other_client_loads(folders: tuple[Path, Path]
     sw.save(here / "step", state_of(1))
     with LocalStore(there / "step").lock("manifest.json", shared=True) as held:
         assert held
-        assert not remove_checkpoint(LocalStore(here / "step"))
+        assert not CheckpointDirectory(LocalStore(here / "step")).remove()
         load_and_compare(there / "step", 1)
-    assert remove_checkpoint(LocalStore(here / "step"))
+    assert CheckpointDirectory(LocalStore(here / "step")).remove()
     with pytest.raises(ShardwiseError):
         load_and_compare(there / "step", 1)
 

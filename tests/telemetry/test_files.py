@@ -23,11 +23,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def test_the_telemetry_of_a_save_is_in_its_directory(root: Store) -> None:
     table = table_of(range(4), 4)
     checkpoint = root.at("step-00000100")
-    assert files.read_of_save(checkpoint, table.id) is None
+    assert files.read_file(checkpoint, telemetry_file(table.id)) is None
     files.write_of_save(checkpoint, table)
     files.write_of_save(checkpoint, table)  # again, for example by another attempt
     assert checkpoint.list() == [f"telemetry-{table.id}.json.gz"]
-    found = files.read_of_save(checkpoint, table.id)
+    found = files.read_file(checkpoint, telemetry_file(table.id))
     assert found is not None
     assert same(found, table)
 
@@ -38,7 +38,7 @@ def test_damage_names_the_file(root: Store) -> None:
     with pytest.raises(
         sw.FormatError, match=rf"/{telemetry_file(table.id)}: the telemetry is dama"
     ):
-        files.read_of_save(root, table.id)
+        files.read_file(root, telemetry_file(table.id))
 
 
 def test_operations_are_listed_oldest_first(root: Store) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import shardwise as sw
 from shardwise.events import Event, OperationRecord
+from shardwise.manifest.manifest import telemetry_file
 from shardwise.ports.hooks import RestoreReport, Run
 from shardwise.store import LocalStore, Store
 from shardwise.telemetry import files
@@ -157,7 +158,7 @@ def test_a_save_is_stored_beside_its_checkpoint(root: Store) -> None:
         hook.closed(completed=True)
 
     run_ranks(WORLD, train)
-    found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
+    found = files.read_file(root.at("step-00000003"), telemetry_file("ab" * 8))
     assert found is not None
     assert found.ranks.tolist() == [0, 1, 2, 3, 4]
     assert found.stages[1].waited.tolist() == [2_000_000, 2_000_000, 0, 2_000_000, 2_000_000]
@@ -188,7 +189,7 @@ def test_a_save_of_agents_is_stored_when_all_ranks_know_that_it_has_ended(root: 
         return report
 
     run_ranks(WORLD, train)
-    found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
+    found = files.read_file(root.at("step-00000003"), telemetry_file("ab" * 8))
     assert found is not None
     persist = found.stage("persist")
     assert persist is not None
@@ -211,7 +212,7 @@ def test_a_save_does_not_wait_for_its_agents_forever(root: Store) -> None:
         wait_until(lambda: len(root.at("step-00000003").list()) == 2)
 
     run_ranks(1, train)
-    found = files.read_of_save(root.at("step-00000003"), f"{3:016x}")
+    found = files.read_file(root.at("step-00000003"), telemetry_file(f"{3:016x}"))
     assert found is not None
     assert [each.name for each in found.stages] == ["describe", "write"]
     assert root.at("step-00000004").list() == ["manifest.json"]
@@ -245,7 +246,7 @@ def test_a_snapshot_does_not_wait_for_slower_copies(root: Store) -> None:
 
 
 def complete(root: Store) -> bool:
-    found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
+    found = files.read_file(root.at("step-00000003"), telemetry_file("ab" * 8))
     return found is not None and len(found.ranks) == WORLD
 
 
@@ -395,7 +396,7 @@ def test_a_rank_without_telemetry_does_not_stop_the_others(root: Store) -> None:
         hook.closed(completed=True)
 
     run_ranks(WORLD, train)
-    found = files.read_of_save(root.at("step-00000003"), "ab" * 8)
+    found = files.read_file(root.at("step-00000003"), telemetry_file("ab" * 8))
     assert found is not None
     assert found.ranks.tolist() == [0, 2, 3, 4]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
-from shardwise.manifest.manifest import decode_manifest
+from shardwise.manifest.manifest import decode_manifest, telemetry_file
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.store.retry import Retry, RetryingStore
 from shardwise.telemetry import files
@@ -35,7 +35,7 @@ ROWS = 256
 def telemetry_of(root: Path, step: int) -> Telemetry:
     place = root / f"step-{step:08d}"
     save_id = decode_manifest((place / "manifest.json").read_bytes()).save_id
-    found = files.read_of_save(LocalStore(place), save_id)
+    found = files.read_file(LocalStore(place), telemetry_file(save_id))
     assert found is not None
     return found
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.retention import CheckpointInfo
+from shardwise.engine.root import CheckpointInfo
 from shardwise.tiers.decide import TierPlan, decide_tiers
 
 ALL = sw.Keep()

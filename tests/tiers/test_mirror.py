@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.engine.root import Root
 from shardwise.manifest.manifest import MANIFEST, MIRROR_FILE, decode_manifest, step_directory
-from shardwise.retention import committed_steps
 from shardwise.store import LocalStore
 from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.mirroring import Mirroring, MirrorWorker
@@ -92,8 +92,8 @@ def test_every_checkpoint_is_copied_and_the_record_says_so(root: Path, mirror: P
 def test_each_tier_has_its_own_rules(root: Path, mirror: Path) -> None:
     keep = sw.Keep(last=2)
     save(root, 1, 2, 3, 4, 5, keep=keep, mirror=sw.Mirror(mirror, keep=sw.Keep(multiple_of=2)))
-    assert committed_steps(LocalStore(root)) == [4, 5]
-    assert committed_steps(LocalStore(mirror)) == [2, 4, 5]
+    assert Root(LocalStore(root)).steps() == [4, 5]
+    assert Root(LocalStore(mirror)).steps() == [2, 4, 5]
     with sw.Checkpointer(root, mirror=mirror, keep=keep, memory=None) as checkpointer:
         assert checkpointer.steps() == [2, 4, 5]
         target = state(0)
@@ -127,8 +127,8 @@ def test_a_lost_root_is_restored_from_the_mirror(root: Path, mirror: Path) -> No
         assert checkpointer.restore(target) == 2
         assert torch.equal(target["t"], state(2)["t"])
         checkpointer.save(3, state(3))
-    assert committed_steps(LocalStore(root)) == [3]
-    assert committed_steps(LocalStore(mirror)) == [1, 2, 3]
+    assert Root(LocalStore(root)).steps() == [3]
+    assert Root(LocalStore(mirror)).steps() == [1, 2, 3]
 
 
 def damage_file(path: Path, how: str) -> None:
@@ -279,7 +279,7 @@ class Simulation:
         return attempts
 
     def steps(self) -> tuple[list[int], list[int]]:
-        return committed_steps(LocalStore(self.root)), committed_steps(LocalStore(self.mirror))
+        return Root(LocalStore(self.root)).steps(), Root(LocalStore(self.mirror)).steps()
 
 
 def test_an_outage_of_minutes(root: Path, mirror: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -335,7 +335,7 @@ def test_the_end_waits_for_an_attempt_that_knows_the_last_save(root: Path, mirro
     may_continue.set()
     worker.wait_until_seen(60)
     assert worker.stop(60)
-    assert committed_steps(LocalStore(root)) == [2]
+    assert Root(LocalStore(root)).steps() == [2]
 
 
 def test_a_restart_during_an_outage_continues(root: Path, mirror: Path) -> None:
@@ -377,8 +377,8 @@ def test_a_damaged_checkpoint_does_not_stop_the_others(root: Path, mirror: Path)
     flip(data_file(root, 2), 70_000)
     each = mirroring(root, mirror, LAST, sw.Keep())
     assert not each.catch_up(lambda: (3, ()))
-    assert committed_steps(LocalStore(mirror)) == [1, 3]
-    assert committed_steps(LocalStore(root)) == [2, 3]
+    assert Root(LocalStore(mirror)).steps() == [1, 3]
+    assert Root(LocalStore(root)).steps() == [2, 3]
     assert "damaged" in each.record.failures[2]
     assert each.catch_up(lambda: (3, {2}))
 
@@ -396,12 +396,12 @@ def test_a_mirror_that_refuses_deletes_gets_everything(root: Path, mirror: Path)
 
     each = Mirroring(LocalStore(root), LAST, sw.Mirror(WithoutDelete(mirror), keep=LAST))
     assert each.catch_up(lambda: (2, ()))  # step 3 is of another branch
-    assert committed_steps(target) == [2, 3]
+    assert Root(target).steps() == [2, 3]
     save(root, 4)
     assert not each.catch_up(lambda: (4, ()))
-    assert committed_steps(target) == [2, 3, 4]
+    assert Root(target).steps() == [2, 3, 4]
     assert "cannot remove step 2 from the mirror" in each.record.failure
-    assert committed_steps(LocalStore(root)) == [4]
+    assert Root(LocalStore(root)).steps() == [4]
 
 
 def test_only_one_process_mirrors_a_root(root: Path, mirror: Path) -> None:
@@ -422,7 +422,7 @@ def test_only_one_process_mirrors_a_root(root: Path, mirror: Path) -> None:
     release.set()
     thread.join(20.0)
     assert second.catch_up(nothing_saved)
-    assert committed_steps(LocalStore(mirror)) == [1]
+    assert Root(LocalStore(mirror)).steps() == [1]
 
 
 def test_a_checkpoint_that_is_read_stays_until_later(root: Path, mirror: Path) -> None:
@@ -430,9 +430,9 @@ def test_a_checkpoint_that_is_read_stays_until_later(root: Path, mirror: Path) -
     each = mirroring(root, mirror, LAST, LAST)
     with LocalStore(root / step_directory(1)).lock(MANIFEST, shared=True):
         assert each.catch_up(lambda: (2, ()))
-        assert committed_steps(LocalStore(root)) == [1, 2]
+        assert Root(LocalStore(root)).steps() == [1, 2]
     assert each.catch_up(lambda: (2, ()))
-    assert committed_steps(LocalStore(root)) == [2]
+    assert Root(LocalStore(root)).steps() == [2]
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_no_failure_for_others(
@@ -442,9 +442,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_failure_for_others(
     each = mirroring(root, mirror, sw.Keep(), sw.Keep())
     with LocalStore(root / step_directory(2)).lock(MANIFEST):
         assert not each.catch_up(nothing_saved)
-    assert committed_steps(LocalStore(mirror)) == [1]
+    assert Root(LocalStore(mirror)).steps() == [1]
     assert each.catch_up(nothing_saved)
-    assert committed_steps(LocalStore(mirror)) == [1, 2]
+    assert Root(LocalStore(mirror)).steps() == [1, 2]
 
 
 def test_leftovers_in_the_mirror_are_removed(root: Path, mirror: Path) -> None:
@@ -469,8 +469,8 @@ def test_a_tier_that_fails_is_skipped_unless_it_is_needed(
     down = threading.Event()
     down.set()
     broken = Outage(mirror, down, [])
-    assert committed_steps(TieredStore(LocalStore(root), broken)) == [1]
-    assert committed_steps(TieredStore(Outage(root, down, []), LocalStore(mirror))) == [1]
+    assert Root(TieredStore(LocalStore(root), broken)).steps() == [1]
+    assert Root(TieredStore(Outage(root, down, []), LocalStore(mirror))).steps() == [1]
     for order in (
         [LocalStore(root), broken],
         [Outage(root, down, []), LocalStore(mirror)],
@@ -480,7 +480,7 @@ def test_a_tier_that_fails_is_skipped_unless_it_is_needed(
         assert torch.equal(target["t"], state(1)["t"])
     shutil.rmtree(root)
     with pytest.raises(sw.StoreError, match="503"):  # not "there is no checkpoint"
-        committed_steps(TieredStore(LocalStore(root), broken))
+        Root(TieredStore(LocalStore(root), broken)).steps()
 
 
 def test_a_mirror_is_checked(root: Path, mirror: Path) -> None:

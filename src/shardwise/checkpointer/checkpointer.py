@@ -39,6 +39,7 @@ from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.process_groups import connect_default_group
 from shardwise.engine.replica_check import Divergence, DivergencePolicy, OnDivergence
+from shardwise.engine.root import Choice, Root, parse_choice
 from shardwise.engine.rounds import Round
 from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
@@ -48,7 +49,7 @@ from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
-from shardwise.retention import Choice, Keep, choose_step, committed_steps, parse_choice
+from shardwise.retention import Keep
 from shardwise.state.name_lookup import Rename
 from shardwise.telemetry.hook import TelemetryHook
 from shardwise.tiers.mirror_watch import MirrorWatch
@@ -429,13 +430,13 @@ class Checkpointer:
         """
         choice = parse_choice("best", self._settings.keep.best)
         try:
-            return choose_step(self._settings.store_to_read(), choice)
+            return Root(self._settings.store_to_read()).choose(choice)
         except CheckpointNotFoundError:
             return None
 
     def steps(self) -> list[int]:
         """The committed steps in the root and the mirror, ascending. One rank may call this."""
-        return committed_steps(self._settings.store_to_read())
+        return Root(self._settings.store_to_read()).steps()
 
     def latest(self) -> int | None:
         """The newest of `steps()`, or None."""

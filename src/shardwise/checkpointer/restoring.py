@@ -19,6 +19,7 @@ from shardwise.checkpointer.settings import Settings
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
+from shardwise.engine.root import Best, Choice, Root, parse_choice
 from shardwise.engine.rounds import MOST_FAILURES, Round, unite
 from shardwise.errors import (
     CheckpointNotFoundError,
@@ -27,10 +28,8 @@ from shardwise.errors import (
     describe_error,
 )
 from shardwise.events import Recorder
-from shardwise.manifest.manifest import step_directory
 from shardwise.memory.lineage import RootClaim
 from shardwise.ports.hooks import ORIGINS, RestoreReport
-from shardwise.retention import Best, Choice, choose_step, committed_steps, parse_choice
 from shardwise.store import Store
 from shardwise.tiers.store import TieredStore
 
@@ -172,8 +171,8 @@ class Restoring:
         """Return the steps in storage, ascending, or only the best one. Rank 0 calls this."""
         self._claim.look()
         if isinstance(choice, Best):
-            return [choose_step(self._tiers, choice)]
-        return committed_steps(self._tiers)
+            return [Root(self._tiers).choose(choice)]
+        return Root(self._tiers).steps()
 
     def finds_later_step(self, step: int | None) -> bool:
         """Return whether a newer checkpoint was committed while `restore` loaded the newest.
@@ -183,7 +182,7 @@ class Restoring:
         Args:
             step: the restored step; None if there was none.
         """
-        later = set(committed_steps(self._tiers)).difference(self._listed_steps)
+        later = set(Root(self._tiers).steps()).difference(self._listed_steps)
         return max(later, default=-1) > (-1 if step is None else step)
 
     def _restore_newest(self, stored_steps: list[int], load: LoadFromStore) -> RestoreReport | None:
@@ -276,12 +275,12 @@ class Restoring:
         caller asks for the next checkpoint, the last one is marked as damaged.
         """
         for step in reversed(steps):
-            directory = step_directory(step)
-            root, mirror = self._root.at(directory), self._mirror and self._mirror.at(directory)
-            if mirror is None:
+            root = Root(self._root).at(step).store
+            if self._mirror is None:
                 yield _Candidate(step, "storage", root, only_origin="root")
                 self._damaged_steps.add(step)
                 continue
+            mirror = Root(self._mirror).at(step).store
             tiered = TieredStore(root, mirror)
             yield _Candidate(step, "storage", tiered, tiered.origins)
             self._damaged_steps.add(step)

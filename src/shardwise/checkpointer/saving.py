@@ -27,12 +27,12 @@ from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.describe import StateToSave
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import SaveRequest, plan_together
+from shardwise.engine.root import Root
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import complete_save
 from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
 from shardwise.events import Recorder
 from shardwise.loading import State
-from shardwise.manifest.manifest import step_directory
 from shardwise.memory.lineage import RootClaim
 from shardwise.plan.save import PlanCache
 
@@ -318,7 +318,7 @@ class Saving:
         self._claim.epoch = self._saver.epoch
         return SaveRequest(
             state=self._bind(call.state),
-            store=self._settings.root.at(step_directory(step)),
+            store=Root(self._settings.root).at(step).store,
             arena=Arena(self._settings.staging_bytes),
             step=step,
             overwrite=overwrite,

@@ -13,18 +13,17 @@ from typing import Literal, get_args
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.engine.check_numbers import check_integer, is_due
-from shardwise.engine.commit import remove_leftovers_below
 from shardwise.engine.group import Group
 from shardwise.engine.replica_check import DivergencePolicy
+from shardwise.engine.root import Root
 from shardwise.engine.rounds import Round
 from shardwise.errors import StateError, StoreError, StoreUnavailableError
 from shardwise.events import Sink
-from shardwise.manifest.manifest import step_of_directory
 from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.opening import names_in_root
-from shardwise.retention import Keep, committed_steps
+from shardwise.opening import steps_in_root
+from shardwise.retention import Keep
 from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.store import TieredStore
@@ -259,9 +258,9 @@ def prepare_root_and_check_memory(
         found = False, list[int]()
         if group.rank == 0:
             try:
-                _check_and_clean(root, has_start=has_start)
+                Root(root).remove_leftovers(steps_in_root(root, may_be_foreign=has_start))
                 claim.look()
-                claim.known_steps = steps = committed_steps(root)
+                claim.known_steps = steps = Root(root).steps()
                 found = in_memory and is_writable(root), steps
             except StoreUnavailableError as error:
                 raise _with_snapshot_in_memory(error, root, settings.memory) from error
@@ -273,12 +272,6 @@ def prepare_root_and_check_memory(
             root,
         )
     return can_use_memory, steps
-
-
-def _check_and_clean(root: Store, *, has_start: bool) -> None:
-    """Refuse a root that is a file or a checkpoint, and remove leftovers of interrupted saves."""
-    names = names_in_root(root, may_be_foreign=has_start)
-    remove_leftovers_below(root, [name for name in names if step_of_directory(name) is not None])
 
 
 def _with_snapshot_in_memory(

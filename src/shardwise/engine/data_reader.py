@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from contextlib import closing, suppress
-
-import numpy as np
+from contextlib import suppress
 
 from shardwise.engine.buffers import aligned_buffer
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -19,14 +18,8 @@ from shardwise.errors import (
 from shardwise.events import format_count
 from shardwise.manifest.checksums import BLOCK, BlockTable, crc32
 from shardwise.manifest.layout import StoredFile
-from shardwise.manifest.manifest import (
-    ALIGNMENT,
-    LARGEST_MANIFEST,
-    MANIFEST,
-    FileEntry,
-    decode_manifest,
-)
-from shardwise.store import CachedFile, Files, ReadableFile, ReplicatedFile, ViewableFile
+from shardwise.manifest.manifest import ALIGNMENT, FileEntry
+from shardwise.store import CachedFile, Files, ReadableFile, ReplicatedFile, Store, ViewableFile
 from shardwise.store.store import Buffer
 
 LARGEST_ELEMENT = 16
@@ -95,13 +88,10 @@ class DataReader:
 
     def _refuse_removed(self, error: OSError) -> None:
         """Raise if the checkpoint's manifest is gone, or belongs to another save."""
-        if self._entry is None:
+        if self._entry is None or not isinstance(self._store, Store):
             return
         try:
-            with closing(self._store.open(MANIFEST)) as file:
-                data = np.empty(min(file.size, LARGEST_MANIFEST), np.uint8)
-                encoded = data[: file.read_at(0, data)].tobytes()
-            listed = {each.name for each in decode_manifest(encoded).files}
+            manifest = CheckpointDirectory(self._store).manifest()
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"{self._store} was removed by retention, `shardwise rm` or another program before "
@@ -109,7 +99,7 @@ class DataReader:
             ) from error
         except (FormatError, StoreError):
             return
-        if self._entry.name not in listed:
+        if all(file.name != self._entry.name for file in manifest.files):
             raise CheckpointNotFoundError(
                 f"{self._store} was replaced by another save (overwrite=True) before all of it was "
                 "read: load it again"

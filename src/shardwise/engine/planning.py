@@ -23,7 +23,7 @@ import torch
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.buffers import Arena
 from shardwise.engine.check_numbers import check_step
-from shardwise.engine.commit import exists_error
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.describe import Described, StateToSave
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, Values, combine_values, refuse_unequal, values_of
@@ -33,7 +33,6 @@ from shardwise.engine.write_file import FileSource
 from shardwise.errors import StateError, StoreError, storage_errors
 from shardwise.events import Recorder
 from shardwise.manifest.manifest import (
-    MANIFEST,
     FileEntry,
     Manifest,
     ObjectEntry,
@@ -155,9 +154,9 @@ class SaveRequest:
         """
         may_exist = not self.overwrite and (steps is None or self.step in steps)
         with storage_errors(self.store):
-            exists = may_exist and MANIFEST in self.store.list()
-        if exists:
-            raise exists_error(self.store)
+            directory = CheckpointDirectory(self.store)
+            if may_exist and directory.state() == "committed":
+                raise directory.exists_error()
 
     def claim_root(self) -> None:
         """Claim the root of the save, if it has one. Only rank 0 calls this.

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardwise.engine.commit import check_readable, commit_save, lock_save, remove_leftovers
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.group import Group, TimedGroup
 from shardwise.engine.planning import Destination, PlannedSave, SaveRequest, plan_together
 from shardwise.engine.rounds import Round
@@ -19,7 +19,7 @@ from shardwise.events import OperationRecord, Recorder, format_bytes, format_cou
 from shardwise.manifest.data_files import FileEntry, FileTable
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
-from shardwise.store import Store, abort_uploads, count_retries
+from shardwise.store import abort_uploads, count_retries
 
 _Storage = TypeVar("_Storage", bound="Storage")
 LOCK_ATTEMPTS = 8  # another process may remove a new lock file before this one has locked it
@@ -149,14 +149,14 @@ def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:
             job saves to the root of the place.
         StoreError: the place cannot be locked.
     """
-    store = request.store
+    store, directory = request.store, CheckpointDirectory(request.store)
     with storage_errors(store):
         request.check_place()
         request.claim_root()
-        remove_leftovers(store)
+        directory.remove_leftovers()
         abort_uploads(store)
-        cleanup.callback(_remove_if_empty, store)
-        is_locked = cleanup.enter_context(lock_save(store, request.save_id, range(LOCK_ATTEMPTS)))
+        cleanup.callback(directory.try_to_delete)
+        is_locked = cleanup.enter_context(directory.lock(request.save_id, range(LOCK_ATTEMPTS)))
     if not is_locked:
         raise StoreError(
             f"{store}: cannot create a lock file after {LOCK_ATTEMPTS} attempts; check that the "
@@ -208,12 +208,12 @@ def _write_and_publish(planned: PlannedSave, group: Group, recorder: Recorder) -
         with recorder.stage("publish") as stage, storage_errors(request.store):
             retries = count_retries(request.store)
             table = _table_of(files, planned.save_id)
-            manifest, overwrite = planned.manifest(table), request.overwrite
+            manifest, directory = planned.manifest(table), CheckpointDirectory(request.store)
             if not planned.cached:
-                check_readable(manifest, request.store)
+                directory.check_readable(manifest)
             if request.claim is not None:
                 request.claim.require()
-            commit_save(request.store, planned.save_id, manifest, table.names, overwrite=overwrite)
+            directory.commit(planned.save_id, manifest, table.names, overwrite=request.overwrite)
             stage.bytes, stage.file = len(manifest), MANIFEST
             stage.retries = count_retries(request.store) - retries
 
@@ -263,9 +263,3 @@ def _table_of(files: _Files, save_id: str) -> FileTable:
         tables.append(np.hstack([rows[:, :1], repeated, rows[:, 1:]]))
     numbers = np.concatenate(tables)
     return FileTable(save_id, numbers[np.argsort(numbers[:, 0])])
-
-
-def _remove_if_empty(store: Store) -> None:
-    with suppress(OSError):
-        if not store.list():
-            store.delete("")

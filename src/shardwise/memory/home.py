@@ -29,13 +29,14 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from shardwise.deadline import Deadline
+from shardwise.engine.root import steps_in
 from shardwise.errors import StoreError
 from shardwise.manifest.manifest import (
     MANIFEST,
     Count,
+    Manifest,
     decode_manifest,
     step_directory,
-    step_of_directory,
 )
 from shardwise.memory import records
 from shardwise.memory.files import (
@@ -235,7 +236,7 @@ class Run:
             names = _list_directories(self.path)
         except FileNotFoundError:
             return []
-        return sorted(step for name in names if (step := step_of_directory(name)) is not None)
+        return sorted(steps_in(names))
 
     def snapshots(self) -> list[SnapshotDirectory]:
         """Return the directories of the snapshots, by ascending step."""
@@ -279,6 +280,11 @@ class SnapshotDirectory:
     def path(self) -> Path:
         """The snapshot's directory."""
         return self.run.step_path(self.step)
+
+    @property
+    def manifest_path(self) -> Path:
+        """The manifest, which exists when the snapshot is committed."""
+        return self.path / MANIFEST
 
     def temporary_path(self, name: str) -> Path:
         """Return the path of a file that is being written, and will be renamed to `name`."""
@@ -350,7 +356,7 @@ class SnapshotDirectory:
     def is_committed(self) -> bool:
         """Return whether the snapshot has a manifest, which is a regular file."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return stat.S_ISREG((self.path / MANIFEST).lstat().st_mode)
+            return stat.S_ISREG(self.manifest_path.lstat().st_mode)
         return False
 
     def read_file(self, name: str) -> bytes:
@@ -362,20 +368,20 @@ class SnapshotDirectory:
         """
         return LocalStore(self.path).read(name, limit=LARGEST_RECORD)
 
-    def read_manifest(self, save_id: str) -> bytes:
-        """Return the manifest of a committed save.
+    def read_manifest(self, save_id: str) -> tuple[bytes, Manifest]:
+        """Return the manifest of a committed save, encoded and decoded.
 
         Raises:
             StoreError: another save of the step has been committed since.
         """
-        manifest = self.read_file(MANIFEST)
-        committed = decode_manifest(manifest).save_id
-        if committed != save_id:
+        encoded = self.read_file(MANIFEST)
+        manifest = decode_manifest(encoded)
+        if manifest.save_id != save_id:
             raise StoreError(
-                f"{self.path}: step {self.step} was saved again meanwhile: save {committed} has "
-                f"replaced save {save_id}; wait for the newer save instead"
+                f"{self.path}: step {self.step} was saved again meanwhile: save {manifest.save_id} "
+                f"has replaced save {save_id}; wait for the newer save instead"
             )
-        return manifest
+        return encoded, manifest
 
     def wait_for(self, name: str, deadline: Deadline, *, failure_name: str = "") -> None:
         """Wait until the snapshot has a file of this name.
@@ -438,11 +444,9 @@ def list_steps(home: Path, run: str) -> FilesOfSteps:
             names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return found
-    for name in names:
-        step = step_of_directory(name)
-        if step is not None:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found[step] = _list_files(home, run, name)
+    for step in steps_in(names):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found[step] = _list_files(home, run, step_directory(step))
     return found
 
 

@@ -13,17 +13,15 @@ first save, and again at the first save after a restore that found another owner
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 
-from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.commit import LOCK_PAUSE, LOCK_TIMEOUT, lock_save
+from shardwise.engine.root import Root
 from shardwise.errors import CheckpointExistsError, StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import MANIFEST, step_of_directory
 from shardwise.memory.home import new_run_id
 from shardwise.store import Store
 
@@ -222,7 +220,11 @@ class RootClaim:
                 self.seen = self.id
                 return
             lineage = _read_run_file(self._root)
-        with _locked(self._root, lineage.run):
+        failure = (
+            "cannot lock the root for the first save, because another process holds its lock: "
+            "another job that makes its first save here; save again"
+        )
+        with Root(self._root).wait_for_lock(lineage.run, failure):
             lineage = _read_run_file(self._root)
             is_resumed = self.epoch is not None and lineage.epoch != self.epoch
             if not force and (lineage.owner != self.seen or is_resumed):
@@ -261,30 +263,12 @@ class RootClaim:
             raise _taken_error(self._root)
 
     def _refuse_new_steps(self, *, force: bool) -> None:
-        if force or self.known_steps is None:
-            return
-        for name in self._root.list():
-            step = step_of_directory(name)
-            names: Sequence[str] = ()
-            if step is not None and step not in self.known_steps:
-                with suppress(NotADirectoryError):  # a file of the user
-                    names = self._root.at(name).list()
-            if MANIFEST in names:
-                raise _taken_error(self._root, f" (step {step})")
-
-
-@contextmanager
-def _locked(root: Store, run: str) -> Iterator[None]:
-    """Lock the root of a run while the block runs."""
-    deadline = Deadline(LOCK_TIMEOUT + 2 * root.traits.lock_expiry)
-    attempts = deadline.attempts(pause=LOCK_PAUSE, longest_pause=LOCK_TIMEOUT)
-    with lock_save(root, run, attempts) as is_held:
-        if not is_held:
-            raise StoreUnavailableError(
-                f"{root}: cannot lock the root for the first save, because another process holds "
-                "its lock: another job that makes its first save here; save again"
-            )
-        yield
+        if (
+            not force
+            and self.known_steps is not None
+            and (new := Root(self._root).steps(besides=self.known_steps))
+        ):
+            raise _taken_error(self._root, f" (step {new[0]})")
 
 
 def _taken_error(root: Store, what: str = "") -> CheckpointExistsError:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.errors import FormatError, StoreError
-from shardwise.manifest.manifest import MANIFEST, decode_manifest
+from shardwise.manifest.manifest import decode_manifest
 from shardwise.memory import records
 from shardwise.memory.files import decode_record, read_record
 from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, Run, SnapshotDirectory
@@ -268,7 +268,7 @@ class _SnapshotReader:
 
     def read_snapshot(self) -> SnapshotView:
         ids = {records.save_id_in_name(name) for name in self.names} - {""}
-        committed_save = self.cache.read_save_id(self.place.path / MANIFEST)
+        committed_save = self.cache.read_save_id(self.place.manifest_path)
         ids |= {committed_save} if committed_save else set()
         staged = (name for name in self.names if name.endswith(records.STAGED_SUFFIX))
         times = map(self._modified_at, staged)

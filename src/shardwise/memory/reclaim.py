@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.deadline import Deadline
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.errors import StateError, StoreError
-from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.memory.files import lock_directory, read_record, regular_files
@@ -72,17 +72,13 @@ def free(
 
 
 def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
-    store = LocalStore(place.path)
-    if place.is_committed():
-        with store.lock(MANIFEST) as held:
-            if not held:
-                return False
-            store.delete(MANIFEST)
-    names = store.list()
+    directory = CheckpointDirectory(LocalStore(place.path))
+    if place.is_committed() and not directory.unpublish():
+        return False
+    names = directory.store.list()
     kept = _unanswered_removal_requests(names) if keep_removal_requests else set()
     _remove(place, [name for name in names if name not in kept])
-    with suppress(OSError):
-        store.delete("")
+    directory.try_to_delete()
     return True
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.engine.checkpoint_directory import state_of
+from shardwise.engine.root import names_at
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError, text_of
 from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint, list_checkpoints
 from shardwise.manifest.manifest import (
-    MANIFEST,
     save_id_of_telemetry,
     step_of_directory,
 )
@@ -126,9 +127,9 @@ def collect(store: Store) -> Collected:
     Raises:
         CheckpointNotFoundError: the place has neither checkpoints nor telemetry.
     """
-    reader, names = _Reader(), _names(store)
+    reader, names = _Reader(), names_at(store)
     own = _files_of_saves(store, names)
-    is_checkpoint = MANIFEST in names or bool(own)
+    is_checkpoint = state_of(names) == "committed" or bool(own)
     root = store if not is_checkpoint else None
     if is_checkpoint and step_of_directory(name_of(store)) is not None:
         root = parent_of(store)
@@ -302,7 +303,7 @@ def _files_in(
     for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
         if each.state in SAVED:
             store = root.at(each.directory)
-            yield from _files_of_saves(store, _listed(_names, store, reader))
+            yield from _files_of_saves(store, _listed(names_at, store, reader))
     names = _listed(list_operations, root, reader)
     for name in names[: -MOST_OTHERS - 1 : -1]:
         yield _File(root.at(DIRECTORY), name)
@@ -320,13 +321,6 @@ def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) 
 def _files_of_saves(directory: Store, names: Iterable[str]) -> list[_File]:
     """Return the telemetry files of saves, given the names in a directory."""
     return [_File(directory, name) for name in names if save_id_of_telemetry(name) is not None]
-
-
-def _names(store: Store) -> list[str]:
-    try:
-        return store.list()
-    except NotADirectoryError:
-        return []
 
 
 def _choose_main(operations: Sequence[Operation]) -> Operation | None:

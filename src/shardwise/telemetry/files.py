@@ -8,9 +8,9 @@ the directory `telemetry` of the root, as `restore-20261127T040506Z-89abcdef0123
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from datetime import datetime
 
+from shardwise.engine.root import names_at
 from shardwise.manifest.manifest import LARGEST_TELEMETRY, telemetry_file
 from shardwise.store import Store, publish_unsynced
 from shardwise.telemetry.encoding import decode_file, encode_file
@@ -24,20 +24,6 @@ KEPT_FILES = 256
 _OPERATION_FILE = re.compile(
     rf"({'|'.join(OPERATIONS)})-(\d{{8}}T\d{{6}}Z)-[0-9a-f]{{16}}\.json\.gz"
 )
-
-
-def read_of_save(checkpoint: Store, save_id: str) -> Telemetry | None:
-    """Return the telemetry of a save; None if it is missing.
-
-    Args:
-        checkpoint: the directory of the checkpoint.
-        save_id: the id in the manifest.
-
-    Raises:
-        FormatError: the file is damaged, or has another version.
-        OSError: the store failed.
-    """
-    return read_file(checkpoint, telemetry_file(save_id))
 
 
 def write_of_save(checkpoint: Store, telemetry: Telemetry) -> None:
@@ -55,9 +41,7 @@ def list_operations(root: Store) -> list[str]:
     Raises:
         OSError: the store failed.
     """
-    names: list[str] = []
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = root.at(DIRECTORY).list()
+    names = names_at(root.at(DIRECTORY))
     matches = [match for name in names if (match := _OPERATION_FILE.fullmatch(name))]
     return [match[0] for match in sorted(matches, key=lambda match: (match[2], match[0]))]
 

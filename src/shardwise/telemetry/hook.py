@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwise.engine.group import Group
+from shardwise.engine.root import Root
 from shardwise.engine.save import SaveReport
 from shardwise.errors import ShardwiseError
 from shardwise.events import Event, OperationRecord
-from shardwise.manifest.manifest import step_directory
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 from shardwise.telemetry.rows import (
     Operation,
@@ -134,7 +134,7 @@ class TelemetryHook(RunHook):
         if operation.name == "snapshot":
             self._last_snapshot = found
             if any(event.stage == "persist" for event in events):
-                place = self._run.root.at(step_directory(operation.step or 0))
+                place = Root(self._run.root).at(operation.step or 0)
                 operation = replace(operation, name="save", path=str(place))
         self._ready.append((operation, replace(record, events=(*record.events, *events))))
 

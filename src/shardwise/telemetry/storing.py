@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from shardwise.engine.root import Root
 from shardwise.events import format_bytes
-from shardwise.manifest.manifest import MANIFEST, step_directory, telemetry_file
+from shardwise.manifest.manifest import telemetry_file
 from shardwise.store import Store
 from shardwise.telemetry import files
 from shardwise.telemetry.records import Telemetry, combine
@@ -110,11 +111,11 @@ class TelemetryWriter:
 
     def _store(self, table: Telemetry) -> None:
         if table.operation == "save":
-            checkpoint = self._root.at(step_directory(table.step or 0))
-            if MANIFEST in checkpoint.list():  # otherwise, it is removed already
-                files.write_of_save(checkpoint, table)
-                if MANIFEST not in checkpoint.list():  # it was removed meanwhile
-                    checkpoint.delete(telemetry_file(table.id))
+            checkpoint = Root(self._root).at(table.step or 0)
+            if checkpoint.state() == "committed":  # otherwise, it is removed already
+                files.write_of_save(checkpoint.store, table)
+                if checkpoint.state() != "committed":  # it was removed meanwhile
+                    checkpoint.store.delete(telemetry_file(table.id))
             return
         if table.operation == "snapshot":
             now = self._clock()

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shardwise.retention import CheckpointInfo, Keep
+from shardwise.engine.root import CheckpointInfo
+from shardwise.retention import Keep
 
 SavedSteps = tuple[int | None, Collection[int]]
 """What a trainer knows about its root: `newest` and `damaged`, as for `decide_tiers`."""

@@ -8,10 +8,9 @@ from collections.abc import Set
 from contextlib import suppress
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import saved_manifest
+from shardwise.engine.root import Root
 from shardwise.errors import StoreError
 from shardwise.events import Recorder
-from shardwise.manifest.manifest import step_directory
 from shardwise.store import Store
 from shardwise.tiers.record import MirrorRecord
 
@@ -128,5 +127,5 @@ class MirrorWatch:
 
     def _is_mirrored(self, record: MirrorRecord | None, step: int | None) -> bool:
         """Return whether the mirror has the root's save of a step, or the root has no such save."""
-        manifest = None if step is None else saved_manifest(self._root.at(step_directory(step)))
+        manifest = None if step is None else Root(self._root).at(step).saved()
         return manifest is None or (record is not None and record.has(step or 0, manifest.save_id))

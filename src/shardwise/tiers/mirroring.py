@@ -13,24 +13,12 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.engine.commit import remove_leftovers, saved_manifest
+from shardwise.engine.checkpoint_directory import leftovers_in
+from shardwise.engine.root import CheckpointInfo, Root
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
-from shardwise.manifest.manifest import (
-    is_file_of_save,
-    names_of_checkpoint,
-    step_directory,
-    step_of_directory,
-)
-from shardwise.retention import (
-    CheckpointInfo,
-    Keep,
-    committed_steps,
-    remove_checkpoint,
-    remove_checkpoints,
-)
+from shardwise.retention import Keep, remove_checkpoints
 from shardwise.store import Store, open_store
-from shardwise.tiers.copy_file import FileCopier
-from shardwise.tiers.copying import copy_checkpoint
+from shardwise.tiers.copying import FileCopier, copy_checkpoint
 from shardwise.tiers.decide import SavedSteps, TierPlan, decide_tiers
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.record import MirroredStep, MirrorRecord
@@ -49,7 +37,7 @@ class Tier:
     A manifest is read again if its directory has changed, and after `REREAD_PERIOD` seconds.
 
     Args:
-        store: the tier.
+        root: the tier.
         others_write: whether other processes save to this tier, so that directories change.
 
     Attributes:
@@ -57,8 +45,8 @@ class Tier:
         with_leftovers: the steps of `known` that also have files of other saves.
     """
 
-    def __init__(self, store: Store, *, others_write: bool) -> None:
-        self._store = store
+    def __init__(self, root: Root, *, others_write: bool) -> None:
+        self._root = root
         self._others_write = others_write
         self._read_at = time.monotonic()
         self._names: dict[int, list[str]] = {}
@@ -69,7 +57,7 @@ class Tier:
         """List the tier, and return its checkpoints."""
         if time.monotonic() - self._read_at > REREAD_PERIOD:
             self.known, self._names, self._read_at = {}, {}, time.monotonic()
-        found = {step: self._read_checkpoint(step) for step in committed_steps(self._store)}
+        found = {step: self._read_checkpoint(step) for step in self._root.steps()}
         self.known = {step: each for step, each in found.items() if each is not None}
         self._names = {step: each for step, each in self._names.items() if step in self.known}
         return self.known
@@ -83,18 +71,16 @@ class Tier:
 
         The names of data files contain the id of the save, so another save changes the names.
         """
-        store = self._store.at(step_directory(step))
+        directory = self._root.at(step)
         if step in self.known and not self._others_write:
             return self.known[step]
-        names = store.list()
+        names = directory.store.list()
         if step in self.known and self._names.get(step) == names:
             return self.known[step]
-        manifest = saved_manifest(store)
-        files = set() if manifest is None else {each.name for each in manifest.files}
-        if manifest is None or files - set(names):
+        state, manifest, _ = directory.examine(names)
+        if state != "committed" or manifest is None:
             return None
-        ours = names_of_checkpoint(manifest)
-        if any(is_file_of_save(name) and name not in ours for name in names):
+        if leftovers_in(names, manifest):
             self.with_leftovers.add(step)
         self._names[step] = names
         return CheckpointInfo.of(manifest)
@@ -124,11 +110,11 @@ class Mirroring:
         mirror: Mirror,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._root, self._mirror = root, open_store(mirror.place)
+        self._root, self._mirror = Root(root), Root(open_store(mirror.place))
         self._keep, self._mirror_keep = keep, mirror.keep
         self._clock = clock
         self._copier = FileCopier(mirror.max_bytes_per_second)
-        self._root_tier = Tier(root, others_write=True)
+        self._root_tier = Tier(self._root, others_write=True)
         self._mirror_tier = Tier(self._mirror, others_write=False)
         self._stopping = threading.Event()
         self._cleaned_at: float | None = None
@@ -162,10 +148,10 @@ class Mirroring:
         Returns:
             Whether the mirror has everything that it should have.
         """
-        with self._root.lock(LOCK) as held:
+        with self._root.store.lock(LOCK) as held:
             if not held:
                 with suppress(ShardwiseError, OSError):  # another process copies to the mirror
-                    self.record = MirrorRecord.read(self._root) or self.record
+                    self.record = MirrorRecord.read(self._root.store) or self.record
                 return False
             try:
                 return self._catch_up(saved)
@@ -215,9 +201,8 @@ class Mirroring:
 
     def _copy(self, step: int) -> None:
         start = time.monotonic()
-        name = step_directory(step)
         manifest, nbytes = copy_checkpoint(
-            self._root.at(name), self._mirror.at(name), self._copier, self._raise_if_stopped
+            self._root.at(step), self._mirror.at(step), self._copier, self._raise_if_stopped
         )
         seconds = time.monotonic() - start
         self._root_tier.known[step] = self._mirror_tier.known[step] = CheckpointInfo.of(manifest)
@@ -242,7 +227,7 @@ class Mirroring:
         for step in plan.remove_from_mirror:
             self._raise_if_stopped()
             try:
-                if remove_checkpoint(self._mirror.at(step_directory(step))):
+                if self._mirror.at(step).remove():
                     self._mirror_tier.forget(step)
             except OSError as error:
                 return f"cannot remove step {step} from the mirror: {describe_error(error)}"
@@ -254,15 +239,12 @@ class Mirroring:
         The files of a copy that will be continued stay.
         """
         root, mirror = self._root_tier.known, self._mirror_tier.known
-        for name in self._mirror.list():
-            step = step_of_directory(name)
-            if step is None:
-                continue
+        for step in self._mirror.listed_steps():
             is_continued = step in root and root[step] != mirror.get(step)
             is_clean = step in mirror and step not in self._mirror_tier.with_leftovers
             if not is_continued and not is_clean:
                 with suppress(OSError):  # the mirror may refuse to delete
-                    remove_leftovers(self._mirror.at(name))
+                    self._mirror.at(step).remove_leftovers()
 
     def _update_record(self, plan: TierPlan | None, failures: dict[int, str], failure: str) -> None:
         """Update the record in the root, and log new failures."""
@@ -295,7 +277,7 @@ class Mirroring:
         self._logged_failure = why
         if self.record != self._written_record:
             try:
-                self.record.write(self._root)
+                self.record.write(self._root.store)
                 self._written_record = self.record
             except OSError as error:
                 log.warning("cannot write the state of the mirror to %s: %s", self._root, error)

@@ -11,6 +11,7 @@ import msgspec
 
 from shardwise.decoding import prepare_decoding
 from shardwise.engine.check_numbers import check_integer
+from shardwise.engine.root import Root
 from shardwise.events import repr_of_set_fields
 from shardwise.manifest.manifest import Count
 from shardwise.retention import Keep, apply_retention
@@ -151,7 +152,7 @@ class StorageTask(msgspec.Struct, frozen=True, kw_only=True):
             OSError: as for `apply_retention`.
         """
         apply_retention(
-            root,
+            Root(root),
             self.rules,
             newest=self.newest or 0,
             damaged=frozenset(self.damaged),

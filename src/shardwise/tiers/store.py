@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from shardwise.engine.commit import saved_manifest
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.errors import CorruptionError, FormatError
 from shardwise.manifest.manifest import MANIFEST, decode_manifest
 from shardwise.store import (
@@ -71,7 +71,7 @@ class TieredStore(ReadOnlyStore):
     def tier_to_verify(self) -> Store:
         """Return the root alone; the mirror alone if the root does not have the checkpoint."""
         root, mirror = self._tiers
-        return root if MANIFEST in root.list() else mirror
+        return root if CheckpointDirectory(root).state() == "committed" else mirror
 
     def has_two_saves(self) -> bool:
         """Return whether the mirror has another save of a checkpoint than the root.
@@ -81,7 +81,7 @@ class TieredStore(ReadOnlyStore):
         saves = set()
         for tier in self._tiers:
             with suppress(OSError):
-                manifest = saved_manifest(tier)
+                manifest = CheckpointDirectory(tier).saved()
                 saves |= set() if manifest is None else {manifest.save_id}
         return len(saves) > 1
 

@@ -12,8 +12,8 @@ import signal
 import sys
 
 import shardwise as sw
+from shardwise.engine.root import Root
 from shardwise.manifest.manifest import MANIFEST, step_directory, step_of_directory
-from shardwise.retention import committed_steps
 from shardwise.store import open_store
 from tests.store.servers import BUCKET, s3_client
 
@@ -32,7 +32,7 @@ def serve(port: int) -> None:
 def look(url: str) -> tuple[list[int], list[str]]:
     """Return the committed steps, and the files that belong to none of these."""
     root = open_store(url)
-    steps, strays = committed_steps(root), []
+    steps, strays = Root(root).steps(), []
     for step in steps:
         sw.open(url, step=step).verify()
     for name in root.list():

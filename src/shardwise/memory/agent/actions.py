@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.deadline import Deadline
+from shardwise.engine.root import Root
 from shardwise.errors import ShardwiseError, StoreError
-from shardwise.manifest.manifest import FileEntry, step_directory
+from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.agent.lead import (
     OpenedStores,
@@ -50,10 +51,9 @@ from shardwise.memory.remote.subtrees import (
 from shardwise.memory.replies import Replies, combine_replies
 from shardwise.memory.seal import MappedFiles, seal
 from shardwise.memory.view import RootView, tell
-from shardwise.retention import committed_steps
 from shardwise.store import Store, open_store
 from shardwise.store.store import Buffer
-from shardwise.tiers.copy_file import FileCopier
+from shardwise.tiers.copying import FileCopier
 from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise.agent")
@@ -223,7 +223,7 @@ class Follower:
             self.stores.open(pending.storage.root) as root,
             ThreadPoolExecutor(FILES_AT_ONCE, "shardwise-files") as pool,
         ):
-            store = root.at(step_directory(place.step))
+            store = Root(root).at(place.step).store
             names = [name for name, node in pending.files if node == self.node]
             return sum(pool.map(lambda name: copy(name, store), names)), {}
 
@@ -446,7 +446,7 @@ def look_up_root(action: RunAction, observer: Observer) -> None:
         if lineage is not None and lineage.run != run.name:
             lineage = None
         reads_steps = action.reads_steps and lineage is not None
-        steps = committed_steps(store) if store is not None and reads_steps else []
+        steps = Root(store).steps() if store is not None and reads_steps else []
         found = RootView(
             read_at=now,
             is_reachable=store is not None,

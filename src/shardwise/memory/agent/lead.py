@@ -18,14 +18,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shardwise.deadline import Deadline
-from shardwise.engine.commit import check_readable, commit_save, lock_for_publishing
+from shardwise.engine.root import Root
 from shardwise.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.manifest.manifest import (
-    MANIFEST,
     FileEntry,
     complete_manifest,
-    decode_manifest,
-    step_directory,
 )
 from shardwise.memory import records
 from shardwise.memory.decide import Action
@@ -48,7 +45,7 @@ from shardwise.memory.remote.subtrees import (
 )
 from shardwise.memory.replies import Replies
 from shardwise.store import Store, open_store
-from shardwise.tiers.copy_file import FileCopier
+from shardwise.tiers.copying import FileCopier
 from shardwise.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise.agent")
@@ -177,7 +174,7 @@ class _LeaderSave:
             raise StoreError(_describe_failures(replies))
         entries = [entries_of[name] for name, _ in self.pending.files]
         manifest = complete_manifest(self.pending.manifest.encode(), entries)
-        write_record(self.place.path / MANIFEST, manifest)
+        write_record(self.place.manifest_path, manifest)
         return sum(each.size for each in entries)
 
     def protect(self) -> int:
@@ -194,14 +191,14 @@ class _LeaderSave:
         save_id, overwrite = self.pending.save_id, self.pending.overwrite
         names = [name for name, _ in self.pending.files]
         with self.leader.stores.open(self.pending.storage.root) as root:
-            store = root.at(step_directory(self.place.step))
-            with lock_for_publishing(store, save_id, names, overwrite=overwrite) as is_published:
-                copied = 0 if is_published else self._copy_files(store)
-                manifest = self.place.read_manifest(save_id)
+            directory = Root(root).at(self.place.step)
+            with directory.lock_for_publishing(save_id, names, overwrite=overwrite) as is_published:
+                copied = 0 if is_published else self._copy_files(directory.store)
+                manifest, _ = self.place.read_manifest(save_id)
                 if not is_published:
-                    check_readable(manifest, store)
+                    directory.check_readable(manifest)
                     self._refuse_superseded(root)
-                commit_save(store, save_id, manifest, names, overwrite=overwrite)
+                directory.commit(save_id, manifest, names, overwrite=overwrite)
         if self.pending.storage.is_needed:
             request = records.save_record(records.REMOVE_OLD, save_id)
             write_record(self.place.path / request, self.pending.storage)
@@ -290,7 +287,7 @@ class _LeaderSave:
             CorruptionError: the bytes differ from those that were committed.
         """
         run, step, node, tls = self.place.run, self.place.step, self.leader.node, self.leader.tls
-        manifest = decode_manifest(self.place.read_file(MANIFEST))
+        _, manifest = self.place.read_manifest(self.pending.save_id)
         entries = [entry for entry in manifest.files if entry.name in names]
         holders = self._find_holders(names, manifest.files)
         infos = {info.node: info for info in agents_of(self.pending, run) if info.node in holders}

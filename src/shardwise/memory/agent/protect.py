@@ -15,7 +15,7 @@ from shardwise.deadline import Deadline
 from shardwise.engine.buffers import allocate_pages
 from shardwise.errors import CorruptionError
 from shardwise.manifest.checksums import BLOCK, BlockTable
-from shardwise.manifest.manifest import FileEntry, decode_manifest
+from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import records
 from shardwise.memory.files import opened, read_record, write_record
 from shardwise.memory.home import SnapshotDirectory
@@ -74,7 +74,7 @@ def protect_others(
         StoreError: a node does not answer, and its data is needed.
         CorruptionError: the bytes of a node differ from the bytes that it sealed.
     """
-    manifest = decode_manifest(place.read_manifest(pending.save_id))
+    _, manifest = place.read_manifest(pending.save_id)
     protection = plan_protection(pending, manifest.files)
     entries = {entry.name: entry for entry in manifest.files}
     rings = protection.groups[: len(pending.rings)]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import StoreError
-from shardwise.manifest.manifest import decode_manifest
 from shardwise.memory import records
 from shardwise.memory.agent.mirrors import mirror_tasks
 from shardwise.memory.files import read_record
@@ -310,7 +309,7 @@ def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
     found: set[str] = set()
     for pending in place.pending_manifests():
         with suppress(FileNotFoundError, StoreError, ValueError):
-            files = decode_manifest(place.read_manifest(pending.save_id)).files
+            files = place.read_manifest(pending.save_id)[1].files
             for group, index in groups_of_node(plan_protection(pending, files), node):
                 following = group.members[index + 1 :] + group.members[:index]
                 protecting = following if group.parity else following[: group.copies]

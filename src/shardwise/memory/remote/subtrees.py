@@ -123,7 +123,7 @@ def request_for_outcome(
     copy = _copy_of_pending(pending)
     brought: list[tuple[str, bytes]] = []
     if stage == "commit" and not done.failure:
-        brought.append((MANIFEST, place.read_manifest(save_id)))
+        brought.append((MANIFEST, place.read_manifest(save_id)[0]))
     nodes_with_files = {node for _, node in pending.files}
 
     def records_for(node: str) -> list[tuple[str, bytes]]:

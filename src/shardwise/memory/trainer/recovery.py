@@ -13,9 +13,9 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
-from shardwise.manifest.manifest import MANIFEST
 from shardwise.memory import records
 from shardwise.memory.home import Run
 from shardwise.memory.observe import RecordCache, read_run_view
@@ -61,7 +61,7 @@ def find_snapshots(snapshots: Snapshots, group: Group, step: int | None) -> Foun
         nodes_read |= found.nodes.keys()
         store = AssembledStore(found, snapshots.run, snapshots.node, snapshots.tls)
         # This node's files are not freed meanwhile. One rank locks storage for all.
-        with closing(store), store.lock(MANIFEST, shared=True):
+        with closing(store), CheckpointDirectory(store).lock_for_reading():
             yield found, store
         damaged = found.step
 
