@@ -11,9 +11,7 @@ from shardwise.engine.checkpoint_directory import (
     CheckpointDirectory,
     State,
     map_in_threads,
-    state_of,
 )
-from shardwise.engine.root import names_at
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError
 from shardwise.manifest.manifest import step_of_directory
 from shardwise.manifest.pieces import count_tensors
@@ -87,8 +85,9 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
             message says what is there.
     """
     store = open_store(root)
-    names = names_at(store)
-    if state_of(names) == "committed":
+    directory = CheckpointDirectory(store)
+    names = directory.names()
+    if directory.state(names) == "committed":
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
             "`shardwise inspect`, or list the directory above"
@@ -123,7 +122,7 @@ def remove(place: str | os.PathLike[str] | Store) -> list[str]:
     """
     store = open_store(place)
     directory, names = CheckpointDirectory(store), store.list()
-    state = state_of(names)
+    state = directory.state(names)
     if state == "committed":
         if not directory.remove():
             raise StoreError(f"{store} was not removed: another process reads it. Try again later")

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from shardwise.engine.checkpoint_directory import CheckpointDirectory, state_of
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.group import Group
-from shardwise.engine.root import Best, Choice, Root, names_at, parse_choice, steps_in
+from shardwise.engine.root import Best, Choice, Root, parse_choice, steps_in
 from shardwise.engine.rounds import Round
 from shardwise.errors import (
     CheckpointExistsError,
@@ -303,7 +303,7 @@ def _describe_missing(store: Store) -> str:
                     "system is mounted on this machine"
                 )
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
-    if state_of(names) == "removed":
+    if CheckpointDirectory(store).state(names) == "removed":
         return f"{store} was removed by retention or `shardwise rm`: load another step"
     return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
 
@@ -311,8 +311,8 @@ def _describe_missing(store: Store) -> str:
 def _choose_directory(store: Store, options: OpenOptions) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
     step = parse_choice(options.step)
-    names = names_at(store)
-    if state_of(names) != "committed" and steps_in(names):
+    names = Root(store).names()
+    if CheckpointDirectory(store).state(names) != "committed" and steps_in(names):
         return step_directory(Root(store).choose(step))
     if isinstance(step, Best):
         raise StateError(
@@ -429,7 +429,7 @@ def steps_in_root(store: Store, *, may_be_foreign: bool) -> list[int]:
     if is_file(store):
         raise _file_error(store)
     names = store.list()
-    is_checkpoint = state_of(names) == "committed"
+    is_checkpoint = CheckpointDirectory(store).state(names) == "committed"
     if is_checkpoint and steps_in(names):
         raise CheckpointExistsError(
             f"{store} is the root of a run, but a save went directly into the root: it has "

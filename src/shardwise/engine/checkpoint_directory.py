@@ -52,7 +52,7 @@ MAX_FILES = 2**20
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 State = Literal["committed", "damaged", "unfinished", "removed"]
-"""What a directory has: see `state_of` and `CheckpointDirectory.examine`."""
+"""What a directory has: see `CheckpointDirectory.state` and `examine`."""
 
 
 @prepare_decoding
@@ -60,25 +60,6 @@ class _Removed(msgspec.Struct, frozen=True):
     """When a checkpoint was removed, in seconds since 1970."""
 
     removed_at: float
-
-
-def state_of(names: Collection[str]) -> State | None:
-    """Return what a directory with these names has; None if it has nothing of shardwise.
-
-    `"committed"`: a manifest. `"removed"`: the files of a removed checkpoint, which processes may
-    still read. `"unfinished"`: files of a save that runs, or was interrupted.
-    """
-    if MANIFEST in names:
-        return "committed"
-    if REMOVED in names:
-        return "removed"
-    return "unfinished" if any(map(is_file_of_save, names)) else None
-
-
-def leftovers_in(names: Iterable[str], manifest: Manifest | None) -> list[str]:
-    """Return which names of a directory are files of saves that its manifest does not list."""
-    listed = set() if manifest is None else names_of_checkpoint(manifest)
-    return [name for name in names if is_file_of_save(name) and name not in listed]
 
 
 class Directory:
@@ -93,6 +74,13 @@ class Directory:
 
     def __str__(self) -> str:
         return str(self.store)
+
+    def names(self) -> list[str]:
+        """Return the names in the directory; none if there is nothing, or a file."""
+        try:
+            return self.store.list()
+        except NotADirectoryError:
+            return []
 
     @contextmanager
     def lock(self, save_id: str, attempts: Iterable[object] = range(1)) -> Iterator[bool]:
@@ -120,7 +108,6 @@ class Directory:
         """Lock the directory as `lock` does, and wait for another process that holds the lock.
 
         Args:
-            save_id: as for `lock`.
             failure: what to say if the other process holds it for too long.
             deadline: the limit for waiting. By default, twice the expiry of locks, and one second.
                 By then, the lock of a killed process has expired, although servers round times to
@@ -147,21 +134,28 @@ class Directory:
 class CheckpointDirectory(Directory):
     """The directory of a checkpoint."""
 
-    def state(self) -> State | None:
-        """List the directory, and return what it has; see `state_of`."""
-        return state_of(self.store.list())
+    def state(self, names: Collection[str] | None = None) -> State | None:
+        """Return what the directory has, by its names alone; None if nothing is of shardwise.
+
+        `"committed"`: a manifest. `"removed"`: the files of a removed checkpoint, which processes
+        may still read. `"unfinished"`: files of a save that runs, or was interrupted.
+
+        Args:
+            names: an earlier list of the directory. Default: list it now.
+        """
+        names = self.store.list() if names is None else names
+        if MANIFEST in names:
+            return "committed"
+        if REMOVED in names:
+            return "removed"
+        return "unfinished" if any(map(is_file_of_save, names)) else None
 
     def is_committed(self) -> bool:
         """Return whether there is a manifest. This is one request, without a list."""
         return self.store.stat(MANIFEST) is not None
 
     def read(self) -> bytes:
-        """Return the encoded manifest.
-
-        Raises:
-            FileNotFoundError: there is none.
-            OSError: as for `Store.read`.
-        """
+        """Return the encoded manifest. Errors are those of `Store.read`."""
         return self.store.read(MANIFEST, limit=LARGEST_MANIFEST)
 
     def manifest(self) -> Manifest:
@@ -169,7 +163,7 @@ class CheckpointDirectory(Directory):
 
         Raises:
             FormatError: it is damaged.
-            OSError: as for `read`.
+            OSError: as for `Store.read`, such as `FileNotFoundError`.
         """
         return decode_manifest(self.read())
 
@@ -185,13 +179,12 @@ class CheckpointDirectory(Directory):
         """Return what the directory has, given its names: also whether its checkpoint is damaged.
 
         Args:
-            names: a list of the directory.
             compares_sizes: look for files of wrong sizes, too.
 
         Returns:
             The state; the manifest, if it can be read; and what is damaged, or "".
         """
-        state = state_of(names)
+        state = self.state(names)
         if state != "committed":
             return state, None, ""
         try:
@@ -207,6 +200,12 @@ class CheckpointDirectory(Directory):
         if problems and not self.is_committed():  # retention is removing the files
             return "removed", None, ""
         return "damaged" if problems else "committed", manifest, "; ".join(problems)
+
+    @staticmethod
+    def leftovers(names: Iterable[str], manifest: Manifest | None) -> list[str]:
+        """Return which names of a directory are files of saves that its manifest does not list."""
+        listed = set() if manifest is None else names_of_checkpoint(manifest)
+        return [name for name in names if is_file_of_save(name) and name not in listed]
 
     def lock_for_reading(self) -> AbstractContextManager[bool]:
         """Keep the checkpoint from being removed while a block reads it.
@@ -383,9 +382,7 @@ class CheckpointDirectory(Directory):
             return locked
 
     def mark_as_removed(self, removed_at: float) -> None:
-        """Record that the checkpoint is removed, so that its files stay for a while.
-
-        Processes that cannot lock the checkpoint may still read the files.
+        """Record that the checkpoint is removed, so that its files stay for those who read them.
 
         Args:
             removed_at: the present time, in seconds since 1970.
@@ -429,9 +426,8 @@ class CheckpointDirectory(Directory):
                 manifest = None
             except (FormatError, StoreError):
                 return []
-            removed = leftovers_in(ours, manifest)
-            # Delete the mark of a removed checkpoint last. If the removal is interrupted, the next
-            # one finds the mark, and continues.
+            removed = self.leftovers(ours, manifest)
+            # The mark goes last, so that after an interruption the next removal continues.
             map_in_threads(store.delete, [name for name in removed if name != REMOVED])
             if REMOVED in removed:
                 store.delete(REMOVED)
@@ -467,12 +463,7 @@ def _refuse_missing(store: Store, files: Collection[str], names: Collection[str]
 
 
 def _find_problems(files: Iterable[FileEntry], sizes: Mapping[str, int | None]) -> Iterator[str]:
-    """Yield which files of a checkpoint are missing, or have other sizes than in the manifest.
-
-    Args:
-        files: the files in the manifest.
-        sizes: the sizes of the existing files. A size of None counts as right.
-    """
+    """Yield which files of a manifest are missing, or have other sizes. None counts as right."""
     missing = [file.name for file in files if file.name not in sizes]
     if missing:
         more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""

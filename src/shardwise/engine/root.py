@@ -14,7 +14,6 @@ from shardwise.engine.checkpoint_directory import (
     CheckpointDirectory,
     Directory,
     map_in_threads,
-    state_of,
 )
 from shardwise.errors import (
     CheckpointNotFoundError,
@@ -24,7 +23,7 @@ from shardwise.errors import (
     StoreUnavailableError,
 )
 from shardwise.manifest.manifest import Manifest, step_directory, step_of_directory
-from shardwise.store import Store, abort_uploads
+from shardwise.store import abort_uploads
 
 Metrics = Mapping[str, float | None]
 
@@ -125,14 +124,6 @@ def parse_choice(step: object, best: Best | None = None) -> Choice:
     return check_step(step)
 
 
-def names_at(store: Store) -> list[str]:
-    """Return the names at a place; none if a file is there, or if there is nothing."""
-    try:
-        return store.list()
-    except NotADirectoryError:
-        return []
-
-
 def steps_in(names: Iterable[str]) -> list[int]:
     """Return the steps that have a directory, given the names in a root, in this order."""
     return [step for name in names if (step := step_of_directory(name)) is not None]
@@ -207,7 +198,7 @@ class Root(Directory):
             with suppress(OSError):
                 names = directory.store.list()
                 directory.remove_leftovers(names=names)
-                if state_of(names) != "committed":
+                if directory.state(names) != "committed":
                     directory.try_to_delete()
 
         map_in_threads(clean, steps)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.engine.checkpoint_directory import state_of
-from shardwise.engine.root import names_at
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.errors import CheckpointNotFoundError, FormatError, StoreError, text_of
 from shardwise.events import format_bytes, format_count
 from shardwise.listing import ListedCheckpoint, list_checkpoints
@@ -127,9 +126,10 @@ def collect(store: Store) -> Collected:
     Raises:
         CheckpointNotFoundError: the place has neither checkpoints nor telemetry.
     """
-    reader, names = _Reader(), names_at(store)
+    reader, directory = _Reader(), CheckpointDirectory(store)
+    names = directory.names()
     own = _files_of_saves(store, names)
-    is_checkpoint = state_of(names) == "committed" or bool(own)
+    is_checkpoint = directory.state(names) == "committed" or bool(own)
     root = store if not is_checkpoint else None
     if is_checkpoint and step_of_directory(name_of(store)) is not None:
         root = parent_of(store)
@@ -303,16 +303,18 @@ def _files_in(
     for each in checkpoints[: -MOST_CHECKPOINTS - 1 : -1]:
         if each.state in SAVED:
             store = root.at(each.directory)
-            yield from _files_of_saves(store, _listed(names_at, store, reader))
-    names = _listed(list_operations, root, reader)
+            yield from _files_of_saves(
+                store, _listed(CheckpointDirectory(store).names, store, reader)
+            )
+    names = _listed(lambda: list_operations(root), root, reader)
     for name in names[: -MOST_OTHERS - 1 : -1]:
         yield _File(root.at(DIRECTORY), name)
 
 
-def _listed(names: Callable[[Store], list[str]], place: Store, reader: _Reader) -> list[str]:
+def _listed(names: Callable[[], list[str]], place: Store, reader: _Reader) -> list[str]:
     """Return names; none, and a problem, if the place cannot be listed."""
     try:
-        return names(place)
+        return names()
     except OSError as error:
         reader.note(f"{place}: {text_of(error)}")
         return []

@@ -8,9 +8,9 @@ the directory `telemetry` of the root, as `restore-20261127T040506Z-89abcdef0123
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import datetime
 
-from shardwise.engine.root import names_at
 from shardwise.manifest.manifest import LARGEST_TELEMETRY, telemetry_file
 from shardwise.store import Store, publish_unsynced
 from shardwise.telemetry.encoding import decode_file, encode_file
@@ -41,7 +41,9 @@ def list_operations(root: Store) -> list[str]:
     Raises:
         OSError: the store failed.
     """
-    names = names_at(root.at(DIRECTORY))
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = root.at(DIRECTORY).list()
     matches = [match for name in names if (match := _OPERATION_FILE.fullmatch(name))]
     return [match[0] for match in sorted(matches, key=lambda match: (match[2], match[0]))]
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
 from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.checkpoint_directory import CheckpointDirectory, state_of
+from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError, FormatError, StoreError
 from shardwise.manifest.checksums import crc32
@@ -208,7 +208,7 @@ def copy_checkpoint(
             _copy_all(missing, source.store, target.store, copier, before_chunk)
             if target.saved() != manifest:
                 files = [file.name for file in manifest.files]
-                target.publish(data, files, replace=state_of(present) == "committed")
+                target.publish(data, files, replace=target.state(present) == "committed")
             _copy_telemetry(source.store, target.store, telemetry_file(manifest.save_id))
             with suppress(OSError):  # the mirror may refuse to delete; then older saves stay
                 target.remove_leftovers(own_save=manifest.save_id)

@@ -13,7 +13,6 @@ from contextlib import suppress
 
 import msgspec
 
-from shardwise.engine.checkpoint_directory import leftovers_in
 from shardwise.engine.root import CheckpointInfo, Root
 from shardwise.errors import CorruptionError, ShardwiseError, describe_error
 from shardwise.retention import Keep, remove_checkpoints
@@ -80,7 +79,7 @@ class Tier:
         state, manifest, _ = directory.examine(names)
         if state != "committed" or manifest is None:
             return None
-        if leftovers_in(names, manifest):
+        if directory.leftovers(names, manifest):
             self.with_leftovers.add(step)
         self._names[step] = names
         return CheckpointInfo.of(manifest)
