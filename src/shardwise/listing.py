@@ -157,7 +157,7 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
     try:
         tensors = None if manifest is None else count_tensors(manifest.tensors)
     except FormatError as error:
-        state, manifest, problem = "damaged", None, str(error)
+        state, manifest, problem = "damaged", None, f"{store}: {error}"
     if state is None and step is None:
         return None
     describe = partial(
@@ -166,7 +166,7 @@ def _examine(root: Store, mirror: MirrorRecord | None, name: str) -> ListedCheck
         directory=name,
         step=step,
         state=state or "unfinished",
-        problem=f"{store}: {problem}" if problem else None,
+        problem=problem or None,
     )
     if manifest is None:
         return describe()

@@ -38,7 +38,6 @@ from shardwise.foreign_steps import (
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import (
     MANIFEST,
-    decode_manifest,
     is_file_of_save,
     step_directory,
 )
@@ -215,8 +214,11 @@ def _open_chosen_step(
             try:
                 manifest = _find_manifest(place)
             except CheckpointNotFoundError:
-                is_chosen = not directory or isinstance(options.step, SupportsIndex)
-                if is_chosen or chosen == MOST_CHOICES:
+                if (
+                    not directory
+                    or isinstance(options.step, SupportsIndex)
+                    or chosen == MOST_CHOICES
+                ):
                     raise
             else:
                 cleanup.push(lock.pop_all())
@@ -272,10 +274,7 @@ def _open_manifest(store: Store, data: bytes, *, checks_sizes: bool) -> Layout:
         FormatError: the manifest is invalid.
         CorruptionError: a file is missing whose size had to be compared.
     """
-    try:
-        manifest = decode_manifest(data)
-    except FormatError as error:
-        raise FormatError(f"{store}: {error}") from error
+    manifest = CheckpointDirectory(store).decode(data)
     try:
         return layout_of_manifest(manifest, store if checks_sizes else None)
     except FormatError as error:

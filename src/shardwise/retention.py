@@ -179,8 +179,9 @@ def apply_retention(
     """
     committed = root.steps()
     steps = [step for step in committed if step <= newest and step not in damaged]
-    nothing_read = dict.fromkeys(steps, CheckpointInfo())
-    checkpoints = root.infos(steps) if keep.needs_manifests else nothing_read
+    checkpoints = (
+        root.infos(steps) if keep.needs_manifests else dict.fromkeys(steps, CheckpointInfo())
+    )
     kept = keep.steps_to_keep(checkpoints) | {newest}
     to_remove = [step for step in steps if step not in kept]
     return remove_checkpoints(root, to_remove, newest, committed, should_continue)

@@ -165,7 +165,18 @@ class CheckpointDirectory(Directory):
             FormatError: it is damaged.
             OSError: as for `Store.read`, such as `FileNotFoundError`.
         """
-        return decode_manifest(self.read())
+        return self.decode(self.read())
+
+    def decode(self, data: bytes) -> Manifest:
+        """Return the manifest, given its bytes.
+
+        Raises:
+            FormatError: it is damaged. The message begins with the directory.
+        """
+        try:
+            return decode_manifest(data)
+        except FormatError as error:
+            raise FormatError(f"{self}: {error}") from error
 
     def saved(self) -> Manifest | None:
         """Return the manifest; None if it is missing or damaged."""
@@ -196,10 +207,12 @@ class CheckpointDirectory(Directory):
         sizes: dict[str, int | None] = dict.fromkeys(names)
         if compares_sizes:
             sizes = {path: found.size for path, found in self.store.walk(MAX_FILES).items()}
-        problems = list(_find_problems(manifest.files, sizes))
-        if problems and not self.is_committed():  # retention is removing the files
-            return "removed", None, ""
-        return "damaged" if problems else "committed", manifest, "; ".join(problems)
+        problems = "; ".join(_find_problems(manifest.files, sizes))
+        if not problems:
+            return "committed", manifest, ""
+        if self.is_committed():
+            return "damaged", manifest, f"{self}: {problems}"
+        return "removed", None, ""  # retention is removing the files
 
     @staticmethod
     def leftovers(names: Iterable[str], manifest: Manifest | None) -> list[str]:
@@ -249,12 +262,13 @@ class CheckpointDirectory(Directory):
             raise self.exists_error()
         if names and not any(name in names for name in files):
             self.remove_leftovers()
-        failure = (
+        with self.wait_for_lock(
+            save_id,
             f"cannot lock {lock_file(save_id)}, because another process holds it: an agent that "
             "persists this save, or a Checkpointer that looks for leftovers. The agent tries "
-            "again; if this lasts, look for another agent with this root"
-        )
-        with self.wait_for_lock(save_id, failure, deadline):
+            "again; if this lasts, look for another agent with this root",
+            deadline,
+        ):
             yield is_published
 
     def check_readable(self, manifest: bytes) -> None:
@@ -277,8 +291,7 @@ class CheckpointDirectory(Directory):
     ) -> None:
         """Publish the manifest of a save, which commits the save. The caller holds the save's lock.
 
-        Then remove the files of a replaced checkpoint, and those that killed processes left
-        incomplete.
+        Then remove the files of a replaced checkpoint, and what killed processes left incomplete.
 
         Args:
             save_id: the id of the save.
@@ -314,9 +327,8 @@ class CheckpointDirectory(Directory):
     ) -> list[str]:
         """Publish the manifest of a save, and return the names that the directory had before.
 
-        The caller holds the lock of the save. A lock can expire if this process was stopped, or if
-        the storage did not answer for long. Then another process may have removed the files of the
-        save.
+        The caller holds the lock of the save. A lock can expire if this process was stopped, or the
+        storage did not answer for long. Then others may have removed the files of the save.
 
         Args:
             manifest: the encoded manifest.
@@ -329,23 +341,22 @@ class CheckpointDirectory(Directory):
             StoreUnavailableError: files of the save were removed. Nothing is committed. In a save
                 by agents, an agent copies the files again.
         """
-        store = self.store
         lists: list[tuple[float, list[str]]] = []
         is_published = False
 
         def check() -> None:
-            lists.append((clock(), store.list()))
+            lists.append((clock(), self.store.list()))
             _, names = lists[-1]
             if len(lists) == 1 and MANIFEST in names and not replace:
-                raise FileExistsError(f"{store} has a manifest")
-            _refuse_missing(store, files, names)
+                raise FileExistsError(f"{self} has a manifest")
+            _refuse_missing(self.store, files, names)
 
         try:
-            publish_checked(store, MANIFEST, manifest, replace=replace, check=check)
+            publish_checked(self.store, MANIFEST, manifest, replace=replace, check=check)
             is_published = True
             listed_at, names = lists[-1]
             if clock() - listed_at > MAX_PUBLICATION_SECONDS:
-                _refuse_missing(store, files, store.list())
+                _refuse_missing(self.store, files, self.store.list())
         except _FilesRemovedError as error:
             if is_published:
                 self.try_to_delete(MANIFEST)

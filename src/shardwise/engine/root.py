@@ -171,8 +171,9 @@ class Root(Directory):
             candidates = steps[::-1]
             missing = "checkpoint: no save below it has completed: check the path, or save first"
         elif isinstance(choice, Best):
-            metrics = {step: info.metrics for step, info in self.infos(steps).items()}
-            candidates = choice.rank_steps(metrics)
+            candidates = choice.rank_steps(
+                {step: info.metrics for step, info in self.infos(steps).items()}
+            )
             missing = (
                 f"checkpoint with the metric {choice.metric!r}: select a step number or 'newest', "
                 "or pass metrics= to save"

@@ -220,11 +220,11 @@ class RootClaim:
                 self.seen = self.id
                 return
             lineage = _read_run_file(self._root)
-        failure = (
+        with Root(self._root).wait_for_lock(
+            lineage.run,
             "cannot lock the root for the first save, because another process holds its lock: "
-            "another job that makes its first save here; save again"
-        )
-        with Root(self._root).wait_for_lock(lineage.run, failure):
+            "another job that makes its first save here; save again",
+        ):
             lineage = _read_run_file(self._root)
             is_resumed = self.epoch is not None and lineage.epoch != self.epoch
             if not force and (lineage.owner != self.seen or is_resumed):

@@ -12,14 +12,13 @@ from contextlib import closing, contextmanager, suppress
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.data_reader import DataReader
-from shardwise.errors import CorruptionError, FormatError, StoreError
+from shardwise.errors import CorruptionError, StoreError
 from shardwise.manifest.checksums import crc32
 from shardwise.manifest.layout import StoredFile
 from shardwise.manifest.manifest import (
     LARGEST_TELEMETRY,
     FileEntry,
     Manifest,
-    decode_manifest,
     lock_file,
     telemetry_file,
 )
@@ -192,10 +191,7 @@ def copy_checkpoint(
         if not held:
             raise StoreError(f"{source} is being removed or replaced, so it was not copied")
         data = source.read()
-        try:
-            manifest = decode_manifest(data)
-        except FormatError as error:
-            raise FormatError(f"{source}: {error}") from error
+        manifest = source.decode(data)
         # The lock keeps other processes from removing the files that this one copies.
         with target.lock(manifest.save_id) as is_held:
             if not is_held:
