@@ -38,7 +38,7 @@ LAYERS = (
     ("manifest",),
     ("boxes", "store"),
     ("plugins", "words"),
-    ("deadline", "decoding", "errors", "events", "version"),
+    ("deadline", "decoding", "errors", "events", "ports.built_in", "version"),
 )
 # The same within large packages.
 LAYERS_OF_MEMORY = (

@@ -25,7 +25,13 @@ from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.opening import OpenOptions, agree_to_open
-from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
+from shardwise.plugins import (
+    PluginError,
+    call_plugin,
+    find_plugins,
+    ignore_failure,
+    load_built_in,
+)
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
@@ -210,9 +216,8 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
             continue
         if strategy is not None:
             return strategy
-    from shardwise.sharing.strategy import ReadTogether  # other loads need not import it
-
-    return ReadTogether(read_once)
+    own: ReadStrategy = load_built_in(READ_STRATEGIES, "read_once")(group, read_once)
+    return own
 
 
 def _saved_names(

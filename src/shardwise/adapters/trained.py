@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.adapters.modules import has_fsdp1
+from shardwise.adapters.fsdp1 import has_fsdp1
 from shardwise.errors import StateError
 from shardwise.state.local_state import view_for_numpy
 from shardwise.state.parameters import Parameter

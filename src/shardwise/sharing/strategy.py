@@ -25,6 +25,11 @@ from shardwise.sharing.shared_buffers import SharedBuffers
 from shardwise.store.store import Buffer
 
 
+def read_together(group: Group, read_once: bool | None) -> ReadTogether:
+    """Return the strategy, given the user's choice."""
+    return ReadTogether(read_once)
+
+
 class ReadTogether:
     """One rank reads the bytes that several ranks need.
 

@@ -1,0 +1,27 @@
+"""What the parts of shardwise plug into its ports, in the form of entry points.
+
+The kernel imports no part. It finds parts here as it finds those of other packages: by the name of
+a group, and the name of an entry there. It imports a part when it first needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    # Which part binds the types of a module of Python; tried in this order.
+    "shardwise.bindings": {
+        "shardwise.adapters.trainable": "shardwise.adapters.trainable:bind",
+        "deepspeed": "shardwise.adapters.deepspeed:bind",
+        "megatron": "shardwise.adapters.megatron:bind",
+        "torch.distributed.fsdp": "shardwise.adapters.fsdp1:bind",
+    },
+    # Which part knows the layers of a module of Python whose state dicts lack something.
+    "shardwise.layers": {
+        "bitsandbytes": "shardwise.adapters.bitsandbytes:find_layers",
+    },
+    "shardwise.read_strategies": {
+        "read_once": "shardwise.sharing.strategy:read_together",
+    },
+}
+"""Objects (`module:name`) by group and name."""
