@@ -33,6 +33,7 @@ KERNEL = (
     *("api", "loading", "opening", "checkpoint", "saved_tensor", "errors", "events", "deadline"),
     *("decoding", "plugins", "version"),
     *("store.local", "store.local_files", "store.names", "store.places", "store.store"),
+    *("store.lease_locks", "store.sequential"),
     *("adapters.bind", "adapters.cells", "adapters.modules", "adapters.optimizer_groups"),
     *("adapters.optimizer_views", "adapters.optimizers", "adapters.values"),
 )

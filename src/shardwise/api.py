@@ -30,8 +30,10 @@ from shardwise.loading import LoadOptions, State, load_state
 from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_to_open, refuse_as_destination
 from shardwise.plan.save import PlanCache
+from shardwise.plugins import load_built_in
 from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
+from shardwise.store.places import PLUGINS as STORES
 
 if TYPE_CHECKING:
     from shardwise.convert.write import ConversionReport
@@ -295,9 +297,7 @@ def open_place(place: Place) -> Store:
         # The place is a root, or the directory of a step in a root.
         root, parent = store.path / MIRROR_FILE, store.path.parent / MIRROR_FILE
         if os.path.lexists(root) or os.path.lexists(parent):
-            from shardwise.tiers.record import open_with_mirror  # other places need not import it
-
-            return open_with_mirror(store)
+            return load_built_in(STORES, "mirrored")(store)  # type: ignore[no-any-return]
     return store
 
 

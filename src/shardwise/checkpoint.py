@@ -28,8 +28,7 @@ from shardwise.state.local_state import Fragment, TensorLeaf, copy_overlapping
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import decode
 from shardwise.state.tensors import tensor_leaf
-from shardwise.store import Files
-from shardwise.tiers.store import TieredStore
+from shardwise.store import Files, TieredFiles
 
 if TYPE_CHECKING:
     from shardwise.engine.compare import Comparison
@@ -296,7 +295,7 @@ class Checkpoint(Mapping[str, Any]):
 
         store = self._store
         checksums: Iterable[FileChecksums] = ()
-        if isinstance(store, TieredStore):
+        if isinstance(store, TieredFiles):
             store = store.tier_to_verify()
         if self.layout.format != "shardwise":
             from shardwise.formats.file_tree import checksums_of

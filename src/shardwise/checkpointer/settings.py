@@ -24,7 +24,8 @@ from shardwise.memory.options import Memory
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import steps_in_root
 from shardwise.retention import Keep
-from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
+from shardwise.store import Store, open_store
+from shardwise.store.remote import can_be_reopened, is_writable, open_absolute
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.store import TieredStore
 

@@ -20,6 +20,10 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "shardwise.layers": {
         "bitsandbytes": "shardwise.adapters.bitsandbytes:find_layers",
     },
+    "shardwise.stores": {
+        "remote": "shardwise.store.remote:open_remote",
+        "mirrored": "shardwise.tiers.record:open_with_mirror",
+    },
     "shardwise.read_strategies": {
         "read_once": "shardwise.sharing.strategy:read_together",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -182,6 +183,15 @@ class Files(Protocol):
 
 
 @runtime_checkable
+class TieredFiles(Files, Protocol):
+    """Files with copies in several tiers, for example in a root and its mirror."""
+
+    def tier_to_verify(self) -> Files:
+        """Return the tier whose files `Checkpoint.verify` checks."""
+        ...
+
+
+@runtime_checkable
 class Store(Protocol):
     """The files at a place, and at all levels below.
 
@@ -299,6 +309,35 @@ class Store(Protocol):
             True if the file is locked. False, without waiting, if the lock is not available, or if
             the file of a shared lock does not exist.
         """
+        ...
+
+
+@runtime_checkable
+class RepeatingStore(Store, Protocol):
+    """A store on other machines, which repeats operations that fail for a reason that may pass."""
+
+    @property
+    def retries(self) -> int:
+        """How many requests were repeated so far."""
+        ...
+
+    def publish(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        replace: bool,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """See `Store.publish`.
+
+        Args:
+            check: called before each attempt. If this function raises, nothing is published.
+        """
+        ...
+
+    def abort_uploads(self, idle_seconds: float) -> int:
+        """Abort the abandoned uploads below this place; see `shardwise.store.abort_uploads`."""
         ...
 
 
