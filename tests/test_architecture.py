@@ -19,10 +19,9 @@ LAYERS = (
     ("__main__",),
     ("cli", "integrations"),
     ("shardwise",),  # the package's __init__, which exports the public names
-    ("checkpointer", "data", "reporting"),
+    ("checkpointer", "convert", "data", "reporting"),
     ("api",),
     ("listing", "loading", "partial_save"),
-    ("convert",),
     ("checkpoint", "opening"),
     ("foreign_steps", "saved_tensor"),
     ("resizing", "telemetry"),

@@ -13,7 +13,6 @@ from shardwise.version import VERSION
 
 if TYPE_CHECKING:
     from shardwise.adapters.trainable import trainable as trainable
-    from shardwise.api import export as export
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.handle import SaveHandle as SaveHandle
+    from shardwise.convert.export import export as export
     from shardwise.convert.write import ConversionReport as ConversionReport
     from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.group import SoloGroup as SoloGroup
@@ -119,7 +119,7 @@ _MODULE_OF_NAME = {
     "StoreError": "errors",
     "Tls": "memory.options",
     "VerifyReport": "engine.verify",
-    "export": "api",
+    "export": "convert.export",
     "list_checkpoints": "listing",
     "load": "api",
     "open": "api",

@@ -35,7 +35,7 @@ from shardwise.foreign_steps import (
     order_of_step,
     with_step,
 )
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.manifest import (
     MANIFEST,
     decode_manifest,
@@ -160,8 +160,6 @@ def _open_first(
     if manifest is None:
         own = _read_foreign(place, options)
         if encodes:
-            from shardwise.formats.opening import encode_layout
-
             encoded = encode_layout(own)
     return (directory, manifest, encoded, steps), own
 
