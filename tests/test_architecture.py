@@ -30,7 +30,7 @@ LAYERS = (
     ("formats.readers",),
     ("memory", "formats"),
     ("tiers",),
-    ("retention",),
+    ("ranks", "retention"),
     ("engine", "adapters"),
     ("ports.binding",),
     ("plan", "state"),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from shardwise.engine.replica_check import Divergence as Divergence
     from shardwise.engine.root import Best as Best
     from shardwise.engine.save import SaveReport as SaveReport
-    from shardwise.engine.tree import TreeGroup as TreeGroup
     from shardwise.engine.verify import Damage as Damage
     from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.ports.hooks import Run as Run
     from shardwise.ports.hooks import RunHook as RunHook
+    from shardwise.ranks.tree import TreeGroup as TreeGroup
     from shardwise.reporting.report import Report as Report
     from shardwise.reporting.report import report as report
     from shardwise.retention import Keep as Keep
@@ -113,7 +113,7 @@ _MODULE_OF_NAME = {
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",
-    "TreeGroup": "engine.tree",
+    "TreeGroup": "ranks.tree",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",

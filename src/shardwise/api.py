@@ -20,7 +20,6 @@ from shardwise.engine.describe import BoundState
 from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
-from shardwise.engine.process_groups import connect_process_group
 from shardwise.engine.root import Choice
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, Storage, save_together
@@ -256,7 +255,7 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
         chosen = dist.distributed_c10d._get_default_group() if group is None else group
-        with connect_process_group(chosen, "call") as ranks:
+        with load_built_in("shardwise.groups", "torch.distributed")(chosen, "call") as ranks:
             yield ranks
     else:
         yield group

@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import tree, tree_rendezvous
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree_links import Link
-from shardwise.engine.tree_rendezvous import RankListener
+from shardwise.ranks import tree, tree_rendezvous
+from shardwise.ranks.tree_links import Link
+from shardwise.ranks.tree_rendezvous import RankListener
 from tests.tools.gang import Gang
 
 WORLD = 4  # rank 0 has 1 and 2 below it, and rank 1 has 3

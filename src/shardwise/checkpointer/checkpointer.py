@@ -37,11 +37,9 @@ from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
-from shardwise.engine.process_groups import connect_default_group
 from shardwise.engine.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.root import Choice, Root, parse_choice
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import LoadOptions, State
@@ -49,6 +47,8 @@ from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
+from shardwise.ranks.process_groups import connect_default_group
+from shardwise.ranks.tree import TreeGroup
 from shardwise.retention import Keep
 from shardwise.state.name_lookup import Rename
 from shardwise.telemetry.hook import TelemetryHook

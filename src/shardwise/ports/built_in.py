@@ -24,6 +24,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "remote": "shardwise.store.remote:open_remote",
         "mirrored": "shardwise.tiers.record:open_with_mirror",
     },
+    "shardwise.groups": {
+        "torch.distributed": "shardwise.ranks.process_groups:connect_process_group",
+    },
     "shardwise.read_strategies": {
         "read_once": "shardwise.sharing.strategy:read_together",
     },

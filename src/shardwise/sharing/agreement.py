@@ -22,11 +22,11 @@ import numpy as np
 
 from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import TOKEN_SIZE, listen_for_ranks
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.plan.load import Ranges
+from shardwise.ranks.connections import TOKEN_SIZE, listen_for_ranks
 from shardwise.sharing.links import OPERATION, Links, connect
 from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
 from shardwise.sharing.reads import NOBODY, Reads, share_between_nodes, unite_ranges

@@ -22,7 +22,8 @@ from functools import partial
 import numpy as np
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import (
+from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
     Address,
@@ -31,7 +32,6 @@ from shardwise.engine.connections import (
     remaining,
     watch_host,
 )
-from shardwise.errors import LostRankError, RankError
 from shardwise.sharing.node_ranks import NodeRanks
 from shardwise.sharing.reads import NOBODY, Reads
 from shardwise.sharing.shared_buffers import SharedBuffers

@@ -27,7 +27,8 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import (
+from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
     address_of,
@@ -36,8 +37,7 @@ from shardwise.engine.connections import (
     proof_of,
     remaining,
 )
-from shardwise.engine.tree_links import Failure, Link
-from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.tree_links import Failure, Link
 from shardwise.version import build
 
 if TYPE_CHECKING:
