@@ -12,7 +12,6 @@ from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.version import VERSION
 
 if TYPE_CHECKING:
-    from shardwise.adapters.trainable import trainable as trainable
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from shardwise.errors import StoreError as StoreError
     from shardwise.events import Event as Event
     from shardwise.formats.specification import spec as spec
+    from shardwise.frameworks.trainable import trainable as trainable
     from shardwise.listing import ListedCheckpoint as ListedCheckpoint
     from shardwise.listing import Listing as Listing
     from shardwise.listing import list_checkpoints as list_checkpoints
@@ -127,7 +127,7 @@ _MODULE_OF_NAME = {
     "report": "reporting.report",
     "save": "api",
     "spec": "formats.specification",
-    "trainable": "adapters.trainable",
+    "trainable": "frameworks.trainable",
 }
 
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Which part binds the types of a module of Python; tried in this order.
     "shardwise.bindings": {
-        "shardwise.adapters.trainable": "shardwise.adapters.trainable:bind",
-        "deepspeed": "shardwise.adapters.deepspeed:bind",
-        "megatron": "shardwise.adapters.megatron:bind",
-        "torch.distributed.fsdp": "shardwise.adapters.fsdp1:bind",
+        "shardwise.frameworks.trainable": "shardwise.frameworks.trainable:bind",
+        "deepspeed": "shardwise.frameworks.deepspeed:bind",
+        "megatron": "shardwise.frameworks.megatron:bind",
+        "torch.distributed.fsdp": "shardwise.frameworks.fsdp1:bind",
     },
     # Which part knows the layers of a module of Python whose state dicts lack something.
     "shardwise.layers": {
-        "bitsandbytes": "shardwise.adapters.bitsandbytes:find_layers",
+        "bitsandbytes": "shardwise.frameworks.bitsandbytes:find_layers",
     },
     "shardwise.stores": {
         "remote": "shardwise.store.remote:open_remote",

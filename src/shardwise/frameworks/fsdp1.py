@@ -8,13 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.adapters.modules import (
-    ModuleBinding,
-    Part,
-    buffers_of,
-    extra_states,
-    modules_in,
-)
 from shardwise.errors import user_code
 from shardwise.ports.binding import (
     Context,
@@ -25,7 +18,14 @@ from shardwise.ports.binding import (
     Selection,
     TensorLeaf,
 )
-from shardwise.state.tensors import is_instance
+from shardwise.ports.module_binding import (
+    ModuleBinding,
+    Part,
+    buffers_of,
+    extra_states,
+    is_instance,
+    modules_in,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
