@@ -31,13 +31,13 @@ LAYERS = (
     ("formats.readers",),
     ("memory", "formats"),
     ("tiers",),
-    ("ranks", "retention"),
+    ("checks", "ranks", "retention"),
     ("engine", "adapters"),
     ("ports.binding",),
     ("plan", "state"),
     ("manifest",),
     ("boxes", "store"),
-    ("plugins", "words"),
+    ("plugins", "ports.checks", "words"),
     ("deadline", "decoding", "errors", "events", "ports.built_in", "version"),
 )
 # The same within large packages.

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.handle import SaveHandle as SaveHandle
+    from shardwise.checks.replica_check import Divergence as Divergence
     from shardwise.convert.export import export as export
     from shardwise.convert.write import ConversionReport as ConversionReport
-    from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
-    from shardwise.engine.replica_check import Divergence as Divergence
     from shardwise.engine.root import Best as Best
     from shardwise.engine.save import SaveReport as SaveReport
-    from shardwise.engine.verify import Damage as Damage
-    from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
     from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from shardwise.errors import CorruptionError as CorruptionError
@@ -57,6 +54,9 @@ if TYPE_CHECKING:
     from shardwise.memory.progress import RunProgress as RunProgress
     from shardwise.partial_save import PartialSave as PartialSave
     from shardwise.partial_save import SavedPart as SavedPart
+    from shardwise.ports.checks import Comparison as Comparison
+    from shardwise.ports.checks import Damage as Damage
+    from shardwise.ports.checks import VerifyReport as VerifyReport
     from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.ports.hooks import Run as Run
     from shardwise.ports.hooks import RunHook as RunHook
@@ -77,11 +77,11 @@ _MODULE_OF_NAME = {
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "Checkpointer": "checkpointer.checkpointer",
-    "Comparison": "engine.compare",
+    "Comparison": "ports.checks",
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
-    "Damage": "engine.verify",
-    "Divergence": "engine.replica_check",
+    "Damage": "ports.checks",
+    "Divergence": "checks.replica_check",
     "Event": "events",
     "FormatError": "errors",
     "Keep": "retention",
@@ -118,7 +118,7 @@ _MODULE_OF_NAME = {
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.options",
-    "VerifyReport": "engine.verify",
+    "VerifyReport": "ports.checks",
     "export": "convert.export",
     "list_checkpoints": "listing",
     "load": "api",

@@ -23,6 +23,8 @@ from shardwise.events import Recorder, Sink
 from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import FROZEN, TensorEntry
+from shardwise.plugins import load_built_in
+from shardwise.ports.checks import GROUP as CHECKS
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.local_state import Fragment, TensorLeaf, copy_overlapping
 from shardwise.state.name_lookup import SavedNames, Selection
@@ -31,8 +33,7 @@ from shardwise.state.tensors import tensor_leaf
 from shardwise.store import Files, TieredFiles
 
 if TYPE_CHECKING:
-    from shardwise.engine.compare import Comparison
-    from shardwise.engine.verify import VerifyReport
+    from shardwise.ports.checks import Comparison, VerifyReport
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -279,10 +280,8 @@ class Checkpoint(Mapping[str, Any]):
                 saved.
             MismatchError: copies of a tensor differ. The message names all such tensors.
         """
-        from shardwise.engine.verify import refuse_damage
-
         report = self.find_damage(on_event)
-        refuse_damage(report)
+        load_built_in(CHECKS, "refuse_damage")(report)
         return report
 
     def find_damage(self, on_event: Sink | None = None) -> VerifyReport:
@@ -291,8 +290,6 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             on_event: as for `verify`.
         """
-        from shardwise.engine.verify import find_damage  # loads need not import it
-
         store = self._store
         checksums: Iterable[FileChecksums] = ()
         if isinstance(store, TieredFiles):
@@ -301,7 +298,9 @@ class Checkpoint(Mapping[str, Any]):
             from shardwise.formats.file_tree import checksums_of
 
             checksums = checksums_of(store, self.layout)
-        return find_damage(store, self.layout, checksums, self._arena, Recorder(on_event))
+        find = load_built_in(CHECKS, "find_damage")
+        found: VerifyReport = find(store, self.layout, checksums, self._arena, Recorder(on_event))
+        return found
 
     def compare(self, other: Checkpoint, on_event: Sink | None = None) -> Comparison:
         """Compare the names, dtypes, shapes, plain values, and every byte of the tensors.
@@ -320,10 +319,10 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             CorruptionError: a checkpoint is damaged.
         """
-        from shardwise.engine.compare import compare  # loads need not import it
-
         a, b = (self._store, self.layout), (other._store, other.layout)
-        return compare(a, b, self._arena, Recorder(on_event))
+        compare = load_built_in(CHECKS, "compare")
+        found: Comparison = compare(a, b, self._arena, Recorder(on_event))
+        return found
 
     def as_json(self, name: str) -> Any:
         """Return a plain value in the JSON form of the manifest.

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -40,9 +40,6 @@ from shardwise.state.name_lookup import Rename, SavedNames, Selection, rename_fu
 from shardwise.state.tensors import mesh_axes
 from shardwise.store import Files, Store, count_retries
 
-if TYPE_CHECKING:
-    from shardwise.resizing import Resizing
-
 STATE, PARAMS = "state", "params"
 _Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
 """The parameters of each optimizer, in order, with their shapes."""
@@ -55,6 +52,16 @@ class _PositionalGroup(msgspec.Struct):
     """A saved group of parameters that are identified by their positions in the optimizer."""
 
     params: list[int]
+
+
+class Resizing(Protocol):
+    """The tensors that a load resizes."""
+
+    def apply(self, layout: Layout, saved: SavedNames, selection: Selection) -> Layout:
+        """Return a layout in which the tensors have the shapes of the targets."""
+
+    def order_with_saved_shapes(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
+        """Return the order of an optimizer's parameters with the shapes that they were saved in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +237,9 @@ def _saved_names(
 ) -> SavedNames:
     """Return the contents of the checkpoint, with the names and shapes that the state needs."""
     saved = SavedNames(layout, rename)
-    resizing = None
+    resizing: Resizing | None = None
     if resize:
-        from shardwise.resizing import Resizing  # other loads need not import it
-
-        resizing = Resizing.from_patterns(resize, bindings, group)
+        resizing = load_built_in("shardwise.resizing", "resize")(resize, bindings, group)
     orders = partial(_parameter_orders, bindings, saved, resizing)
     named = name_parameters(layout, orders, group)
     if resizing is not None:

@@ -33,11 +33,11 @@ from shardwise.checkpointer.settings import (
 )
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.checkpointer.start_from import StartFrom, start
+from shardwise.checks.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
-from shardwise.engine.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.root import Choice, Root, parse_choice
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError

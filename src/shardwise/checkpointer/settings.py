@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
+from shardwise.checks.replica_check import DivergencePolicy
 from shardwise.engine.check_numbers import check_integer, is_due
 from shardwise.engine.group import Group
-from shardwise.engine.replica_check import DivergencePolicy
 from shardwise.engine.root import Root
 from shardwise.engine.rounds import Round
 from shardwise.errors import StateError, StoreError, StoreUnavailableError

@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 from shardwise.api import Place, open_place, resolved_group
 from shardwise.checkpoint import Checkpoint
+from shardwise.checks.compare import check_all_together
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_model
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
-from shardwise.engine.compare import check_all_together
 from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
+from shardwise.engine.root import Choice
 from shardwise.engine.rounds import Round
 from shardwise.errors import StateError
 from shardwise.events import Recorder, Sink
 from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.opening import OpenOptions, agree_to_open
-from shardwise.retention import Choice
 from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
 

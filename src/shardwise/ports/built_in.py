@@ -27,6 +27,16 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "shardwise.groups": {
         "torch.distributed": "shardwise.ranks.process_groups:connect_process_group",
     },
+    "shardwise.checks": {
+        "find_damage": "shardwise.checks.verify:find_damage",
+        "refuse_damage": "shardwise.checks.verify:refuse_damage",
+        "compare": "shardwise.checks.compare:compare",
+        "replicas": "shardwise.checks.replica_check:refuse_differing_replicas",
+        "names": "shardwise.checks.rename_hints:suggest",
+    },
+    "shardwise.resizing": {
+        "resize": "shardwise.resizing:Resizing.from_patterns",
+    },
     "shardwise.read_strategies": {
         "read_once": "shardwise.sharing.strategy:read_together",
     },
