@@ -23,7 +23,7 @@ LAYERS = (
     ("api",),
     ("listing", "loading", "partial_save"),
     ("checkpoint", "opening"),
-    ("foreign_steps", "saved_tensor"),
+    ("saved_tensor",),
     ("resizing", "telemetry"),
     ("frameworks", "sharing"),
     ("ports.module_binding",),
@@ -54,7 +54,7 @@ LAYERS_OF_MEMORY = (
     ("files", "options"),
 )
 LAYERS_OF_FORMATS = (
-    ("opening",),
+    ("opening", "steps"),
     ("reader", "specification"),
     ("remap", "specs"),
     ("foreign_builder",),

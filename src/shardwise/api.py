@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -30,12 +29,10 @@ from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_to_open, refuse_as_destination
 from shardwise.plan.save import PlanCache
 from shardwise.plugins import load_built_in
+from shardwise.ports.foreign import Specification
 from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
 from shardwise.store.places import PLUGINS as STORES
-
-if TYPE_CHECKING:
-    from shardwise.formats.specification import Specification
 
 Place = str | os.PathLike[str] | Store
 

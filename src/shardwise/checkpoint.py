@@ -24,6 +24,7 @@ from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import FROZEN, TensorEntry
 from shardwise.plugins import load_built_in
+from shardwise.ports import foreign
 from shardwise.ports.checks import GROUP as CHECKS
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.local_state import Fragment, TensorLeaf, copy_overlapping
@@ -295,9 +296,7 @@ class Checkpoint(Mapping[str, Any]):
         if isinstance(store, TieredFiles):
             store = store.tier_to_verify()
         if self.layout.format != "shardwise":
-            from shardwise.formats.file_tree import checksums_of
-
-            checksums = checksums_of(store, self.layout)
+            checksums = foreign.checksums_of(store, self.layout)
         find = load_built_in(CHECKS, "find_damage")
         found: VerifyReport = find(store, self.layout, checksums, self._arena, Recorder(on_event))
         return found

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
@@ -27,11 +26,9 @@ from shardwise.events import Recorder, Sink
 from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.opening import OpenOptions, agree_to_open
+from shardwise.ports.foreign import Specification
 from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
-
-if TYPE_CHECKING:
-    from shardwise.formats.specification import Specification
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 

@@ -27,6 +27,15 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "shardwise.groups": {
         "torch.distributed": "shardwise.ranks.process_groups:connect_process_group",
     },
+    "shardwise.foreign": {
+        "specification": "shardwise.formats.specification:Specification",
+        "formats_at": "shardwise.formats.opening:formats_at",
+        "find_directory": "shardwise.formats.steps:find_directory",
+        "step_in_path": "shardwise.formats.steps:step_in_path",
+        "read_layout": "shardwise.formats.opening:read_layout",
+        "check_layout": "shardwise.formats.opening:check_layout",
+        "checksums_of": "shardwise.formats.file_tree:checksums_of",
+    },
     "shardwise.checks": {
         "find_damage": "shardwise.checks.verify:find_damage",
         "refuse_damage": "shardwise.checks.verify:refuse_damage",
