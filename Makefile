@@ -5,6 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
+LEGACY := packages/shardwise-legacy
 AZURITE := 3.37.0
 # Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
 # worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
@@ -77,9 +78,10 @@ format: $(READY) ## format the code
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-dist: $(READY) ## build the source distribution and the wheel into dist/
+dist: $(READY) ## build the source distributions and the wheels of both packages into dist/
 	rm -rf dist
 	$(RUN) -m build --outdir dist
+	$(RUN) -m build --outdir dist $(LEGACY)
 
 docs: $(READY) ## build the site of the documentation into site/
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
@@ -105,15 +107,15 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) .venv-torchtitan .venv-nvrx .venv-torch-2.9 .venv-torch-2.14 node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf $(VENV) .venv-torchtitan .venv-nvrx .venv-torch-2.9 .venv-torch-2.14 node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(LEGACY)/build $(LEGACY)/src/*.egg-info
+	find src packages tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version. pip
 # compiles on one processor only, so compile afterwards. Some packages contain templates that fail.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(LEGACY)/pyproject.toml constraints.txt
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet --no-compile --constraint constraints.txt torch
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RUN) -m pip install --quiet --no-compile \
-		--constraint constraints.txt --editable '.[test,dev,examples,frameworks]'
+		--constraint constraints.txt --editable '.[test,dev,examples,frameworks]' --editable $(LEGACY)
 	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@

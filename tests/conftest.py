@@ -23,8 +23,9 @@ settings.load_profile("shardwise")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # The processes that tests start run the same source as the tests, also in a second work tree.
-SOURCE = str(Path(__file__).parents[1] / "src")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+ROOT = Path(__file__).parents[1]
+SOURCES = [str(ROOT / "src"), str(ROOT / "packages" / "shardwise-legacy" / "src")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*SOURCES, os.environ.get("PYTHONPATH")]))
 # Tests talk to servers of this machine only. Without credentials, clients would ask the network.
 os.environ.update(
     AWS_ACCESS_KEY_ID="tests",
@@ -79,4 +80,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.ranks)
     if hasattr(config, "workerinput"):  # of several workers, none has a slow file left at the end
         folders = [str(Path(__file__).parent / name) for name in SLOW]
+        folders.append(str(ROOT / "packages"))
         items.sort(key=lambda item: not any(str(item.path).startswith(each) for each in folders))

@@ -145,12 +145,12 @@ def used_names(module: str) -> set[Name]:
     return found
 
 
-def names_from_other_packages(package: str) -> set[Name]:
-    """Names that the modules of a package use of other packages."""
+def names_from_other_packages(package: str, besides: str = "") -> set[Name]:
+    """Names that the modules of a package, besides one module, use of other packages."""
     return {
         (base, name)
         for module in trees()
-        if module and package_of(module) == package
+        if module and package_of(module) == package and module != besides
         for base, name in used_names(module)
         if package_of(base) != package
     }

@@ -21,7 +21,7 @@ LAYERS = (
     ("shardwise",),  # the package's __init__, which exports the public names
     ("checkpointer", "convert", "data", "reporting"),
     ("api",),
-    ("listing", "loading", "partial_save"),
+    ("listing", "loading"),
     ("checkpoint", "opening"),
     ("saved_tensor",),
     ("resizing", "telemetry"),
@@ -109,7 +109,6 @@ PUBLIC = [
     "MismatchError",
     "NodeAgent",
     "NodeStatus",
-    "PartialSave",
     "PerRank",
     "RankError",
     "Report",
@@ -121,7 +120,6 @@ PUBLIC = [
     "RunStatus",
     "SaveHandle",
     "SaveReport",
-    "SavedPart",
     "SavedTensor",
     "Shards",
     "ShardwiseError",
@@ -145,6 +143,7 @@ PUBLIC = [
 ]
 
 SOURCE = Path(shardwise.__file__).parent
+ROOT = Path(__file__).parents[1]
 RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row}
 WITHIN = {
     folder: {part: rank for rank, row in enumerate(layers) for part in row}
@@ -209,6 +208,11 @@ MODULES = [
     Module(path.relative_to(SOURCE), path.read_text(encoding="utf-8"))
     for path in sorted(SOURCE.rglob("*.py"))
 ]
+PACKAGES = [
+    Module(path.relative_to(ROOT), path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py"))
+]
+"""The modules of the other distributions in this repository."""
 
 
 def component_of(name: str) -> str:
@@ -337,14 +341,15 @@ def test_types_are_prepared_before_threads_decode_them() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
+    modules = [*MODULES, *PACKAGES]
     files = [
         module.path.as_posix()
-        for module in MODULES
+        for module in modules
         if len(module.text.splitlines()) > MOST_LINES_OF_FILE
     ]
     functions = [
         f"{module.at(node)}: {node.name}"
-        for module in MODULES
+        for module in modules
         for node in module.nodes()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_FUNCTION
@@ -376,7 +381,7 @@ def test_no_asserts_and_no_prints() -> None:
 
 def test_examples_need_nothing_of_the_tests() -> None:
     """By import, or by path."""
-    examples = [*Path(__file__).parents[1].joinpath("examples").glob("*.py")]
+    examples = [*ROOT.joinpath("examples").glob("*.py")]
     named = [
         path.name
         for path in examples

@@ -13,13 +13,13 @@ import shardwise
 from tests.structure import Figures, measure, names_from_other_packages
 
 LIMITS = Figures(
-    statements=37229,
-    statements_of_kernel=10707,
-    statements_of_api=10293,
-    record_types=285,
-    names_of_parts_in_kernel=34,
-    names_of_kernel_in_parts=170,
-    names_of_readers=30,
+    statements=36571,
+    statements_of_kernel=9557,
+    statements_of_api=9229,
+    record_types=277,
+    names_of_parts_in_kernel=0,
+    names_of_kernel_in_parts=148,
+    names_of_readers=29,
     test_files_with_inner_imports=72,
 )
 """Lower a limit when its figure has fallen."""
@@ -35,12 +35,17 @@ def test_a_figure_does_not_grow(figures: Figures, name: str) -> None:
     assert getattr(figures, name) <= getattr(LIMITS, name)
 
 
+INNER = "integrations.dcp.partial_save"
+"""The drop-in for DCP saves without rounds of shardwise, because DCP has its own. So this module
+calls the stages of a save one by one, and they are no public names."""
+
+
 @pytest.mark.parametrize("package", ["cli", "integrations"])
 def test_fronts_use_public_names(package: str) -> None:
     """The ports are public, too; and who prints may use what formats text."""
     inner = {
         (module, name)
-        for module, name in names_from_other_packages(package)
+        for module, name in names_from_other_packages(package, besides=INNER)
         if name not in shardwise.__all__
         and not module.startswith("ports.")
         and not (module in ("events", "words") and name.startswith(("format_", "parse_")))

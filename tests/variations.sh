@@ -87,7 +87,7 @@ for version in 2.9.0 2.14.1; do
         touch "$venv/.ready"
     fi
     python=$PWD/$venv/bin/python
-    variation "$name" env PYTHONPATH="$PWD/src:$PWD" PATH="$PWD/$venv/bin:$programs:$PATH"
+    variation "$name" env PYTHONPATH="$PWD/src:$PWD/packages/shardwise-legacy/src:$PWD" PATH="$PWD/$venv/bin:$programs:$PATH"
 done
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}"

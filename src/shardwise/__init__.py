@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
     from shardwise.memory.progress import RunProgress as RunProgress
-    from shardwise.partial_save import PartialSave as PartialSave
-    from shardwise.partial_save import SavedPart as SavedPart
     from shardwise.ports.checks import Comparison as Comparison
     from shardwise.ports.checks import Damage as Damage
     from shardwise.ports.checks import VerifyReport as VerifyReport
@@ -93,7 +91,6 @@ _MODULE_OF_NAME = {
     "MismatchError": "errors",
     "NodeAgent": "memory.agent.node_agent",
     "NodeStatus": "memory.agent.status",
-    "PartialSave": "partial_save",
     "PerRank": "state.per_rank",
     "RankError": "errors",
     "Report": "reporting.report",
@@ -107,7 +104,6 @@ _MODULE_OF_NAME = {
     "Memory": "memory.options",
     "Mirror": "tiers.options",
     "SaveReport": "engine.save",
-    "SavedPart": "partial_save",
     "SavedTensor": "saved_tensor",
     "Shards": "state.local_state",
     "ShardwiseError": "errors",

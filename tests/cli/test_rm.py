@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.integrations.dcp.partial_save import PartialSave
 from tests.cli.conftest import Run
 
 MANIFEST = "manifest.json"
@@ -126,7 +127,7 @@ def test_a_dry_run_needs_no_answer(run: Run, root: Path) -> None:
 
 def test_an_unfinished_save_is_removed_unless_it_still_runs(run: Run, root: Path) -> None:
     checkpoint = root / "step-00000400"
-    save = sw.PartialSave(checkpoint)
+    save = PartialSave(checkpoint)
     save.begin(world_size=1)
     save.write({"x": torch.ones(3)}, rank=0)
     ran = run("rm", root, "--step", "400", "--yes")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tarfile
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from tests.compat.foreign.contents import COMPUTED, CONTENTS, HELD, SAVED
+from tests.compat.foreign.contents import CONTENTS, HELD, SAVED, unstated_files
 from tests.formats.foreign_goldens import GOLDEN
 
 TESTS = Path(__file__).parents[1]
@@ -22,18 +20,13 @@ LOADERS = {
     "formats/foreign_goldens.py",
 }
 NAMES = re.compile(r'"compat"|\.tar\.xz"|"[^"\n]*compat/(v1|foreign)')
-TOLERANT = {"formats/test_megatron_legacy.py", "formats/programs/train_megatron.py"}
 
 
 @pytest.mark.parametrize("archive", sorted(path.name for path in GOLDEN.glob("*.tar.*")))
 def test_every_file_is_stated_to_be_stored_state(archive: str) -> None:
     patterns = CONTENTS[archive.removesuffix(".tar.xz")]
-    with tarfile.open(GOLDEN / archive) as opened:
-        names = [each.name.removeprefix("./") for each in opened if not each.isdir()]
-    assert {*patterns.values()} <= {SAVED, HELD, COMPUTED}
-    kinds = {name: {k for p, k in patterns.items() if fnmatchcase(name, p)} for name in names}
-    assert {name for name, kind in kinds.items() if len(kind) != 1} == set()
-    assert {p for p in patterns if not any(fnmatchcase(name, p) for name in names)} == set()
+    assert {*patterns.values()} <= {SAVED, HELD}
+    assert unstated_files(GOLDEN / archive, patterns) == set()
 
 
 def test_there_are_no_other_golden_files() -> None:
@@ -59,9 +52,3 @@ def test_golden_files_are_read_through_the_loaders_alone() -> None:
         if NAMES.search(path.read_text(encoding="utf-8"))
     }
     assert named <= LOADERS
-    computed = {
-        path.relative_to(TESTS).as_posix()
-        for path in TESTS.rglob("*.py")
-        if "logits.pt" in path.read_text(encoding="utf-8")
-    }
-    assert computed - LOADERS - {"formats/conftest.py"} <= TOLERANT

@@ -32,10 +32,6 @@ PARALLEL = (
     "pipeline-bfloat16-zero0",
 )
 CONVERTED = ("zero1-bfloat16", "zero2-float16", "zero3-sub-groups")
-LEGACY = (
-    *("float32", "bfloat16", "distributed", "distributed-bfloat16", "interleaved", "untied"),
-    *("experts", "experts-distributed"),
-)
 ON_FOUR = ("zero1-bfloat16-optimizer", "zero2-bfloat16", "zero3-sub-groups")
 
 
@@ -55,7 +51,11 @@ class Checkpoints:
 
 
 def run(program: str, *args: str, ranks: int = 0) -> None:
-    """Run a program and wait for it; with `ranks`, run it on this many ranks."""
+    """Run a program and wait for it; with `ranks`, run it on this many ranks.
+
+    Args:
+        program: a file in `PROGRAMS`, or an absolute path.
+    """
     launch = [str(PROGRAMS / "forked.py"), str(ranks), IMPORTED_LATE]
     command = [sys.executable, *(launch if ranks else []), str(PROGRAMS / program), *args]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -109,28 +109,6 @@ def parallel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     require_deepspeed()
     run("parallel_deepspeed.py", str(directory), *PARALLEL, ranks=4)
     return directory
-
-
-@pytest.fixture(scope="session", params=GOLDEN_OR_LIVE)
-def megatron(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Checkpoints:
-    """Legacy checkpoints of Megatron-LM on four ranks, with models that Megatron-Core trained.
-
-    The expected values have the keys `<parameter>|<key>`: the weight, its master weight (`param`),
-    and optimizer state. The cases `llama` and `experts` also have `<case>.logits.pt`: the logits,
-    and those after the training continued.
-
-    The golden checkpoints are in `tests/compat/foreign/megatron_legacy.tar.xz`.
-    """
-    directory = tmp_path_factory.mktemp("megatron")
-    if request.param == "golden":
-        return Checkpoints(unpacked("megatron_legacy", directory) / "megatron-legacy")
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
-    (directory / "4").mkdir()
-    run("train_megatron.py", str(directory / "4"), *LEGACY, "llama", ranks=4)
-    return Checkpoints(directory)
 
 
 @pytest.fixture(scope="session")

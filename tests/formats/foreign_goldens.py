@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import shardwise as sw
 from shardwise.formats.file_tree import FileTree
@@ -16,9 +18,9 @@ from shardwise.manifest.validate import validate_layout
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 
 
-def unpacked(name: str, folder: Path) -> Path:
+def unpacked(name: str, folder: Path, golden: Path = GOLDEN) -> Path:
     """Unpack a checkpoint into a directory, and return the directory."""
-    with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+    with tarfile.open(golden / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder
 
@@ -42,5 +44,6 @@ def opened(place: Path) -> Layout:
 
 
 def formats_read() -> set[str]:
-    """Return the names of all formats that are read."""
-    return {reader.name for reader in load_readers().values()}
+    """Return the names of all formats that shardwise reads itself."""
+    with mock.patch.dict(os.environ, {"SHARDWISE_PLUGINS": "off"}):
+        return {reader.name for reader in load_readers().values()}

@@ -197,7 +197,7 @@ def test_a_place_of_no_known_format_says_what_it_has(tmp_path: Path) -> None:
 
 def test_files_that_are_no_checkpoints_are_not_called_damaged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(sw.CheckpointNotFoundError, match=r"torch\.save\)\. Check the path"):
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"\)\. Check the path"):
         sw.open(tmp_path / "notes.txt")
     np.savez(tmp_path / "arrays.npz", x=np.ones(3))
     with pytest.raises(FormatError, match=r"without data\.pkl; pass a file of torch\.save"):

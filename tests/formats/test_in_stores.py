@@ -92,12 +92,10 @@ def test_small_checkpoints_are_the_same(moto: Server, tmp_path: Path, save: obje
     ("archive", "folder"),
     [
         ("deepspeed", "deepspeed/2/zero2-bfloat16"),
-        ("megatron_legacy", "megatron-legacy/4/bfloat16"),
         ("megatron_plain", ""),
         pytest.param("megatron_fully_reshardable", "", marks=pytest.mark.long),
         ("megatron_fully_sharded_model_space", ""),
         ("bytecheckpoint", ""),
-        ("torchsnapshot", ""),
     ],
 )
 def test_archived_checkpoints_are_the_same(

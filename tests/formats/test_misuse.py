@@ -41,9 +41,22 @@ def test_what_is_below_is_what_was_meant(foreign: Path, tmp_path: Path) -> None:
     shutil.copytree(foreign, tmp_path / "step_20")
     (tmp_path / "logs.txt").touch()
     with pytest.raises(
-        sw.CheckpointNotFoundError, match=r"Open a checkpoint below: step_10, step_20$"
+        sw.CheckpointNotFoundError, match=r"Open a checkpoint below: step_10, step_20(\.|$)"
     ):
         sw.open(tmp_path)
+
+
+@pytest.mark.parametrize("switch", ["off", "another-package"])
+def test_a_package_that_reads_more_formats_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setenv("SHARDWISE_PLUGINS", switch)
+    (tmp_path / ".snapshot_metadata").write_text("{}")
+    said = r"The package shardwise-legacy reads .*torchsnapshot: pip install shardwise-legacy"
+    with pytest.raises(sw.CheckpointNotFoundError, match=said):
+        sw.open(tmp_path)
+    with pytest.raises(sw.StateError, match=f"unknown format; .*{said}"):
+        sw.open(tmp_path, format="torchsnapshot")
 
 
 def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def with_states(ranks: Mapping[tuple[int, ...], dict[str, Array]]) -> Ranks:
 
 
 def test_what_ships() -> None:
-    shipped = r"\(megatron, megatron_gpt2, megatron_llama, megatron_mixtral\)"
+    shipped = r"\(megatron_gpt2, megatron_llama, megatron_mixtral\)"
     with pytest.raises(sw.StateError, match=f"nor a built-in specification {shipped}"):
         sw.spec("of_nobody")
 

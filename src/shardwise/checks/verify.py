@@ -246,8 +246,8 @@ class _Check:
 def _differing_entries(header: bytes, expected: bytes, names: Collection[str]) -> list[str]:
     """Return what the headers of a file say differently, with what the file and the manifest say.
 
-    The processes of a `PartialSave` write before they know the final names. So a name in the file
-    may differ if the manifest has no tensor of that name.
+    Ranks that save through DCP write before they know the final names. So a name in the file may
+    differ if the manifest has no tensor of that name.
 
     Args:
         header, expected: the header in the file, and the one that the manifest leads to.

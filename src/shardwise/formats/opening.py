@@ -54,12 +54,10 @@ def _built_in(key: str, module: str, name: str = "READER") -> EntryPoint:
 _BUILT_IN = (
     _built_in("megatron", "megatron"),
     _built_in("bytecheckpoint", "bytecheckpoint"),
-    _built_in("torchsnapshot", "torchsnapshot"),
     _built_in("lightning", "lightning"),
     _built_in("dcp", "dcp.reader"),
     _built_in("deepspeed", "deepspeed.reader"),
     _built_in("deepspeed-universal", "deepspeed.universal"),
-    _built_in("megatron-legacy", "megatron_legacy.reader"),
     _built_in("accelerate", "accelerate"),
     _built_in("hf-shards", "huggingface", "SHARDED_READER"),
     _built_in("hf", "huggingface"),
@@ -72,17 +70,19 @@ _BUILT_IN = (
 _PARTS_OF_NAMES = {
     "megatron": (".metadata",),
     "bytecheckpoint": (".metadata",),
-    "torchsnapshot": (".snapshot_metadata",),
     "dcp": (".metadata", ".distcp"),
     "deepspeed": ("_states.pt", "latest"),
     "deepspeed-universal": ("zero/",),
-    "megatron-legacy": ("mp_rank_", "_rng.pt", "distrib_optim", "latest_checkpointed_iteration"),
     "accelerate": ("optimizer", "model"),
     "hf-shards": ("shard-",),
     "fsdp-ranks": ("_world_size_",),
 }
 """For each reader, texts in the names of its files. If no file name contains one of these texts,
 the reader is not asked, and not even imported."""
+
+
+_FURTHER_PACKAGES = {"shardwise-legacy": "legacy checkpoints of Megatron-LM, and torchsnapshot"}
+"""What people can install to read more formats: for each package, what it reads."""
 
 
 def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
@@ -130,7 +130,9 @@ def _reader_of_plugin(key: str) -> Reader:
     point = find_plugin(GROUP, key)
     if point is None:
         known = ", ".join(load_readers())
-        raise StateError(f"format={key!r}: unknown format; known formats are {known}")
+        raise StateError(
+            f"format={key!r}: unknown format; known formats are {known}{_suggest_packages()}"
+        )
     if any(each.name == key for each in _BUILT_IN):
         raise StateError(
             f"{point.value} of the package {package_of(point)} is registered as a reader of "
@@ -332,7 +334,17 @@ def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
         contents = f": it contains {files}{', …' if len(tree.sizes) > 5 else ''}"
     return (
         f"{tree} is not a checkpoint of a known format ({known}){contents}"
-        f"{_suggest_checkpoints_below(tree)}{_failures_of_plugins(tree)}"
+        f"{_suggest_checkpoints_below(tree)}{_suggest_packages()}{_failures_of_plugins(tree)}"
+    )
+
+
+def _suggest_packages() -> str:
+    """Return a sentence for each package that reads more formats, and is not in use."""
+    used = {package_of(point) for point in find_plugins(GROUP)}
+    return "".join(
+        f". The package {package} reads {formats}: pip install {package}"
+        for package, formats in _FURTHER_PACKAGES.items()
+        if package not in used
     )
 
 

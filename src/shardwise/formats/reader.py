@@ -18,6 +18,12 @@ from shardwise.formats.containers.safetensors import read_header
 from shardwise.formats.file_tree import FilePart, FileTree
 from shardwise.formats.foreign import Placed, StoredArray, StoredPart, StoredTensor
 from shardwise.formats.foreign_builder import Builder
+from shardwise.formats.masters import (
+    Run,
+    describe_wrong_masters,
+    find_common_run,
+    find_wrong_masters,
+)
 from shardwise.formats.nested import name_leaves, name_parameters, nest
 from shardwise.formats.optimizers import ParamGroup
 
@@ -33,10 +39,14 @@ __all__ = [
     "PickledInstance",
     "Placed",
     "Reader",
+    "Run",
     "StoredArray",
     "StoredPart",
     "StoredTensor",
     "UnknownObject",
+    "describe_wrong_masters",
+    "find_common_run",
+    "find_wrong_masters",
     "name_leaves",
     "name_parameters",
     "nest",

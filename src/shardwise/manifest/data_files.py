@@ -64,8 +64,8 @@ class FileRule(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             distance between two ranks.
         size, data_at, objects_at, checksums_at: as in `FileEntry`.
         checksums_crc32: the CRC-32 of each file's table of checksums.
-        save_id: the id in the names of the files; None for that of the manifest. The processes of a
-            `PartialSave` write before they know the id of the save.
+        save_id: the id in the names of the files; None for that of the manifest. Ranks that
+            save through DCP write before they know the id of the save.
     """
 
     ranks: Annotated[tuple[tuple[Rank, Rank, Rank], ...], MostRanks]

@@ -6,9 +6,13 @@ products, sums and exponential functions round differently on other processors.
 
 from __future__ import annotations
 
+import tarfile
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
 SAVED = "a checkpoint, as the framework saved it"
 HELD = "the values that the framework held at the save, or restored from it"
-COMPUTED = "computed from a checkpoint; tests compare it with a tolerance, which they explain"
 
 _MEGATRON = {"*.distcp": SAVED, ".metadata": SAVED, "metadata.json": SAVED, "expected.pt": HELD}
 _MEGATRON_16 = {**_MEGATRON, "common.pt": SAVED}
@@ -37,19 +41,18 @@ CONTENTS: dict[str, dict[str, str]] = {
     "megatron_fully_reshardable": _MEGATRON_16,
     "megatron_fully_reshardable_0.19": _MEGATRON,
     "megatron_fully_sharded_model_space": _MEGATRON_16,
-    "megatron_legacy": {
-        "megatron-legacy/4/*/*": SAVED,
-        "megatron-legacy/4/*.expected.pt": HELD,
-        "megatron-legacy/4/*.logits.pt": COMPUTED,
-    },
     "megatron_plain": _MEGATRON_16,
     "megatron_plain_0.19": _MEGATRON,
     "torchao": {"torchao/*/*.distcp": SAVED, "torchao/*/.metadata": SAVED},
-    "torchsnapshot": {
-        ".snapshot_metadata": SAVED,
-        "[01]/*": SAVED,
-        "batched/*": SAVED,
-        "expected.pt": HELD,
-    },
 }
 """For each archive: patterns of its files, each with what these files are."""
+
+
+def unstated_files(archive: Path, patterns: Mapping[str, str]) -> set[str]:
+    """Return files of an archive that not exactly one kind is stated for, and useless patterns."""
+    with tarfile.open(archive) as opened:
+        names = [each.name.removeprefix("./") for each in opened if not each.isdir()]
+    kinds = {name: {k for p, k in patterns.items() if fnmatchcase(name, p)} for name in names}
+    return {name for name, kind in kinds.items() if len(kind) != 1} | {
+        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
+    }

@@ -22,10 +22,3 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of DeepSpeed with pipelines and with experts."""
     directory = tmp_path_factory.mktemp("matrix-parallel")
     return unpacked("deepspeed_parallel", directory) / "deepspeed-parallel"
-
-
-@pytest.fixture(scope="session")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Legacy checkpoints of Megatron-LM on four ranks."""
-    directory = tmp_path_factory.mktemp("matrix-megatron")
-    return Checkpoints(unpacked("megatron_legacy", directory) / "megatron-legacy")

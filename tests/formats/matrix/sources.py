@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ from shardwise.formats.readers import (
     lightning,
     megatron,
     torch_save,
-    torchsnapshot,
 )
 from shardwise.formats.readers.dcp import reader as dcp
 from shardwise.formats.readers.deepspeed import reader as deepspeed
 from shardwise.formats.readers.deepspeed import universal
 from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
-from shardwise.formats.readers.megatron_legacy import reader as megatron_legacy
 from tests.breadth import OLD_TORCH
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads
@@ -43,8 +41,6 @@ from tests.formats.deepspeed.test_parallel import expected as ranks_had
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.matrix.wanted import Settings, Wanted, of_names, widened
 from tests.formats.test_megatron import restored_by_megatron
-from tests.formats.test_megatron_legacy import TIED
-from tests.formats.test_megatron_legacy import wanted as ranks_had_legacy
 from tests.multirank.models import WORLDS, build, train
 
 BUFFERS = ("scale",)  # of the model in tests/multirank
@@ -224,26 +220,9 @@ def of_megatron(kind: str, request: Request, folder: Path) -> Made:
     return place, of_names(tensors | steps, settings, ())
 
 
-def of_legacy_megatron(case: str, request: Request, folder: Path) -> Made:
-    checkpoints: Checkpoints = request.getfixturevalue("megatron")
-    place, had = checkpoints.place(case, 4), checkpoints.expected(case, 4)
-    tensors = {name: each for name, each in ranks_had_legacy(had).items() if name[:7] != "module."}
-    if case in TIED:  # the last stage's output layer is a copy of the embedding
-        tensors = {name: each for name, each in tensors.items() if ".output_layer." not in name}
-    return place, of_names(tensors, stored_settings(place), ())
-
-
 def of_bytecheckpoint(request: Request, folder: Path) -> Made:
     place = unpacked("bytecheckpoint", folder) / "global_step_3"
     return place, of_names(torch.load(folder / "expected.pt"), stored_settings(place), ())
-
-
-def of_torchsnapshot(root: str, request: Request, folder: Path) -> Made:
-    """One of two modules. The files lack the names of the optimizer's parameters."""
-    tensors = torch.load(unpacked("torchsnapshot", folder) / "expected.pt")
-    mine = {name: each for name, each in tensors.items() if name.startswith(f"{root}.")}
-    as_model = {f"model.{name.removeprefix(root)[1:]}": each for name, each in mine.items()}
-    return folder, replace(of_names(as_model, {}, ()), rename={"model": root})
 
 
 def stored_settings(place: Path) -> dict[str, Settings]:
@@ -283,13 +262,7 @@ def _sources() -> Iterable[Source]:
         yield Source(f"universal-{case}", universal.READER.name, make)
     for kind in ("plain", "fully_reshardable", "fully_sharded_model_space"):
         yield Source(f"megatron-{kind}", megatron.READER.name, partial(of_megatron, kind))
-    for kind in ("float32", "distributed-bfloat16", "interleaved", "experts"):
-        make = partial(of_legacy_megatron, kind)
-        yield Source(f"megatron-legacy-{kind}", megatron_legacy.READER.name, make)
     yield Source("bytecheckpoint", bytecheckpoint.READER.name, of_bytecheckpoint)
-    for root in ("fsdp", "plain"):
-        make = partial(of_torchsnapshot, root)
-        yield Source(f"torchsnapshot-{root}", torchsnapshot.READER.name, make)
 
 
 DEEPSPEED = (

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 import shardwise as sw
 from shardwise.integrations.dcp.names import name_state
+from shardwise.integrations.dcp.partial_save import PartialSave, SavedPart
 from shardwise.ports.binding import is_shard, tensor_leaf
 
 
@@ -68,8 +69,8 @@ class StorageWriter(storage.StorageWriter):
             "allow_pickle": allow_pickle,
             "staging_bytes": staging_bytes,
         }
-        sw.PartialSave(os.curdir, **self._options)  # checks the options
-        self._save: sw.PartialSave | None = None
+        PartialSave(os.curdir, **self._options)  # checks the options
+        self._save: PartialSave | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -100,7 +101,7 @@ class StorageWriter(storage.StorageWriter):
                 "checkpoint of shardwise has one manifest for all ranks: leave out use_collectives="
             )
         self._end_save()
-        self._save = sw.PartialSave(self.path, **self._options)
+        self._save = PartialSave(self.path, **self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -159,7 +160,7 @@ class StorageWriter(storage.StorageWriter):
         """Return the path and the id of the save, for the planner."""
         return StorageMeta(self.checkpoint_id, save_id=self._save.save_id if self._save else None)
 
-    def _running_save(self) -> sw.PartialSave:
+    def _running_save(self) -> PartialSave:
         if self._save is None:
             raise sw.StateError(
                 f"{self.checkpoint_id}: no save is running; DCP calls set_up_storage_writer first"
@@ -183,12 +184,12 @@ class Written:
         value: the plain value.
     """
 
-    part: sw.SavedPart | None
+    part: SavedPart | None
     kind: Literal["tensor", "value", "whole", "array"]
     value: object = None
 
 
-def _write_items(plan: SavePlan, planner: SavePlanner, save: sw.PartialSave) -> list[WriteResult]:
+def _write_items(plan: SavePlan, planner: SavePlanner, save: PartialSave) -> list[WriteResult]:
     """Write the items of a plan, and return a result for each."""
     chunks: dict[str, tuple[tuple[int, ...], list[tuple[sw.Box, torch.Tensor]]]] = {}
     arrays: dict[str, np.ndarray[Any, Any]] = {}

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from shardwise.formats.masters import (
-    Run,
-    describe_wrong_masters,
-    find_common_run,
-    find_wrong_masters,
-)
+import shardwise as sw
 from shardwise.formats.reader import (
     Builder,
     FileTree,
     FormatError,
     ParamGroup,
     Reader,
+    Run,
     StoredArray,
     UnknownObject,
+    describe_wrong_masters,
+    find_common_run,
+    find_wrong_masters,
 )
-from shardwise.formats.readers.megatron_legacy.optimizers import (
+from shardwise_legacy.megatron.optimizers import (
     MASTER,
     RankOptimizer,
     UnassignedStateError,
     list_bucketings,
     take_optimizer_state,
 )
-from shardwise.formats.readers.megatron_legacy.ranks import (
+from shardwise_legacy.megatron.ranks import (
     ARGS,
     BUFFERS_FILE,
     EMBEDDING,
@@ -50,9 +50,9 @@ from shardwise.formats.readers.megatron_legacy.ranks import (
     read_ranks,
     require_files,
 )
-from shardwise.formats.specification import add_by_specification
 
 _OF_WEIGHTS = ("model.", "module.")
+_SPECIFICATION = Path(__file__).with_name("megatron.spec")
 
 Row: TypeAlias = tuple[str, StoredArray, tuple[int, ...]]
 """The name of an array, the array, and the coordinate of its rank along each axis."""
@@ -66,8 +66,11 @@ def read(tree: FileTree, builder: Builder) -> None:
     Raises:
         CheckpointNotFoundError: the place is the directory of one rank.
         FormatError: files are missing or malformed.
-        MismatchError: the built-in specification does not know the model.
+        MismatchError: the specification does not know the model.
     """
+    # Late, because this module is imported for checkpoints of other formats, too.
+    from shardwise.formats.specification import add_by_specification
+
     files = find_files(tree)
     require_files(tree, files)
     ranks = read_ranks(tree, files)
@@ -86,7 +89,9 @@ def read(tree: FileTree, builder: Builder) -> None:
     for paths in files.ranks.values():
         for path in paths.values():
             builder.add_file(path)
-    names = add_by_specification(builder, "megatron", axes, rows, {"gates": gates})
+    names = add_by_specification(
+        builder, sw.spec(_SPECIFICATION).rules, axes, rows, {"gates": gates}
+    )
     _add_param_groups(builder, names, optimizers)
     _add_values(builder, tree, ranks, optimizers[0].values)
     builder.left_out += [f"{name}: not a file of a checkpoint" for name in files.others]

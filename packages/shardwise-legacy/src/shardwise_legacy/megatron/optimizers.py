@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from shardwise.formats.reader import FormatError, StoredArray
-from shardwise.formats.readers.megatron_legacy.ranks import (
+from shardwise_legacy.megatron.ranks import (
     EMBEDDING,
     OUTPUT,
     PARAMS,

@@ -1,4 +1,9 @@
-"""`PartialSave`: save one checkpoint by processes that are not in a process group."""
+"""`PartialSave`: save one checkpoint by processes that are not in a process group of shardwise.
+
+DCP itself sends the results of all ranks to its coordinator. So this save has none of the rounds of
+`sw.save`, and calls the kernel's stages of a save one by one: describe, lay out, write, commit. It
+is the only module of the drop-ins that uses inner names; the tests of the structure list them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,14 @@ import msgspec
 import numpy as np
 import torch
 
-from shardwise.engine.buffers import DEFAULT_STAGING_BYTES, Arena
+import shardwise as sw
+from shardwise.engine.buffers import Arena
 from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.describe import BoundState, describe_tensors
 from shardwise.engine.planning import SaveRequest
 from shardwise.engine.save import prepare_place
-from shardwise.engine.shared_values import SharedValues, merge_values
+from shardwise.engine.shared_values import merge_values
 from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
 from shardwise.manifest.manifest import (
     FileEntry,
     Manifest,
@@ -35,16 +40,17 @@ from shardwise.manifest.pieces import encode_tensors_with
 from shardwise.manifest.validate import layout_of_manifest
 from shardwise.opening import refuse_as_destination
 from shardwise.plan.save import piece_table
-from shardwise.state.local_state import LocalState, Shards, TensorLeaf
+from shardwise.ports.binding import is_shard, tensor_leaf
+from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.plain_values import JsonValue, encode
-from shardwise.state.tensors import is_shard, tensor_leaf, tensor_of_array
+from shardwise.state.tensors import tensor_of_array
 from shardwise.store import Store, open_store
 
 DIFFERENT_VALUES = (
     "processes wrote different values with the same name; write each value in one process, or "
     "under a name for each process:"
 )
-Tensor = torch.Tensor | np.ndarray[Any, Any] | Shards
+Tensor = torch.Tensor | np.ndarray[Any, Any] | sw.Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +78,18 @@ class SavedPart:
 class PartialSave:
     """A save by processes that send each other nothing: each writes a part, and one commits.
 
-    Use it if the processes have no process group, but their results reach one of them, as with Ray.
-    Otherwise use `save`. If the object is dropped before `commit`, nothing is published.
+    The results of all processes must reach one of them. If the object is dropped before `commit`,
+    nothing is published.
 
     Example:
 
-        save = sw.PartialSave("checkpoints/3")
+        save = PartialSave("checkpoints/3")
         save.begin(world_size=2)                       # on the process that will commit
         part = save.write({"w": shards}, rank=rank)    # on each process, with an object of its own
         save.commit([part_0, part_1])
 
     Args:
-        place, step, overwrite, metrics, allow_pickle, staging_bytes: as for `save`.
+        place, step, overwrite, metrics, allow_pickle, staging_bytes: as for `StorageWriter`.
 
     Raises:
         StateError, ValueError: an option is invalid.
@@ -98,7 +104,7 @@ class PartialSave:
         overwrite: bool = False,
         metrics: Mapping[str, float] | None = None,
         allow_pickle: bool = False,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        staging_bytes: int = 64 << 20,
     ) -> None:
         self._allow_pickle = allow_pickle
         self._request = SaveRequest(
@@ -220,18 +226,17 @@ class PartialSave:
         path, world = str(self._request.store), self._world_size
         _refuse_other_places(parts, path)
         if world is None:
-            raise StateError(
+            raise sw.StateError(
                 f"commit of {path}: begin() was not called: call begin() on this object before the "
                 "processes write"
             )
         _check_ranks(parts, world)
-        values_of_rank: dict[int, SharedValues] = {}
-        for part in sorted(parts, key=lambda part: part.rank):
-            data = msgspec.json.encode((part.values, {}))
-            values_of_rank[part.rank] = msgspec.json.decode(data, type=SharedValues)
-        objects = {
-            each.name: each.value for each in merge_values(values_of_rank, {}, DIFFERENT_VALUES)
+        values_of_rank: dict[int, tuple[dict[str, JsonValue], dict[str, Any]]] = {
+            part.rank: (msgspec.json.decode(msgspec.json.encode(part.values)), {})
+            for part in sorted(parts, key=lambda part: part.rank)
         }
+        merged = merge_values(values_of_rank, {}, DIFFERENT_VALUES)
+        objects = {each.name: each.value for each in merged}
         for name, value in values.items():
             objects[name] = encode(value, name, allow_pickle=self._allow_pickle)
         tensors = _unite_tensors(parts)
@@ -256,8 +261,8 @@ class PartialSave:
         manifest = self._request.manifest(self.save_id, world, files, (entries, ()), tensor_list)
         try:
             layout_of_manifest(manifest)
-        except FormatError as error:
-            raise LayoutError(
+        except sw.FormatError as error:
+            raise sw.LayoutError(
                 f"commit of {path}: {error}. If elements are missing, or were saved "
                 "twice: save every element by exactly one process, on all processes that hold "
                 "shards"
@@ -268,7 +273,7 @@ class PartialSave:
 def _leaf(name: str, tensor: Tensor, given: Mapping[str, Tensor]) -> TensorLeaf:
     check_name(name)
     if name not in given and is_shard(name, tensor):
-        raise StateError(
+        raise sw.StateError(
             f"{name}: a {type(tensor).__name__} cannot be part of a plain value: make it an item "
             "of the state; with DCP, save with flatten_state_dict=True"
         )
@@ -294,7 +299,7 @@ def _unite_tensors(parts: Iterable[SavedPart]) -> dict[str, TensorEntry]:
                     f"{first.dtype} {list(first.shape)} before"
                 )
     if problems:
-        raise MismatchError(
+        raise sw.MismatchError(
             "parts of a tensor have different dtypes or shapes; in all processes, pass the same "
             "dtype, and the global shape as sw.Shards(shape, …):",
             problems,
@@ -307,12 +312,12 @@ def _check_ranks(parts: Iterable[SavedPart], world_size: int) -> None:
     seen: set[int] = set()
     for part in parts:
         if not 0 <= part.rank < world_size:
-            raise StateError(
+            raise sw.StateError(
                 f"a part has rank {part.rank}, but begin() got world_size={world_size}: pass the "
                 "number of processes to begin(), and ranks from 0 to write()"
             )
         if part.rank in seen:
-            raise StateError(
+            raise sw.StateError(
                 f"two parts have rank {part.rank}: pass a different rank= to write() in each "
                 "process, and each part once to commit()"
             )
@@ -322,7 +327,7 @@ def _check_ranks(parts: Iterable[SavedPart], world_size: int) -> None:
 def _refuse_other_places(parts: Iterable[SavedPart], path: str) -> None:
     path_of_rank = {part.rank: part.path for part in parts if part.path != path}
     if path_of_rank:
-        raise MismatchError(
+        raise sw.MismatchError(
             f"parts were not written to {path}, where this process commits. Pass the same path in "
             "all processes; if it contains a time, send it from the process that commits:",
             [f"rank {rank}: {path_of_rank[rank]}" for rank in sorted(path_of_rank)],

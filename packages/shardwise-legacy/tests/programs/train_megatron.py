@@ -1,9 +1,10 @@
 """Train a small model with Megatron-Core in several ways, and save each as Megatron-LM does.
 
-    torchrun --nproc-per-node 4 train_megatron.py DIRECTORY CASE...
+    torchrun --nproc-per-node 4 train_megatron.py DIRECTORY [CASE...]
 
-For each case, `DIRECTORY/CASE` is a legacy checkpoint, and `DIRECTORY/CASE.expected.pt` has the
-values of all ranks, assembled with the metadata of Megatron-Core's parameters.
+For each case, by default for all, `DIRECTORY/CASE` is a legacy checkpoint, and
+`DIRECTORY/CASE.expected.pt` has the values of all ranks, assembled with the metadata of
+Megatron-Core's parameters.
 
 No package contains Megatron-LM's `training/checkpointing.py`. `save` has its structure, as of
 core_v0.16.1 (`get_checkpoint_name`, `generate_state_dict`, `save_checkpoint`), and calls the same
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[3] / "examples"))
+sys.path.append(str(Path(__file__).parents[4] / "examples"))
 
 import megatron_on_cpu
 import numpy as np
@@ -385,7 +386,7 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 
 
 def main() -> None:
-    root, cases = Path(sys.argv[1]), sys.argv[2:]
+    root, cases = Path(sys.argv[1]), sys.argv[2:] or [*CASES]
     torch.set_num_threads(1)
     random.seed(5)
     np.random.seed(5)

@@ -1,6 +1,6 @@
-"""Make the checkpoints of ByteCheckpoint and torchsnapshot in this directory, and `expected.pt`.
+"""Make the checkpoint of ByteCheckpoint in this directory, and `expected.pt`.
 
-    torchrun --nproc-per-node 2 make_others.py bytecheckpoint|torchsnapshot FOLDER
+    torchrun --nproc-per-node 2 make_bytecheckpoint.py FOLDER
 
 ByteCheckpoint 0.0.2 needs TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 with the installed torch.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 
 def model_of(seed: int) -> nn.Module:
@@ -54,38 +54,10 @@ def bytecheckpoint(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def torchsnapshot(folder: Path) -> dict[str, torch.Tensor]:
-    """Save a module under FSDP1, a replicated module, and its optimizer; tensors are chunked."""
-    from torchsnapshot import Snapshot, StateDict
-    from torchsnapshot.knobs import override_max_chunk_size_bytes
-
-    def state(seed: int) -> dict[str, Any]:
-        sharded = FullyShardedDataParallel(model_of(seed), device_id=torch.device("cpu"))
-        FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
-        plain = model_of(seed + 10)
-        big = torch.arange(60.0).reshape(12, 5) * seed
-        more = StateDict(epoch=seed, rate=0.5, name="a/b", flags=[True, {"x": b"12"}], big=big)
-        return {"fsdp": sharded, "plain": plain, "optimizer": stepped(plain, seed), "more": more}
-
-    with override_max_chunk_size_bytes(80):
-        Snapshot.take(str(folder), state(2), replicated=["plain/**", "more/big"])
-    loaded = state(1)
-    Snapshot(str(folder)).restore(loaded)
-    with FullyShardedDataParallel.state_dict_type(loaded["fsdp"], StateDictType.FULL_STATE_DICT):
-        full = loaded["fsdp"].state_dict()
-    found = {f"fsdp.{name}": value for name, value in full.items()}
-    found |= {f"plain.{name}": value for name, value in loaded["plain"].state_dict().items()}
-    for number, values in loaded["optimizer"].state_dict()["state"].items():
-        found |= {f"optimizer.state.{number}.{key}": value for key, value in values.items()}
-    return found | {"more.big": loaded["more"]["big"]}
-
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    place = Path(sys.argv[2])
-    expected = {"bytecheckpoint": bytecheckpoint, "torchsnapshot": torchsnapshot}[sys.argv[1]](
-        place
-    )
+    place = Path(sys.argv[1])
+    expected = bytecheckpoint(place)
     if dist.get_rank() == 0:
         torch.save(expected, place / "expected.pt")
     dist.barrier()

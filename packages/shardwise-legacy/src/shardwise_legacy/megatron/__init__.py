@@ -12,7 +12,7 @@ They get these names:
     args, iteration, …       plain values of the first rank
     rng_state.<rank>         random generator states, by the name of the rank's directory
 
-The vocabulary keeps its padding. `formats/specs/megatron.spec` says how the ranks' arrays make up
+The vocabulary keeps its padding. `megatron.spec` says how the ranks' arrays make up
 tensors; specifications of published models can be applied to the result.
 
 `ranks` finds and reads the files. `optimizers` assigns optimizer state to parameters. `reader`

@@ -1,4 +1,4 @@
-"""A save by processes that are not in a process group: each writes a part, and one commits."""
+"""The save of the drop-in for DCP: each process writes a part, and one commits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.integrations.dcp.partial_save import PartialSave, SavedPart
 
 
 def rows(first: int, value: float) -> sw.Shards:
@@ -19,21 +20,21 @@ def rows(first: int, value: float) -> sw.Shards:
     )
 
 
-def write(place: Path, rank: int) -> sw.SavedPart:
+def write(place: Path, rank: int) -> SavedPart:
     values = {"list": [torch.ones(2), 3]} if rank == 0 else {}
-    part = sw.PartialSave(place).write({"w": rows(2 * rank, float(rank))}, values, rank=rank)
-    sent: sw.SavedPart = pickle.loads(pickle.dumps(part))
+    part = PartialSave(place).write({"w": rows(2 * rank, float(rank))}, values, rank=rank)
+    sent: SavedPart = pickle.loads(pickle.dumps(part))
     return sent
 
 
 @pytest.fixture
-def save(tmp_path: Path) -> sw.PartialSave:
-    save = sw.PartialSave(tmp_path / "a", step=7, metrics={"loss": 0.5})
+def save(tmp_path: Path) -> PartialSave:
+    save = PartialSave(tmp_path / "a", step=7, metrics={"loss": 0.5})
     save.begin(world_size=3)
     return save
 
 
-def test_parts_become_a_checkpoint(save: sw.PartialSave, tmp_path: Path) -> None:
+def test_parts_become_a_checkpoint(save: PartialSave, tmp_path: Path) -> None:
     parts = [write(tmp_path / "a", rank) for rank in range(3)]
     with pytest.raises(sw.CheckpointNotFoundError):
         sw.open(tmp_path / "a")
@@ -46,7 +47,7 @@ def test_parts_become_a_checkpoint(save: sw.PartialSave, tmp_path: Path) -> None
     assert len(list((tmp_path / "a").iterdir())) == 4  # no lock is left
 
 
-def test_gaps_publish_nothing(save: sw.PartialSave, tmp_path: Path) -> None:
+def test_gaps_publish_nothing(save: PartialSave, tmp_path: Path) -> None:
     parts = [write(tmp_path / "a", rank) for rank in (0, 2)]
     with pytest.raises(sw.LayoutError, match="by exactly one process"):
         save.commit(parts)
@@ -54,15 +55,15 @@ def test_gaps_publish_nothing(save: sw.PartialSave, tmp_path: Path) -> None:
         sw.open(tmp_path / "a")
 
 
-def test_parts_must_fit(save: sw.PartialSave, tmp_path: Path) -> None:
-    other = sw.PartialSave(tmp_path / "a").write({"w": np.zeros(2)}, rank=1)
+def test_parts_must_fit(save: PartialSave, tmp_path: Path) -> None:
+    other = PartialSave(tmp_path / "a").write({"w": np.zeros(2)}, rank=1)
     with pytest.raises(sw.MismatchError, match=r"float64 \[2\] of rank 1, float32 \[6, 3\] before"):
         save.commit([write(tmp_path / "a", 0), other])
 
 
-def test_different_values_with_one_name_are_refused(save: sw.PartialSave, tmp_path: Path) -> None:
+def test_different_values_with_one_name_are_refused(save: PartialSave, tmp_path: Path) -> None:
     parts = [
-        sw.PartialSave(tmp_path / "a").write(
+        PartialSave(tmp_path / "a").write(
             {"w": rows(2 * rank, 0.0)}, {"epoch": 3, "seed": rank}, rank=rank
         )
         for rank in range(3)
@@ -72,11 +73,11 @@ def test_different_values_with_one_name_are_refused(save: sw.PartialSave, tmp_pa
     assert caught.value.problems == [f"seed: 0 on rank 0, {rank} on rank {rank}" for rank in (1, 2)]
 
 
-def test_ranks_of_parts_are_checked(save: sw.PartialSave, tmp_path: Path) -> None:
+def test_ranks_of_parts_are_checked(save: PartialSave, tmp_path: Path) -> None:
     part = write(tmp_path / "a", 0)
     with pytest.raises(sw.StateError, match="two parts have rank 0"):
         save.commit([part, part])
-    late = sw.PartialSave(tmp_path / "b")
+    late = PartialSave(tmp_path / "b")
     with pytest.raises(sw.StateError, match=r"call begin\(\) on this object before"):
         late.commit([write(tmp_path / "b", 0)])
     late.begin(world_size=1)
@@ -87,11 +88,11 @@ def test_ranks_of_parts_are_checked(save: sw.PartialSave, tmp_path: Path) -> Non
 def test_an_existing_checkpoint_is_refused_at_the_begin(tmp_path: Path) -> None:
     sw.save(tmp_path / "a", {"w": torch.ones(1)})
     with pytest.raises(sw.CheckpointExistsError):
-        sw.PartialSave(tmp_path / "a").begin(world_size=1)
+        PartialSave(tmp_path / "a").begin(world_size=1)
 
 
 def test_a_save_that_is_dropped_leaves_no_lock(tmp_path: Path) -> None:
-    save = sw.PartialSave(tmp_path / "a")
+    save = PartialSave(tmp_path / "a")
     save.begin(world_size=1)
     del save
     assert not (tmp_path / "a").exists()
@@ -99,4 +100,4 @@ def test_a_save_that_is_dropped_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_shard_inside_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.StateError, match=r"v\.0: a Shards cannot be part of a plain value"):
-        sw.PartialSave(tmp_path / "a").write({}, {"v": [rows(0, 1.0)]}, rank=0)
+        PartialSave(tmp_path / "a").write({}, {"v": [rows(0, 1.0)]}, rank=0)
