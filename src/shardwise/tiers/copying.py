@@ -54,7 +54,10 @@ def copy_checkpoint(
     """
     with lock_for_reading(source, MANIFEST) as held:
         if not held:
-            raise StoreError(f"{source} is being removed or replaced, so it was not copied")
+            raise StoreError(
+                f"{source} is being removed or replaced, so it was not copied: this is no fault; "
+                "if the checkpoint is still there later, copy it again"
+            )
         data = source.read(MANIFEST, limit=LARGEST_MANIFEST)
         try:
             manifest = decode_manifest(data)
