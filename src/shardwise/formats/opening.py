@@ -368,7 +368,8 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
 def _encode_column(column: object) -> tuple[tuple[int, ...], bytes] | list[StoredFile]:
     """Return the shape of a column of integers, and the compressed differences of its rows.
 
-    Our own data files, which are columns too, become a list.
+    The files of our own format are kept as columns, too (`StoredFiles`). They become a list, as
+    those of all other formats are.
     """
     if isinstance(column, StoredFiles):
         return [*column]

@@ -73,7 +73,7 @@ class AssembledStore(ReadOnlyStore):
         StoreError: the assembly has no step.
     """
 
-    why_read_only = "save to storage instead"
+    advice_to_writers = "save to storage instead"
 
     def __init__(
         self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
