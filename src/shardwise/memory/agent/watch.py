@@ -1,4 +1,4 @@
-"""Ask the agents of all nodes what the ranks of a run do now, for `shardwise agent --watch`.
+"""Ask all agents what the ranks of a run do now, for `shardwise agent status --watch`.
 
 Asking thousands of nodes takes longer than a refresh. So each refresh asks for a limited time, and
 begins with the nodes that were not asked for the longest time.
