@@ -346,16 +346,17 @@ class Checkpoint(Mapping[str, Any]):
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values by name. Tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
-        names_inside_values = {each for v in values.values() for each in tensor_names_in_value(v)}
-        wanted = [name for name in names if name not in values and name not in names_inside_values]
+        value_with = {each: n for n, v in values.items() for each in tensor_names_in_value(v)}
+        wanted = [name for name in names if name not in values and name not in value_with]
         tensors: dict[int, torch.Tensor] = {}
         leaves = []
-        for name in [*wanted, *sorted(names_inside_values)]:
+        for name in [*wanted, *sorted(value_with)]:
             entry = self._saved.tensor(name)
             if entry is None:
                 raise StateError(
-                    f"{name}: a plain value in {self.path} contains this tensor, which is missing: "
-                    "leave the value out with skip="
+                    f"{value_with[name]}: this plain value in {self.path} contains the tensor "
+                    f"{name}, which is missing there: leave the value out with "
+                    f"skip=[{value_with[name]!r}]"
                 )
             index = self._saved.stored_index(name)
             if index not in tensors:

@@ -273,7 +273,8 @@ def _match(
     """Match the values of the state on this rank with the checkpoint.
 
     Returns:
-        The targets, of whose tensors only those that the checkpoint has; and the report.
+        What to load on this rank: the tensors that the checkpoint has, and the values. And the
+        report of the match.
     """
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = LocalState.unite(parts)

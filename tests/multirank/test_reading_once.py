@@ -177,7 +177,7 @@ def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
 
 
 def load_by_default(path: str) -> int:
-    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=None)[2]
 
 
@@ -187,7 +187,7 @@ def test_nodes_share_by_default_what_all_read_from_storage(gang: Gang, saved: st
 
 def load_from_disk(path: str) -> int:
     _, state = state_of(whole)
-    with on_nodes(1), patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with on_nodes(1), patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return sw.load(path, state).bytes_received
 
 
@@ -521,7 +521,7 @@ def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path)
 
 def load_refused(path: str, once: bool | None) -> int:
     fault = 1, refuse_connections
-    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=once, fault=fault)[2]
 
 

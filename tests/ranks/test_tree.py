@@ -220,6 +220,28 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
     assert "Check that it runs, and that no firewall blocks TCP ports" in told[1].failures[0]
 
 
+def test_another_process_at_the_address_of_a_rank_is_not_called_a_firewall() -> None:
+    store = dist.HashStore()
+
+    def answer(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.recv(1000)
+                    connection.sendall(bytes(tree_rendezvous._HELLO.size))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        endpoint = tree_rendezvous._Endpoint("127.0.0.1", listener.getsockname()[1], b"x" * 16)
+        store.set("0", msgspec.json.encode(endpoint).decode())
+        told = outcomes(2, meet, store=store, ranks=[1], timeout=timedelta(seconds=1))
+        listener.shutdown(socket.SHUT_RDWR)
+    assert isinstance(told[1], LostRankError)
+    assert "does not know the token" in told[1].failures[0]
+    assert "that no other process has its port now" in told[1].failures[0]
+    assert "firewall" not in told[1].failures[0]
+
+
 def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None:
     ended = threading.Event()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.hooks import RunHooks, make_other_hooks
+from shardwise.checkpointer.hooks import RunHooks, make_hooks_of_others
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.restoring import Restoring
@@ -182,7 +182,7 @@ class Checkpointer:
         )
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
-            others = make_other_hooks(run, make_hooks)
+            others = make_hooks_of_others(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, watch)
         if settings.memory is None or not can_use_memory:

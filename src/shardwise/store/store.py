@@ -345,10 +345,10 @@ class ReadOnlyStore:
     """Refuses all verbs that write. Stores that compose their files from others derive from it.
 
     Attributes:
-        why_read_only: the end of the errors: why nothing can be written, or what to do instead.
+        advice_to_writers: the end of the errors: why nothing can be written, or what to do instead.
     """
 
-    why_read_only = "save to another store"
+    advice_to_writers = "save to another store"
 
     def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         """Refuse: the store is read-only."""
@@ -364,7 +364,7 @@ class ReadOnlyStore:
 
     def refusal(self) -> StoreError:
         """Return the error for a verb that the store does not support."""
-        return StoreError(f"{self} is read-only: {self.why_read_only}")
+        return StoreError(f"{self} is read-only: {self.advice_to_writers}")
 
 
 def too_large(place: object, size: int, limit: int) -> StoreError:
