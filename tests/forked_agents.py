@@ -70,6 +70,9 @@ spawn._start_process = start_agent  # type: ignore[assignment]
 @contextmanager
 def forking_agents() -> Iterator[None]:
     """Fork the agents that this process and its workers start."""
+    if importlib.util.find_spec("aiohttp") is None:  # `make kernel` installs no agent
+        yield
+        return
     with tempfile.TemporaryDirectory(prefix="shardwise-agents-") as folder:
         address = f"{folder}/socket"
         with socket.socket(socket.AF_UNIX) as listener:

@@ -93,9 +93,9 @@ def test_small_checkpoints_are_the_same(moto: Server, tmp_path: Path, save: obje
     [
         ("deepspeed", "deepspeed/2/zero2-bfloat16"),
         ("megatron_legacy", "megatron-legacy/4/bfloat16"),
-        ("megatron_plain", ""),
+        pytest.param("megatron_plain", "", marks=pytest.mark.long),
         pytest.param("megatron_fully_reshardable", "", marks=pytest.mark.long),
-        ("megatron_fully_sharded_model_space", ""),
+        pytest.param("megatron_fully_sharded_model_space", "", marks=pytest.mark.long),
         ("bytecheckpoint", ""),
         ("torchsnapshot", ""),
     ],

@@ -155,8 +155,17 @@ def test_replicas_on_nodes_read_the_state_once(
     assert max(own) <= 1.2 * NBYTES / world
 
 
-@pytest.mark.parametrize("part", [columns, overlapping_rows])
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("part", "world", "per_node"),
+    mostly_long(
+        [
+            (part, *nodes)
+            for part in (columns, overlapping_rows)
+            for nodes in ((2, 1), (4, 1), (4, 2), (4, 3))
+        ],
+        [(columns, 2, 1), (columns, 4, 3), (overlapping_rows, 4, 2)],
+    ),
+)
 def test_what_only_some_nodes_want_is_read_once(
     gang: Gang, saved: str, part: Part, world: int, per_node: int
 ) -> None:
