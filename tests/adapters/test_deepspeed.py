@@ -150,7 +150,7 @@ def test_the_module_computes_with_the_weights_that_were_loaded(runs: Path, name:
 
 
 def test_what_the_engine_counts_is_restored(runs: Path) -> None:
-    for name in ("zero3", "bfloat16-offload", "bfloat16-persistent", "float16-zero2"):
+    for name in ("bfloat16-offload", "bfloat16-persistent", "float16-zero2"):
         assert expected(runs, name)["counts"] == [3, 48, 3]
     for name in ("float16", "float16-zero2"):
         scaler = sw.open(runs / name)["deepspeed.loss_scaler"]

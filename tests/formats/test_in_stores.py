@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
 from shardwise.store.object_store import ObjectReader
+from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks
 from tests.formats.test_trainers import assert_loads, lightning_state, trained
@@ -152,7 +153,9 @@ def accelerate_directory(place: Path) -> None:
         torch.save({"step": 3}, place / f"random_states_{rank}.pkl")
 
 
-@pytest.mark.parametrize("write", [lightning_directory, accelerate_directory])
+@pytest.mark.parametrize(
+    "write", mostly_long([lightning_directory, accelerate_directory], [accelerate_directory])
+)
 def test_directories_of_trainers_load(
     moto: Server,  # noqa: F811
     tmp_path: Path,

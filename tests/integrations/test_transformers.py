@@ -209,9 +209,10 @@ def assert_same_bits(whole: list[Any], resumed: list[Any], newest: int = NEWEST)
 @pytest.mark.parametrize(
     ("world", "how", "accumulation"),
     [
+        (1, "kill", 1),
         pytest.param(1, "raise", 1, marks=pytest.mark.long),
         pytest.param(2, "raise", 2, marks=pytest.mark.long),
-        (2, "kill", 1),
+        pytest.param(2, "kill", 1, marks=pytest.mark.long),  # as in test_accelerate.py
     ],
 )
 def test_a_trainer_resumes_bit_for_bit_on_as_many_ranks(

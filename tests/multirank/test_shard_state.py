@@ -166,7 +166,9 @@ def load(path: str, kind: str, skip: list[str]) -> list[Any]:
     return [parameters[0].detach().sum().item(), state["optimizer"].state[parameters[0]]]
 
 
-@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("fsdp2", 1), ("fsdp2", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world"), mostly_long([("plain", 1), ("fsdp2", 1), ("fsdp2", 4)], [("fsdp2", 4)])
+)
 def test_another_sharding_is_refused_with_what_to_do(
     gang: Gang, tmp_path: Path, kind: str, world: int
 ) -> None:
@@ -181,7 +183,9 @@ def test_another_sharding_is_refused_with_what_to_do(
         assert f"optimizer.0.weight.{key}: the optimizer keeps" in message
 
 
-@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("fsdp2", 4), ("fsdp2", 1)])
+@pytest.mark.parametrize(
+    ("kind", "world"), mostly_long([("plain", 1), ("fsdp2", 4), ("fsdp2", 1)], [("fsdp2", 4)])
+)
 def test_equal_elements_are_shared_by_all_ranks(
     gang: Gang, tmp_path: Path, kind: str, world: int
 ) -> None:

@@ -122,12 +122,9 @@ INNER: list[tuple[int, str, deaths.When]] = [
 ]
 
 
+@pytest.mark.long  # tests/faults/memory/test_waiting.py kills such agents, at any moment
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "records",
-    [[INNER[1]], pytest.param(INNER, marks=pytest.mark.long)],
-    ids=["some", "all"],
-)
+@pytest.mark.parametrize("records", [[INNER[1], INNER[4]], INNER], ids=["some", "all"])
 def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on(
     gang: Gang, root: Path, shm: Path, records: list[tuple[int, str, deaths.When]]
 ) -> None:

@@ -224,6 +224,7 @@ def test_an_agent_uploads_to_the_endpoint_of_the_training(
     assert torch.equal(loaded["t"], state["t"])
 
 
+@pytest.mark.long  # test_an_outage_is_retried_and_told_of does so with a later save
 def test_the_first_save_does_not_wait_for_the_storage(
     moto: Server,  # noqa: F811
     proxy: FaultProxy,
@@ -319,6 +320,7 @@ def test_a_trainer_is_killed_while_it_saves(
     assert found == ["run.json", *sorted([f"step-{each:08d}" for each in range(1, step)] * 2)]
 
 
+@pytest.mark.long  # as tests/multirank/test_object_stores.py, with other processes
 def test_of_eight_jobs_that_save_a_step_one_wins_and_the_others_are_told(
     moto: Server,  # noqa: F811
 ) -> None:
@@ -363,7 +365,7 @@ def test_without_permission_to_delete_nothing_is_lost(
         sw.open(url, step=step).verify()
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+@pytest.mark.parametrize("on_failure", mostly_long(["raise", "warn"], ["warn"]))
 def test_refused_credentials_are_told_of_and_lose_nothing(
     proxy: FaultProxy, url: str, shm: Path, on_failure: str
 ) -> None:
