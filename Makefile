@@ -39,8 +39,8 @@ kernel: .venv-kernel/.ready ## run the kernel's tests, with few packages; takes 
 
 .venv-kernel/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-kernel
-	$(KERNEL) -m pip install --quiet --constraint constraints.txt torch
-	$(KERNEL) -m pip install --quiet --constraint constraints.txt $(KERNEL_PACKAGES)
+	$(KERNEL) -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(KERNEL) -m pip install --quiet --no-compile --constraint constraints.txt $(KERNEL_PACKAGES)
 	$(KERNEL) -m pip install --quiet --no-deps --editable .
 	@touch $@
 
