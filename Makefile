@@ -6,9 +6,9 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 ARGS   ?=
 AZURITE := 3.37.0
-# Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
-# worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
-WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 3 * (os.cpu_count() or 1) // 2))')
+# Two pytest-xdist workers for each processor, because they wait for half of the time. Tests of a
+# file share a worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
+WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 2 * (os.cpu_count() or 1)))')
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
