@@ -142,7 +142,10 @@ def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    mostly_long([(2, 1), (3, 1), (4, 1), (4, 2), (4, 3)], [(3, 1), (4, 2), (4, 3)]),
+)
 def test_replicas_on_nodes_read_the_state_once(
     gang: Gang, saved: str, world: int, per_node: int
 ) -> None:
@@ -155,8 +158,17 @@ def test_replicas_on_nodes_read_the_state_once(
     assert max(own) <= 1.2 * NBYTES / world
 
 
-@pytest.mark.parametrize("part", [columns, overlapping_rows])
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("part", "world", "per_node"),
+    mostly_long(
+        [
+            (part, *nodes)
+            for part in (columns, overlapping_rows)
+            for nodes in ((2, 1), (4, 1), (4, 2), (4, 3))
+        ],
+        [(columns, 2, 1), (columns, 4, 3), (overlapping_rows, 4, 2)],
+    ),
+)
 def test_what_only_some_nodes_want_is_read_once(
     gang: Gang, saved: str, part: Part, world: int, per_node: int
 ) -> None:
@@ -421,7 +433,7 @@ def test_nodes_that_plan_other_reads_fill_nothing_wrongly(gang: Gang, saved: str
     assert all(isinstance(outcome.exception, sw.RankError) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_damage_is_an_error_on_every_rank(
     gang: Gang, saved: str, tmp_path: Path, per_node: int
 ) -> None:
@@ -446,7 +458,7 @@ def test_damage_is_an_error_on_every_rank(
     )
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_node: int) -> None:
     start = time.monotonic()
     outcomes = gang.run_outcomes(
@@ -459,7 +471,7 @@ def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_no
     gang.run(load_parts, saved, whole, world=2)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
     gang: Gang, saved: str, per_node: int
 ) -> None:
