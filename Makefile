@@ -33,7 +33,7 @@ KERNEL_PACKAGES := numpy msgspec isal hypothesis pytest pytest-timeout
 KERNEL_TESTS := tests/boxes tests/plan tests/manifest tests/state tests/engine tests/adapters \
 	tests/store/test_local.py tests/store/test_sequential.py tests/ports/test_our_bindings.py \
 	tests/ports/test_read_strategies.py tests/ports/test_rounds.py tests/ports/test_stores.py \
-	tests/test_partial_save.py tests/test_retention.py
+	tests/test_retention.py
 
 kernel: .venv-kernel/.ready ## run the kernel's tests, with few packages; takes two minutes
 	$(KERNEL) -m pytest $(KERNEL_TESTS) $(ARGS)
