@@ -7,9 +7,9 @@ READY  := $(VENV)/.ready
 ARGS   ?=
 LEGACY := packages/shardwise-legacy
 AZURITE := 3.37.0
-# Three pytest-xdist workers for two processors, because many tests wait. Tests of a file share a
-# worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
-WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 3 * (os.cpu_count() or 1) // 2))')
+# Two pytest-xdist workers for each processor, because they wait for half of the time. Tests of a
+# file share a worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
+WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 2 * (os.cpu_count() or 1)))')
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,13 +19,31 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-all azurite lint format dist docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs variations soak clean
+.PHONY: help test test-all kernel azurite lint format dist docs demo demo-reshape demo-failures bench peers torchtitan nvrx nfs variations soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start processes
 	$(RUN) -m pytest $(PARALLEL) $(ARGS)
+
+# The kernel needs torch, numpy, msgspec, isal, and no part: no other store, framework, agent, command.
+KERNEL := .venv-kernel/bin/python
+KERNEL_PACKAGES := numpy msgspec isal hypothesis pytest pytest-timeout
+KERNEL_TESTS := tests/boxes tests/plan tests/manifest tests/state tests/engine tests/adapters \
+	tests/store/test_local.py tests/store/test_sequential.py tests/ports/test_our_bindings.py \
+	tests/ports/test_read_strategies.py tests/ports/test_rounds.py tests/ports/test_stores.py \
+	tests/test_retention.py
+
+kernel: .venv-kernel/.ready ## run the kernel's tests, with few packages; takes two minutes
+	$(KERNEL) -m pytest $(KERNEL_TESTS) $(ARGS)
+
+.venv-kernel/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-kernel
+	$(KERNEL) -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(KERNEL) -m pip install --quiet --no-compile --constraint constraints.txt $(KERNEL_PACKAGES)
+	$(KERNEL) -m pip install --quiet --no-deps --editable .
+	@touch $@
 
 # Those that need root are missing, because most machines of CI give none.
 VARIATIONS := rounding ascii locale one-core tmpfs user
@@ -107,7 +125,7 @@ soak: $(READY) ## inject random failures and check every restore: ARGS="--minute
 	$(RUN) -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv and all build and cache files
-	rm -rf $(VENV) .venv-torchtitan .venv-nvrx .venv-torch-2.9 .venv-torch-2.14 node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(LEGACY)/build $(LEGACY)/src/*.egg-info
+	rm -rf $(VENV) .venv-kernel .venv-torchtitan .venv-nvrx .venv-torch-2.9 .venv-torch-2.14 node_modules build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(LEGACY)/build $(LEGACY)/src/*.egg-info
 	find src packages tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Install torch first, alone: the requirements of other packages must not choose its version. pip

@@ -32,11 +32,11 @@ from shardwise.engine.planning import (
 from shardwise.engine.rounds import Round, _Message, values_of
 from shardwise.engine.save import _Files, _table_of, _unite_files
 from shardwise.engine.shared_structures import _Described
-from shardwise.engine.tree import children_of
 from shardwise.events import Recorder
 from shardwise.manifest.checksums import block_count
 from shardwise.manifest.manifest import lay_out_file
 from shardwise.plan.save import PlanCache, SavePlan
+from shardwise.ranks.tree import children_of
 from shardwise.store.places import open_store
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from shardwise.engine.tree import children_of
 from shardwise.events import Event, OperationRecord, Recorder
+from shardwise.ranks.tree import children_of
 from shardwise.telemetry.encoding import encode, encode_file
 from shardwise.telemetry.records import Telemetry
 from shardwise.telemetry.rows import (

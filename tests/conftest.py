@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from tests.breadth import LONG_EXAMPLES
 from tests.forked_agents import forking_agents
 from tests.tools.gang import Gang
 
-settings.register_profile("shardwise", deadline=None)  # time limits fail on busy machines
+# Time limits fail on busy machines.
+settings.register_profile("shardwise", deadline=None, max_examples=50)
 settings.register_profile("long", settings.get_profile("shardwise"), max_examples=LONG_EXAMPLES)
 settings.load_profile("shardwise")
 # With another number of threads, torch computes other bits, and its threads do not survive a fork.
@@ -72,6 +74,17 @@ def gang() -> Iterator[Gang]:
     """A gang of up to four workers. Each starts when a test first needs it."""
     with Gang(4, preload=PRELOAD) as gang:
         yield gang
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, which then leaves alone what the imports have made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ Programs that tests start, and tests with the fixture `spawned_agents`, run the 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -70,6 +71,9 @@ spawn._start_process = start_agent  # type: ignore[assignment]
 @contextmanager
 def forking_agents() -> Iterator[None]:
     """Fork the agents that this process and its workers start."""
+    if importlib.util.find_spec("aiohttp") is None:  # `make kernel` installs no agent
+        yield
+        return
     with tempfile.TemporaryDirectory(prefix="shardwise-agents-") as folder:
         address = f"{folder}/socket"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -134,10 +138,18 @@ def run_agent(request: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    import shardwise.memory.agent.process
-    import shardwise.store.object_store  # noqa: F401 - the imports that agents share
+    # The imports that agents share, also those that are made when something is first used.
+    from typer.testing import CliRunner
 
-    for name in ("obstore", "boto3"):
+    import shardwise.memory.agent.node_agent
+    import shardwise.memory.agent.process
+    import shardwise.store.object_store  # noqa: F401
+    from shardwise.cli.app import app
+
+    for name in ("obstore", "boto3", "encodings.idna", "numpy.ma", "numpy.random"):
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
+    CliRunner().invoke(app, ["agent", "run", "--help"])
+    gc.collect()
+    gc.freeze()  # otherwise the collector of each agent copies the memory of all imports
     serve(socket.socket(fileno=int(sys.argv[1])))

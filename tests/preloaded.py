@@ -4,6 +4,7 @@ The front of shardwise imports its parts when they are first used, and so does t
 """
 
 import hypothesis
+import numpy.ma
 import pytest
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
@@ -11,7 +12,8 @@ import torch.distributed.pipelining
 import torch.optim.lr_scheduler
 
 import shardwise as sw
+import shardwise.sharing.strategy
 from tests import forked_agents
 
-__all__ = ["forked_agents", "hypothesis", "pytest", "torch"]
+__all__ = ["forked_agents", "hypothesis", "numpy", "pytest", "shardwise", "torch"]
 USED = (sw.Checkpointer, sw.export, sw.load, sw.open, sw.save)

@@ -28,6 +28,21 @@ FRONTS = (
     "formats.specification",
 )
 """The packages and modules that users import, besides the package itself."""
+KERNEL = (
+    *("boxes", "manifest", "plan", "state", "engine", "ports"),
+    *("api", "loading", "opening", "checkpoint", "saved_tensor", "errors", "events", "deadline"),
+    *("decoding", "plugins", "version"),
+    *("store.local", "store.local_files", "store.names", "store.places", "store.store"),
+    *("store.lease_locks", "store.sequential"),
+    *("adapters.bind", "adapters.cells", "adapters.modules", "adapters.optimizer_groups"),
+    *("adapters.optimizer_views", "adapters.optimizers", "adapters.values"),
+)
+"""What every save and load of shardwise's own format needs. It imports no part."""
+PLATFORM = (
+    *("errors", "events", "deadline", "decoding", "plugins", "ports", "store", "boxes"),
+    *("engine.group", "engine.rounds"),
+)
+"""What parts may import of the kernel freely, besides public names."""
 
 Name = tuple[str, str]
 """A module, and a name that another module imports from it."""
@@ -38,20 +53,23 @@ class Figures:
     """How large the package is, and how much of it is connected.
 
     Attributes:
-        modules, statements: of the whole package, without docstrings.
-        modules_of_api, statements_of_api: what `import shardwise.api` imports.
+        statements: of the whole package, without docstrings.
+        statements_of_kernel: of `KERNEL`.
+        statements_of_api: of what `import shardwise.api` imports.
         record_types: dataclasses, structs, named tuples and typed dicts.
-        names_across_packages: distinct names that a package imports from another one.
+        names_of_parts_in_kernel: distinct names that the kernel imports from parts.
+        names_of_kernel_in_parts: distinct names that parts import from the kernel, besides the
+            platform and public names.
         names_of_readers: distinct names that readers of foreign checkpoints import.
         test_files_with_inner_imports: test files that import more than the fronts.
     """
 
-    modules: int
     statements: int
-    modules_of_api: int
+    statements_of_kernel: int
     statements_of_api: int
     record_types: int
-    names_across_packages: int
+    names_of_parts_in_kernel: int
+    names_of_kernel_in_parts: int
     names_of_readers: int
     test_files_with_inner_imports: int
 
@@ -138,6 +156,26 @@ def names_from_other_packages(package: str, besides: str = "") -> set[Name]:
     }
 
 
+def is_in(module: str, places: tuple[str, ...]) -> bool:
+    """Whether a module is one of several modules, or in one of several packages."""
+    if module in ("adapters", "store"):  # what these packages export is the kernel's part of them
+        return module in {place.partition(".")[0] for place in places}
+    return f"{module}.".startswith(tuple(f"{place}." for place in places))
+
+
+def names_over_the_border() -> tuple[set[Name], set[Name]]:
+    """Return the names that the kernel imports from parts, and parts from the kernel."""
+    of_parts, of_kernel = set(), set()
+    for module in filter(None, trees()):
+        for base, name in used_names(module):
+            if is_in(module, KERNEL) and not is_in(base, KERNEL):
+                of_parts.add((base, name))
+            elif is_in(base, KERNEL) and not is_in(module, KERNEL):
+                is_free = is_in(base, PLATFORM) or name in shardwise.__all__
+                of_kernel |= set() if is_free else {(base, name)}
+    return of_parts, of_kernel
+
+
 def names_of_readers() -> set[Name]:
     """Names that readers use of other modules than those of the same reader."""
     return {
@@ -200,15 +238,15 @@ def measure() -> Figures:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     ]
-    packages = {package_of(module) for module in trees()}
+    of_parts, of_kernel = names_over_the_border()
     tests = [path for path in TESTS.rglob("test_*.py") if inner_imports_of(path)]
     return Figures(
-        modules=len(trees()),
         statements=sum(map(statements_in, trees())),
-        modules_of_api=len(of_api),
+        statements_of_kernel=sum(statements_in(each) for each in trees() if is_in(each, KERNEL)),
         statements_of_api=sum(map(statements_in, of_api)),
         record_types=sum(map(is_record, classes)),
-        names_across_packages=len(set().union(*map(names_from_other_packages, packages))),
+        names_of_parts_in_kernel=len(of_parts),
+        names_of_kernel_in_parts=len(of_kernel),
         names_of_readers=len(names_of_readers()),
         test_files_with_inner_imports=len(tests),
     )

@@ -19,26 +19,26 @@ LAYERS = (
     ("__main__",),
     ("cli", "integrations"),
     ("shardwise",),  # the package's __init__, which exports the public names
-    ("checkpointer", "data", "reporting"),
+    ("checkpointer", "convert", "data", "reporting"),
     ("api",),
     ("listing", "loading"),
-    ("convert",),
     ("checkpoint", "opening"),
-    ("foreign_steps", "saved_tensor"),
+    ("saved_tensor",),
     ("resizing", "telemetry"),
-    ("sharing",),
+    ("frameworks", "sharing"),
+    ("ports.module_binding",),
     ("ports",),
     ("formats.readers",),
     ("memory", "formats"),
     ("tiers",),
-    ("retention",),
+    ("checks", "ranks", "retention"),
     ("engine", "adapters"),
     ("ports.binding",),
     ("plan", "state"),
     ("manifest",),
     ("boxes", "store"),
-    ("plugins", "words"),
-    ("deadline", "decoding", "errors", "events", "version"),
+    ("plugins", "ports.checks", "words"),
+    ("deadline", "decoding", "errors", "events", "ports.built_in", "version"),
 )
 # The same within large packages.
 LAYERS_OF_MEMORY = (
@@ -54,7 +54,7 @@ LAYERS_OF_MEMORY = (
     ("files", "options"),
 )
 LAYERS_OF_FORMATS = (
-    ("opening",),
+    ("opening", "steps"),
     ("reader", "specification"),
     ("remap", "specs"),
     ("foreign_builder",),

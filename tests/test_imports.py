@@ -41,7 +41,8 @@ def test_no_slow_module_is_imported(front: str, tmp_path: Path) -> None:
     assert "shardwise.api" in names
     packages = {name.partition(".")[0] for name in names if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= EXTERNAL
-    assert not [name for name in names if name.startswith("shardwise.formats")]
+    small = {"shardwise.formats", "shardwise.formats.steps"}  # the step may be in the path
+    assert not [name for name in {*names} - small if name.startswith("shardwise.formats")]
 
 
 FOREIGN_SCRIPT = """

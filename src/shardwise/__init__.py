@@ -12,8 +12,6 @@ from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.version import VERSION
 
 if TYPE_CHECKING:
-    from shardwise.adapters.trainable import trainable as trainable
-    from shardwise.api import export as export
     from shardwise.api import load as load
     from shardwise.api import open as open  # noqa: A004
     from shardwise.api import save as save
@@ -21,16 +19,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.handle import SaveHandle as SaveHandle
+    from shardwise.checks.replica_check import Divergence as Divergence
+    from shardwise.convert.export import export as export
     from shardwise.convert.write import ConversionReport as ConversionReport
-    from shardwise.engine.compare import Comparison as Comparison
     from shardwise.engine.group import SoloGroup as SoloGroup
     from shardwise.engine.load import LoadReport as LoadReport
-    from shardwise.engine.replica_check import Divergence as Divergence
     from shardwise.engine.root import Best as Best
     from shardwise.engine.save import SaveReport as SaveReport
-    from shardwise.engine.tree import TreeGroup as TreeGroup
-    from shardwise.engine.verify import Damage as Damage
-    from shardwise.engine.verify import VerifyReport as VerifyReport
     from shardwise.errors import CheckpointExistsError as CheckpointExistsError
     from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from shardwise.errors import CorruptionError as CorruptionError
@@ -45,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.errors import StoreError as StoreError
     from shardwise.events import Event as Event
     from shardwise.formats.specification import spec as spec
+    from shardwise.frameworks.trainable import trainable as trainable
     from shardwise.listing import ListedCheckpoint as ListedCheckpoint
     from shardwise.listing import Listing as Listing
     from shardwise.listing import list_checkpoints as list_checkpoints
@@ -56,9 +52,13 @@ if TYPE_CHECKING:
     from shardwise.memory.options import Memory as Memory
     from shardwise.memory.options import Tls as Tls
     from shardwise.memory.progress import RunProgress as RunProgress
+    from shardwise.ports.checks import Comparison as Comparison
+    from shardwise.ports.checks import Damage as Damage
+    from shardwise.ports.checks import VerifyReport as VerifyReport
     from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.ports.hooks import Run as Run
     from shardwise.ports.hooks import RunHook as RunHook
+    from shardwise.ranks.tree import TreeGroup as TreeGroup
     from shardwise.reporting.report import Report as Report
     from shardwise.reporting.report import report as report
     from shardwise.retention import Keep as Keep
@@ -75,11 +75,11 @@ _MODULE_OF_NAME = {
     "CheckpointExistsError": "errors",
     "CheckpointNotFoundError": "errors",
     "Checkpointer": "checkpointer.checkpointer",
-    "Comparison": "engine.compare",
+    "Comparison": "ports.checks",
     "ConversionReport": "convert.write",
     "CorruptionError": "errors",
-    "Damage": "engine.verify",
-    "Divergence": "engine.replica_check",
+    "Damage": "ports.checks",
+    "Divergence": "checks.replica_check",
     "Event": "events",
     "FormatError": "errors",
     "Keep": "retention",
@@ -109,13 +109,13 @@ _MODULE_OF_NAME = {
     "ShardwiseError": "errors",
     "SnapshotStatus": "memory.agent.status",
     "SoloGroup": "engine.group",
-    "TreeGroup": "engine.tree",
+    "TreeGroup": "ranks.tree",
     "SpecError": "errors",
     "StateError": "errors",
     "StoreError": "errors",
     "Tls": "memory.options",
-    "VerifyReport": "engine.verify",
-    "export": "api",
+    "VerifyReport": "ports.checks",
+    "export": "convert.export",
     "list_checkpoints": "listing",
     "load": "api",
     "open": "api",
@@ -123,7 +123,7 @@ _MODULE_OF_NAME = {
     "report": "reporting.report",
     "save": "api",
     "spec": "formats.specification",
-    "trainable": "adapters.trainable",
+    "trainable": "frameworks.trainable",
 }
 
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them

@@ -1,4 +1,4 @@
-"""`save`, `load`, `open` and `export`: the functions that most users call."""
+"""`save`, `load` and `open`: the functions that most users call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,7 +19,6 @@ from shardwise.engine.describe import BoundState
 from shardwise.engine.group import Group, SoloGroup
 from shardwise.engine.load import LoadReport
 from shardwise.engine.planning import SaveRequest
-from shardwise.engine.process_groups import connect_process_group
 from shardwise.engine.root import Choice
 from shardwise.engine.rounds import Round
 from shardwise.engine.save import SaveReport, Storage, save_together
@@ -30,12 +28,11 @@ from shardwise.loading import LoadOptions, State, load_state
 from shardwise.manifest.manifest import MIRROR_FILE
 from shardwise.opening import OpenOptions, agree_to_open, refuse_as_destination
 from shardwise.plan.save import PlanCache
+from shardwise.plugins import load_built_in
+from shardwise.ports.foreign import Specification
 from shardwise.state.name_lookup import Rename
 from shardwise.store import LocalStore, Store, open_store
-
-if TYPE_CHECKING:
-    from shardwise.convert.write import ConversionReport
-    from shardwise.formats.specification import Specification
+from shardwise.store.places import PLUGINS as STORES
 
 Place = str | os.PathLike[str] | Store
 
@@ -229,65 +226,6 @@ def open(  # noqa: A001 - shardwise.open
         return Checkpoint(files, layout, verify=verify, allow_pickle=allow_pickle, lock=lock)
 
 
-def export(
-    place: Place,
-    target: str | os.PathLike[str],
-    *,
-    to: str = "hf",
-    step: Choice = "newest",
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    model_key: str = "model",
-    dtype: str | None = None,
-    verify: bool = True,
-    spec: Specification | None = None,
-    skip_unknown: bool = False,
-    format: str | None = None,  # noqa: A002 - the usual name
-    max_file: int = 5 << 30,
-    group: dist.ProcessGroup | Group | None = None,
-    on_event: Sink | None = None,
-) -> ConversionReport:
-    """Write a checkpoint in another format. All ranks call this function and share the work.
-
-    Written files are read back and compared.
-
-    Args:
-        place: a checkpoint in any format, or the root of a run.
-        target: a new directory.
-        to: `"hf"` (safetensors), `"peft"` (the adapters of a model of PEFT), `"dcp"`
-            (torch.distributed.checkpoint), `"torch"` (one file of torch.save),
-            `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
-        only, skip: shell patterns of the names to write, as for `load`.
-        model_key: the key of the model in the state, for formats that hold only a model; "" if the
-            checkpoint is only a model.
-        dtype: the dtype to convert the model's floats to; an error for quantized tensors.
-        step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
-        max_file: the most bytes of tensors in a file.
-        group, on_event: as for `load`.
-
-    Raises:
-        CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
-            whole model and the checkpoint has only the trained part.
-        MismatchError: the source stores a tensor several times, and the copies differ.
-        CorruptionError: the source is damaged, or a written file does not read back as written.
-    """
-    from shardwise.convert.export import ExportOptions, write_export  # most programs never export
-
-    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
-        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
-    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
-    recorder = Recorder(on_event)
-    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
-        with recorder.stage("open"):
-            with Round(ranks, "opening a checkpoint") as all_ranks:
-                options.check()
-                store, settings = open_place(place), options.settings
-                check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
-            source, layout = check()
-        return write_export(options, source, layout, ranks, recorder)
-
-
 def open_place(place: Place) -> Store:
     """Open the store of a place: a path or URL, with its mirror if it has one, or a store."""
     store = open_store(place)
@@ -295,9 +233,7 @@ def open_place(place: Place) -> Store:
         # The place is a root, or the directory of a step in a root.
         root, parent = store.path / MIRROR_FILE, store.path.parent / MIRROR_FILE
         if os.path.lexists(root) or os.path.lexists(parent):
-            from shardwise.tiers.record import open_with_mirror  # other places need not import it
-
-            return open_with_mirror(store)
+            return load_built_in(STORES, "mirrored")(store)  # type: ignore[no-any-return]
     return store
 
 
@@ -316,7 +252,7 @@ def resolved_group(group: dist.ProcessGroup | Group | None) -> Iterator[Group]:
         yield SoloGroup()
     elif group is None or isinstance(group, dist.ProcessGroup):
         chosen = dist.distributed_c10d._get_default_group() if group is None else group
-        with connect_process_group(chosen, "call") as ranks:
+        with load_built_in("shardwise.groups", "torch.distributed")(chosen, "call") as ranks:
             yield ranks
     else:
         yield group

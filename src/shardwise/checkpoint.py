@@ -23,17 +23,18 @@ from shardwise.events import Recorder, Sink
 from shardwise.manifest.checksums import FileChecksums
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import FROZEN, TensorEntry
+from shardwise.plugins import load_built_in
+from shardwise.ports import foreign
+from shardwise.ports.checks import GROUP as CHECKS
 from shardwise.saved_tensor import SavedTensor
 from shardwise.state.local_state import Fragment, TensorLeaf, copy_overlapping
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.plain_values import decode
 from shardwise.state.tensors import tensor_leaf
-from shardwise.store import Files
-from shardwise.tiers.store import TieredStore
+from shardwise.store import Files, TieredFiles
 
 if TYPE_CHECKING:
-    from shardwise.engine.compare import Comparison
-    from shardwise.engine.verify import VerifyReport
+    from shardwise.ports.checks import Comparison, VerifyReport
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -280,10 +281,8 @@ class Checkpoint(Mapping[str, Any]):
                 saved.
             MismatchError: copies of a tensor differ. The message names all such tensors.
         """
-        from shardwise.engine.verify import refuse_damage
-
         report = self.find_damage(on_event)
-        refuse_damage(report)
+        load_built_in(CHECKS, "refuse_damage")(report)
         return report
 
     def find_damage(self, on_event: Sink | None = None) -> VerifyReport:
@@ -292,17 +291,15 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             on_event: as for `verify`.
         """
-        from shardwise.engine.verify import find_damage  # loads need not import it
-
         store = self._store
         checksums: Iterable[FileChecksums] = ()
-        if isinstance(store, TieredStore):
+        if isinstance(store, TieredFiles):
             store = store.tier_to_verify()
         if self.layout.format != "shardwise":
-            from shardwise.formats.file_tree import checksums_of
-
-            checksums = checksums_of(store, self.layout)
-        return find_damage(store, self.layout, checksums, self._arena, Recorder(on_event))
+            checksums = foreign.checksums_of(store, self.layout)
+        find = load_built_in(CHECKS, "find_damage")
+        found: VerifyReport = find(store, self.layout, checksums, self._arena, Recorder(on_event))
+        return found
 
     def compare(self, other: Checkpoint, on_event: Sink | None = None) -> Comparison:
         """Compare the names, dtypes, shapes, plain values, and every byte of the tensors.
@@ -321,10 +318,10 @@ class Checkpoint(Mapping[str, Any]):
         Raises:
             CorruptionError: a checkpoint is damaged.
         """
-        from shardwise.engine.compare import compare  # loads need not import it
-
         a, b = (self._store, self.layout), (other._store, other.layout)
-        return compare(a, b, self._arena, Recorder(on_event))
+        compare = load_built_in(CHECKS, "compare")
+        found: Comparison = compare(a, b, self._arena, Recorder(on_event))
+        return found
 
     def as_json(self, name: str) -> Any:
         """Return a plain value in the JSON form of the manifest.
@@ -349,16 +346,17 @@ class Checkpoint(Mapping[str, Any]):
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read tensors and plain values by name. Tied tensors share memory."""
         values = {name: self._saved.object(name) for name in names if self._saved.has_object(name)}
-        names_inside_values = {each for v in values.values() for each in tensor_names_in_value(v)}
-        wanted = [name for name in names if name not in values and name not in names_inside_values]
+        value_with = {each: n for n, v in values.items() for each in tensor_names_in_value(v)}
+        wanted = [name for name in names if name not in values and name not in value_with]
         tensors: dict[int, torch.Tensor] = {}
         leaves = []
-        for name in [*wanted, *sorted(names_inside_values)]:
+        for name in [*wanted, *sorted(value_with)]:
             entry = self._saved.tensor(name)
             if entry is None:
                 raise StateError(
-                    f"{name}: a plain value in {self.path} contains this tensor, which is missing: "
-                    "leave the value out with skip="
+                    f"{value_with[name]}: this plain value in {self.path} contains the tensor "
+                    f"{name}, which is missing there: leave the value out with "
+                    f"skip=[{value_with[name]!r}]"
                 )
             index = self._saved.stored_index(name)
             if index not in tensors:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,7 +25,13 @@ from shardwise.events import Recorder
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry
 from shardwise.opening import OpenOptions, agree_to_open
-from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
+from shardwise.plugins import (
+    PluginError,
+    call_plugin,
+    find_plugins,
+    ignore_failure,
+    load_built_in,
+)
 from shardwise.ports.binding import Binding
 from shardwise.ports.read_strategy import GROUP as READ_STRATEGIES
 from shardwise.ports.read_strategy import ReadStrategy
@@ -33,9 +39,6 @@ from shardwise.state.local_state import LocalState, ParameterOrder, copy_overlap
 from shardwise.state.name_lookup import Rename, SavedNames, Selection, rename_function
 from shardwise.state.tensors import mesh_axes
 from shardwise.store import Files, Store, count_retries
-
-if TYPE_CHECKING:
-    from shardwise.resizing import Resizing
 
 STATE, PARAMS = "state", "params"
 _Orders = dict[str, list[list[tuple[str, tuple[int, ...]]]]]
@@ -49,6 +52,16 @@ class _PositionalGroup(msgspec.Struct):
     """A saved group of parameters that are identified by their positions in the optimizer."""
 
     params: list[int]
+
+
+class Resizing(Protocol):
+    """The tensors that a load resizes."""
+
+    def apply(self, layout: Layout, saved: SavedNames, selection: Selection) -> Layout:
+        """Return a layout in which the tensors have the shapes of the targets."""
+
+    def order_with_saved_shapes(self, order: ParameterOrder, saved: SavedNames) -> ParameterOrder:
+        """Return the order of an optimizer's parameters with the shapes that they were saved in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +223,8 @@ def _choose_strategy(group: Group, read_once: bool | None) -> ReadStrategy:
             continue
         if strategy is not None:
             return strategy
-    from shardwise.sharing.strategy import ReadTogether  # other loads need not import it
-
-    return ReadTogether(read_once)
+    own: ReadStrategy = load_built_in(READ_STRATEGIES, "read_once")(group, read_once)
+    return own
 
 
 def _saved_names(
@@ -225,11 +237,9 @@ def _saved_names(
 ) -> SavedNames:
     """Return the contents of the checkpoint, with the names and shapes that the state needs."""
     saved = SavedNames(layout, rename)
-    resizing = None
+    resizing: Resizing | None = None
     if resize:
-        from shardwise.resizing import Resizing  # other loads need not import it
-
-        resizing = Resizing.from_patterns(resize, bindings, group)
+        resizing = load_built_in("shardwise.resizing", "resize")(resize, bindings, group)
     orders = partial(_parameter_orders, bindings, saved, resizing)
     named = name_parameters(layout, orders, group)
     if resizing is not None:
@@ -263,7 +273,8 @@ def _match(
     """Match the values of the state on this rank with the checkpoint.
 
     Returns:
-        The targets, of whose tensors only those that the checkpoint has; and the report.
+        What to load on this rank: the tensors that the checkpoint has, and the values. And the
+        report of the match.
     """
     parts = [binding.targets(saved, selection) for binding in bindings]
     targets = LocalState.unite(parts)

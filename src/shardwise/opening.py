@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from dataclasses import dataclass, replace
+from typing import NoReturn, SupportsIndex
 
+import msgspec
+
+from shardwise.decoding import prepare_decoding
 from shardwise.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.engine.group import Group
 from shardwise.engine.root import Best, Choice, Root, parse_choice, steps_in
@@ -27,22 +31,15 @@ from shardwise.errors import (
     StoreUnavailableError,
     storage_errors,
 )
-from shardwise.foreign_steps import (
-    Steps,
-    find_foreign_directory,
-    find_steps,
-    is_named_as_step,
-    order_of_step,
-    with_step,
-)
-from shardwise.manifest.layout import Layout
+from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.manifest import (
     MANIFEST,
     is_file_of_save,
     step_directory,
 )
 from shardwise.manifest.validate import layout_of_manifest
-from shardwise.state.tensors import is_instance
+from shardwise.ports import foreign
+from shardwise.ports.foreign import Specification
 from shardwise.store import (
     Files,
     Store,
@@ -52,10 +49,6 @@ from shardwise.store import (
     parent_of,
 )
 
-if TYPE_CHECKING:
-    from shardwise.formats.specification import Specification
-
-MOST_STEPS_EXAMINED = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 log = logging.getLogger("shardwise")
@@ -78,8 +71,7 @@ class OpenOptions:
     step: Choice = "newest"
 
     def __post_init__(self) -> None:
-        module = "shardwise.formats.specification"
-        if self.spec is not None and not is_instance(self.spec, module, "Specification"):
+        if self.spec is not None and not foreign.is_specification(self.spec):
             raise StateError(f"spec={self.spec!r}: expected a specification; make one with sw.spec")
 
 
@@ -135,7 +127,15 @@ def agree_to_open(
     return lambda: _check_opened(place, manifest, own or encoded, steps, options, group)
 
 
-_Opened = tuple[str, bytes | None, bytes, Steps]
+@prepare_decoding
+class _Steps(msgspec.Struct, array_like=True):
+    """The step that the caller states for a checkpoint, and that in its path; None if unknown."""
+
+    stated: int | None
+    in_path: int | None
+
+
+_Opened = tuple[str, bytes | None, bytes, _Steps]
 """The directory of the chosen step, "" if there is none; the manifest, or None and the encoded
 layout of a foreign checkpoint; and the steps."""
 
@@ -150,7 +150,7 @@ def _open_first(
     """
     own, encoded = None, b""
     directory, place, manifest = _open_chosen_step(store, options, cleanup)
-    steps = find_steps(place, options.step, is_chosen=directory != "")
+    steps = _find_steps(place, options.step, is_chosen=directory != "")
     if manifest is not None and options.format is not None:
         raise StateError(
             f"{place} is a shardwise checkpoint, but format={options.format!r} selects "
@@ -159,8 +159,6 @@ def _open_first(
     if manifest is None:
         own = _read_foreign(place, options)
         if encodes:
-            from shardwise.formats.opening import encode_layout
-
             encoded = encode_layout(own)
     return (directory, manifest, encoded, steps), own
 
@@ -168,8 +166,8 @@ def _open_first(
 def _check_opened(
     store: Store,
     manifest: bytes | None,
-    foreign: Layout | bytes,
-    steps: Steps,
+    other: Layout | bytes,
+    steps: _Steps,
     options: OpenOptions,
     group: Group,
 ) -> tuple[Files, Layout]:
@@ -179,14 +177,41 @@ def _check_opened(
             files: Files = store
             layout = _open_manifest(store, manifest, checks_sizes=group.rank == 0)
         else:
-            from shardwise.formats.opening import check_layout
-
-            files, layout = check_layout(store, foreign)
-        layout = with_step(layout, steps, store)
+            files, layout = foreign.check_layout(store, other)
+        layout = _with_step(layout, steps, store)
     if group.rank == 0:
         for name, file in layout.missing_files.items():
             log.warning("%s: the file %s is missing, so %s cannot be loaded", files, file, name)
     return files, layout if options.spec is None else options.spec.apply(str(files), layout)
+
+
+def _find_steps(place: Store, step: Choice, *, is_chosen: bool) -> _Steps:
+    """Return the steps of a checkpoint that are known without its files.
+
+    Args:
+        place: the checkpoint.
+        step: the user's `step=`.
+        is_chosen: whether `step` has chosen this checkpoint in a root.
+    """
+    stated = operator.index(step) if not is_chosen and not isinstance(step, (str, Best)) else None
+    return _Steps(stated, foreign.step_in_path(place))
+
+
+def _with_step(layout: Layout, steps: _Steps, store: Store) -> Layout:
+    """Return a layout with the step that it records, or else that the caller states, or its path.
+
+    Raises:
+        StateError: the caller states a step, and the checkpoint records one.
+    """
+    if layout.step is None:
+        step = steps.in_path if steps.stated is None else steps.stated
+        return layout if step is None else replace(layout, step=step)
+    if steps.stated is not None:
+        raise StateError(
+            f"step={steps.stated}: {store} is not the root of a run, which has a directory for "
+            f"each step, but a checkpoint that records its step, {layout.step}: leave out step="
+        )
+    return layout
 
 
 def _open_chosen_step(
@@ -251,13 +276,8 @@ def _find_manifest(store: Store) -> bytes | None:
 
 
 def _read_foreign(store: Store, options: OpenOptions) -> Layout:
-    from shardwise.formats.opening import read_layout
-
-    return read_layout(
-        store,
-        spec=options.spec,
-        skip_unknown=options.skip_unknown,
-        format=options.format,
+    return foreign.read_layout(
+        store, spec=options.spec, skip_unknown=options.skip_unknown, format=options.format
     )
 
 
@@ -319,7 +339,7 @@ def _choose_directory(store: Store, options: OpenOptions) -> str:
             "step; to read a checkpoint itself, leave out step="
         )
     has_file_names = options.spec is not None and options.spec.files is not None
-    return "" if has_file_names else find_foreign_directory(store, names, step)
+    return "" if has_file_names else foreign.find_directory(store, names, step)
 
 
 def raise_for_missing_root(store: Store) -> NoReturn:
@@ -328,7 +348,7 @@ def raise_for_missing_root(store: Store) -> NoReturn:
     Raises:
         CheckpointNotFoundError: always.
     """
-    if formats := _formats_at(store, _names_at(store)):
+    if formats := foreign_formats_at(store):
         raise CheckpointNotFoundError(
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
             "open it with sw.open or `shardwise inspect`"
@@ -338,18 +358,9 @@ def raise_for_missing_root(store: Store) -> NoReturn:
     raise CheckpointNotFoundError(f"{store} holds no checkpoints")  # removed or added meanwhile
 
 
-def newest_foreign_step(root: Store) -> tuple[Store, str] | None:
-    """Return the newest foreign checkpoint directly below a place, and the names of its formats.
-
-    A checkpoint is a `.ckpt` file, or a directory or file that a training loop has numbered, such
-    as `checkpoint-500` or `step10.pt`. The last number in the name is its step.
-    """
-    numbered = [name for name in root.list() if is_named_as_step(name)]
-    for name in sorted(numbered, key=order_of_step, reverse=True)[:MOST_STEPS_EXAMINED]:
-        place = root.at(name)
-        if formats := _formats_at(place, _names_at(place)):
-            return place, formats
-    return None
+def foreign_formats_at(store: Store) -> str:
+    """Return the names of the foreign formats at a place; "" if there is none."""
+    return _formats_at(store, _names_at(store))
 
 
 def _formats_at(store: Store, names: Sequence[str] | None) -> str:
@@ -360,12 +371,10 @@ def _formats_at(store: Store, names: Sequence[str] | None) -> str:
     """
     if not _may_be_foreign(names):
         return ""
-    from shardwise.formats.opening import formats_at
-
     with suppress(FormatError):  # a read of the checkpoint reports the error
-        directory = find_foreign_directory(store, names or (), "newest")
+        directory = foreign.find_directory(store, names or (), "newest")
         store = store.at(directory) if directory else store
-    return formats_at(store)
+    return foreign.formats_at(store)
 
 
 def _may_be_foreign(names: Sequence[str] | None) -> bool:

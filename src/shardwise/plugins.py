@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
 
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.ports.built_in import BUILT_IN
 
 T = TypeVar("T")
 SWITCH = "SHARDWISE_PLUGINS"
@@ -29,6 +30,16 @@ log = logging.getLogger("shardwise")
 
 class PluginError(StateError):
     """The code of another package, which an entry point names, has failed."""
+
+
+def built_in(group: str) -> Sequence[EntryPoint]:
+    """Return what shardwise itself has for a group. Import nothing of it."""
+    return [EntryPoint(name, value, group) for name, value in BUILT_IN.get(group, {}).items()]
+
+
+def load_built_in(group: str, name: str) -> Any:
+    """Import what shardwise itself has for a group under a name."""
+    return EntryPoint(name, BUILT_IN[group][name], group).load()
 
 
 def find_plugins(group: str) -> Sequence[EntryPoint]:

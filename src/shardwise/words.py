@@ -1,4 +1,4 @@
-"""Durations, rates, times and ranks as text, for the page of a report and for the terminal."""
+"""Format durations, rates, times and ranks as text, for the page of a report and the terminal."""
 
 from __future__ import annotations
 

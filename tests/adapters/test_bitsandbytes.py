@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import shardwise as sw
 from tests.tools.gang import Gang
 
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (frameworks)")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed (frameworks)",
+)
+
+
+def bnb() -> Any:
+    """The package, which takes three seconds to import."""
+    return importlib.import_module("bitsandbytes")
 
 
 def four_bit(**options: Any) -> Callable[[], nn.Module]:
-    return lambda: bnb.nn.Linear4bit(128, 64, compute_dtype=torch.float32, **options)
+    return lambda: bnb().nn.Linear4bit(128, 64, compute_dtype=torch.float32, **options)
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
@@ -28,7 +38,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     for kind in ("nf4", "fp4")
     for nested in (True, False)
     for storage in (torch.uint8, torch.bfloat16)
-} | {"int8": lambda: bnb.nn.Linear8bitLt(128, 64, has_fp16_weights=False, threshold=6.0)}
+} | {"int8": lambda: bnb().nn.Linear8bitLt(128, 64, has_fp16_weights=False, threshold=6.0)}
 
 
 class Model(nn.Module):
@@ -49,10 +59,10 @@ class Model(nn.Module):
 
 
 def dequantized(layer: Any) -> torch.Tensor:
-    if isinstance(layer, bnb.nn.Linear8bitLt):
+    if isinstance(layer, bnb().nn.Linear8bitLt):
         scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-        return bnb.functional.int8_vectorwise_dequant(layer.weight.data, scales)
-    return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        return bnb().functional.int8_vectorwise_dequant(layer.weight.data, scales)
+    return bnb().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
 def assert_same(saved: nn.Module, loaded: nn.Module) -> None:
@@ -82,7 +92,7 @@ def test_a_quantized_base_comes_back(tmp_path: Path, kind: str, used: bool) -> N
     assert_same(saved, fresh)
     assert parameters == [id(parameter) for parameter in fresh.parameters()]
     first = fresh.first
-    if isinstance(first, bnb.nn.Linear4bit):
+    if isinstance(first, bnb().nn.Linear4bit):
         assert first.quant_state is first.weight.quant_state
 
 

@@ -64,10 +64,10 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
 }
 DEFAULT = [  # each feature is loaded once
-    *("three", "one", "overlapping", "interleaved-again", "bfloat16-wide", "bfloat16-plain"),
-    *("float16-stages", "frozen-stages", "untrained-before", "experts-elsewhere"),
+    *("overlapping", "interleaved-again", "float16-stages", "frozen-stages"),
+    *("untrained-before", "experts-elsewhere"),
 ]
-RUNS = mostly_long([*TRAINED, *RESUMED], [*TRAINED, *DEFAULT])
+RUNS = mostly_long([*TRAINED, *RESUMED], [*DEFAULT, *(RESUMED[name][0] for name in DEFAULT)])
 # What Megatron-Core wrote itself, and what goes on from it.
 SMALL = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 16, "length": 4, "tied": False}
 FOREIGN: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -186,6 +186,7 @@ def assert_as_had(saved: dict[str, object], run: dict[str, Any]) -> None:
         assert tensors[key] == (tensor.dtype, tensor.shape, held), key
 
 
+@pytest.mark.long  # "experts-elsewhere" divides experts otherwise, too
 def test_experts_are_divided_by_tensors_too(
     runs: Runs, workers: HostedGang, tmp_path: Path
 ) -> None:
@@ -220,7 +221,7 @@ def test_the_model_computes_with_the_weights_that_were_loaded(runs: Runs, name: 
 
 @pytest.mark.parametrize(
     "name",  # tests/formats/test_megatron.py reads the others
-    mostly_long(FOREIGN, ["bfloat16", "distributed", "flattened"]),
+    mostly_long(FOREIGN, ["distributed"]),
 )
 def test_checkpoints_of_megatron_load_as_they_are(
     workers: HostedGang, tmp_path: Path, name: str
@@ -239,6 +240,7 @@ def test_checkpoints_of_megatron_load_as_they_are(
             assert key == "is_expert_parallel" or groups[1][member][key] == value, (member, key)
 
 
+@pytest.mark.long  # tests/adapters/test_deepspeed.py goes on without the framework, too
 def test_one_process_goes_on_with_an_optimizer_of_torch(
     runs: Runs, workers: HostedGang, tmp_path: Path
 ) -> None:
@@ -305,6 +307,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     end_agents(directory)
 
 
+@pytest.mark.long  # tests/faults/memory divides what is in memory in other ways
 def test_snapshots_in_memory_are_restored_by_other_ranks(
     workers: HostedGang, tmp_path: Path, memory: Path
 ) -> None:
@@ -323,14 +326,17 @@ BUCKETED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_long(BUCKETED, ["float32"]))
+@pytest.mark.parametrize(
+    ("kind", "worlds"),
+    mostly_long([("float32", (2,)), *((kind, (2, 4)) for kind in BUCKETED)], [("float32", (2,))]),
+)
 def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
-    workers: HostedGang, tmp_path: Path, kind: str
+    workers: HostedGang, tmp_path: Path, kind: str, worlds: tuple[int, ...]
 ) -> None:
     """What Megatron-Core saved as `dp_reshardable`, in the same model parallelism."""
     case, place = BUCKETED[kind], str(tmp_path / "saved")
     before = on_ranks(workers, 4, "save_with_megatron", case, place, "dp_reshardable")
-    for world in (2, 4):
+    for world in worlds:
         again = str(tmp_path / f"on-{world}")
         stepped = {**case, "stepped": world // 4}
         after = on_ranks(workers, world, "resume_of_megatron", stepped, place, again)
@@ -346,9 +352,18 @@ def test_buckets_of_the_distributed_optimizer_load_under_other_data_parallelism(
         on_ranks(workers, 2, "resume_of_megatron", other, place, str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize("sharding", mostly_long(["fully_reshardable", ""], ["fully_reshardable"]))
+@pytest.mark.parametrize(
+    ("sharding", "divisions"),
+    mostly_long(
+        [
+            ("fully_reshardable", ((4, 2),)),
+            *((sharding, ((1, 1), (4, 2))) for sharding in ("fully_reshardable", "")),
+        ],
+        [("fully_reshardable", ((4, 2),))],
+    ),
+)
 def test_chained_optimizers_of_experts_continue(
-    workers: HostedGang, tmp_path: Path, sharding: str
+    workers: HostedGang, tmp_path: Path, sharding: str, divisions: tuple[tuple[int, int], ...]
 ) -> None:
     """With expert parallelism, Megatron-Core writes the param groups as `{0: …, 1: …}`."""
     case = {"bf16": True, "distributed": bool(sharding), **MOE}
@@ -357,7 +372,7 @@ def test_chained_optimizers_of_experts_continue(
     groups = sw.open(place)["optimizer.param_groups"]
     kinds = {(g["value"]["is_expert_parallel"], g["value"]["weight_decay"]) for g in groups}
     assert kinds == {(False, 0.01), (False, 0.0), (True, 0.01)}
-    for world, ep in ((1, 1), (4, 2)):
+    for world, ep in divisions:
         again, other = str(tmp_path / f"on-{world}"), {**case, "ep": ep, "stepped": ep - 1}
         other["distributed"] = not sharding
         after = on_ranks(workers, world, "resume_of_megatron", other, place, again)
@@ -409,6 +424,7 @@ def test_masters_that_contradict_their_weights_are_not_read(
         on_ranks(workers, 1, "resume_of_megatron", case, place, str(tmp_path / "again"))
 
 
+@pytest.mark.long  # the same without the defect
 def test_masters_of_padded_buckets_are_compared_wholly(workers: HostedGang, tmp_path: Path) -> None:
     """Without several buckets, the same model is read with its masters and moments."""
     case = {"distributed": True, "hidden": 20, "heads": 2, "bf16": True, **LLAMA}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn, optim
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import (
@@ -105,13 +104,20 @@ def named(module: nn.Module) -> Any:
     return made
 
 
+def prepared_by_accelerate(module: nn.Module) -> Any:
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is not installed (frameworks)"
+    )
+    return accelerate.Accelerator(cpu=True).prepare(optim.AdamW(module.parameters()))
+
+
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "outer": lambda m: Outer(optim.AdamW(m.parameters())),
     "outer twice": lambda m: Outer(Outer(optim.AdamW(m.parameters()))),
     "own state": lambda m: SharpnessAware(m.parameters()),
     "two inside": lambda m: Split(m.parameters()),
     "nested dict": lambda m: Nested(optim.AdamW(m.parameters())),
-    "accelerate": lambda m: Accelerator(cpu=True).prepare(optim.AdamW(m.parameters())),
+    "accelerate": prepared_by_accelerate,
     "named": lambda m: named(m),
 }
 

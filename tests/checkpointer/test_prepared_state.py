@@ -632,7 +632,7 @@ def test_a_package_that_binds_values_is_imported_later(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sw.trainable(nn.Linear(1, 1))  # imports the module that binds it
-    state, name = make_state(), "shardwise.adapters.trainable"
+    state, name = make_state(), "shardwise.frameworks.trainable"
     module = sys.modules[name]
     monkeypatch.delitem(sys.modules, name)
     for _ in range(2):
@@ -730,7 +730,7 @@ def fuzz(saver: Saver, seed: int, saves: int) -> int:
     return known
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_changes(seed: int, saver: Saver) -> None:
     assert fuzz(saver, seed, 12)
 

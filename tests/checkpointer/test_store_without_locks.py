@@ -22,7 +22,8 @@ from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailab
 from shardwise.manifest.manifest import MANIFEST, REMOVED, data_file, lock_file, step_directory
 from shardwise.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.store import LocalStore
-from shardwise.store.retry import Retry, RetryingStore
+from shardwise.store.remote import RetryingStore
+from shardwise.store.retry import Retry
 from tests.memory_store import MemoryStore, Server
 from tests.tools.wrapped_store import WrappedStore
 

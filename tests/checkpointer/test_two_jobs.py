@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.process_groups import connect_process_group
+from shardwise.ranks.process_groups import connect_process_group
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
 from tests.memory_store import MemoryStore
@@ -334,6 +334,7 @@ def test_of_two_jobs_that_save_in_the_background_to_a_new_bucket_one_is_refused(
     assert_only(url, server, 10 + winner, 20 + winner, 30 + winner)
 
 
+@pytest.mark.long  # tests above take a root over that is a directory
 def test_a_job_that_restores_takes_a_bucket_over_and_loses_nothing(
     gang: Gang, shm: Path, server: Server
 ) -> None:

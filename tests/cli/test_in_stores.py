@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.cli.conftest import Run
 from tests.cli.states import Model, state
 from tests.formats.test_in_stores import require_same
@@ -119,7 +120,9 @@ def test_a_wrong_name_gets_a_suggestion(run: Run, root: str) -> None:
     assert (ran.status != 0, "is a checkpoint" in ran.err.replace("\n", " ")) == (True, True)
 
 
-@pytest.mark.parametrize("to", ["native", "hf", "dcp", "torch", "deepspeed-universal"])
+@pytest.mark.parametrize(
+    "to", mostly_long(["native", "hf", "dcp", "torch", "deepspeed-universal"], ["native", "dcp"])
+)
 def test_exports_to_a_store_are_those_to_a_directory(
     run: Run,
     root: str,

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.formats.comparing import assert_same
 from tests.formats.test_dcp import torch_loads
 from tests.multirank.models import build, train
@@ -78,7 +79,7 @@ def test_a_tied_tensor_is_stored_once(tmp_path: Path) -> None:
     assert_same(into["model"], {name: weight.bfloat16() for name in ("embed", "head")})
 
 
-@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("flat", mostly_long([True, False], [False]))
 def test_fsdp_goes_on_from_it(gang: Gang, exported: Path, tmp_path: Path, flat: bool) -> None:
     gang.run(resume, str(exported), str(tmp_path / "again"), flat, world=2)
     saved, again = tensors_of(exported.parent / "source"), tensors_of(tmp_path / "again")

@@ -92,7 +92,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(documented) >= expected
 
 
-@pytest.mark.parametrize("script", ["idea", "concepts", "results"])
+@pytest.mark.parametrize("script", ["idea", "concepts", "results", "weight"])
 def test_pictures_are_what_their_scripts_draw(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PICTURES))
     for name, lines in runpy.run_path(str(PICTURES / f"{script}.py"))["pictures"]().items():

@@ -10,7 +10,6 @@ import torch
 
 import shardwise as sw
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from tests.commands import run_command
 
 WORLD = 8
 WHOLE = torch.arange(16 * 12, dtype=torch.float32).reshape(16, 12)
@@ -84,10 +83,11 @@ def test_damage_is_named(place: Path) -> None:
 
 
 def test_commands_show_it(place: Path, tmp_path: Path) -> None:
-    document = run_command("inspect", "--json", place).document
+    commands = pytest.importorskip("tests.commands", reason="commands need typer and rich")
+    document = commands.run_command("inspect", "--json", place).document
     assert [each["boxes"] for each in document["tensors"]] == [8, 8, 8]
     assert [each["rank"] for each in document["files"]] == [*range(WORLD)]
-    boxes = run_command("inspect", "--json", place, "w1").document["boxes"]
+    boxes = commands.run_command("inspect", "--json", place, "w1").document["boxes"]
     assert {(each["rank"], tuple(each["offset"])) for each in boxes} == {
         (rank, (4 * (rank // 2), 6 * (rank % 2))) for rank in range(WORLD)
     }

@@ -13,9 +13,16 @@ import pytest
 import torch
 
 import shardwise as sw
+from tests.tools.agents import NEEDS_AGENT
 
 
-@pytest.mark.parametrize("memory", [None, sw.Memory()], ids=["waiting", "in memory"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param(None, id="waiting"),
+        pytest.param(sw.Memory(), id="in memory", marks=NEEDS_AGENT),
+    ],
+)
 @pytest.mark.parametrize("nbytes", [100, 5_000, (3 << 20) + 77])
 def test_a_state_that_changes_while_it_is_saved_passes_its_checksums(
     tmp_path: Path, memory: sw.Memory | None, nbytes: int
@@ -78,6 +85,7 @@ def test_a_wrong_manifest_of_a_new_plan_is_not_committed(
     assert len([*(tmp_path / "a").iterdir()]) == 2
 
 
+@NEEDS_AGENT
 def test_an_agent_does_not_persist_a_wrong_manifest(tmp_path: Path) -> None:
     memory, state = sw.Memory(dir=str(tmp_path / "memory")), {"x": torch.arange(7.0)}
     root = tmp_path / "run"

@@ -20,8 +20,8 @@ from shardwise.errors import FormatError
 from shardwise.formats import opening
 from shardwise.formats.foreign import StoredArray
 from shardwise.formats.merge_ranks import merge_ranks
-from shardwise.formats.opening import check_layout, decode_layout, encode_layout
-from shardwise.manifest.layout import Layout, StoredFile
+from shardwise.formats.opening import check_layout
+from shardwise.manifest.layout import Layout, StoredFile, decode_layout, encode_layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns
 from shardwise.manifest.validate import validate_layout

@@ -301,7 +301,7 @@ def test_optimizer_without_a_certain_layout_is_left_out(saved: Path, tmp_path: P
 
 
 @examples(
-    80,
+    30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.engine.buffers import aligned_buffer
 from shardwise.store import LocalStore, Store, open_store, store_below
 from shardwise.store.object_store import ObjectReader
+from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks
 from tests.formats.test_trainers import assert_loads, lightning_state, trained
@@ -92,9 +93,9 @@ def test_small_checkpoints_are_the_same(moto: Server, tmp_path: Path, save: obje
     ("archive", "folder"),
     [
         ("deepspeed", "deepspeed/2/zero2-bfloat16"),
-        ("megatron_plain", ""),
+        pytest.param("megatron_plain", "", marks=pytest.mark.long),
         pytest.param("megatron_fully_reshardable", "", marks=pytest.mark.long),
-        ("megatron_fully_sharded_model_space", ""),
+        pytest.param("megatron_fully_sharded_model_space", "", marks=pytest.mark.long),
         ("bytecheckpoint", ""),
     ],
 )
@@ -150,7 +151,9 @@ def accelerate_directory(place: Path) -> None:
         torch.save({"step": 3}, place / f"random_states_{rank}.pkl")
 
 
-@pytest.mark.parametrize("write", [lightning_directory, accelerate_directory])
+@pytest.mark.parametrize(
+    "write", mostly_long([lightning_directory, accelerate_directory], [accelerate_directory])
+)
 def test_directories_of_trainers_load(
     moto: Server,  # noqa: F811
     tmp_path: Path,

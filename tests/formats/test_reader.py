@@ -59,6 +59,12 @@ class TestHuggingFace(ReaderSuite):
 
         return write
 
+    @pytest.mark.long  # other readers here read damaged files, and so do test_hostile_files.py, …
+    def test_a_damaged_file_raises_nothing_else(
+        self, key: str, place: Path, tmp_path: Path
+    ) -> None:
+        super().test_a_damaged_file_raises_nothing_else(key, place, tmp_path)
+
 
 class TestTorchSave(ReaderSuite):
     @pytest.fixture
@@ -90,6 +96,12 @@ class TestDcp(ReaderSuite):
             return folder
 
         return write
+
+    @pytest.mark.long  # other readers here read damaged files, and so do test_hostile_files.py, …
+    def test_a_damaged_file_raises_nothing_else(
+        self, key: str, place: Path, tmp_path: Path
+    ) -> None:
+        super().test_a_damaged_file_raises_nothing_else(key, place, tmp_path)
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def test_files_of_two_saves_are_no_checkpoint(saved: Path, tmp_path: Path) -> No
 
 
 @examples(
-    80,
+    30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

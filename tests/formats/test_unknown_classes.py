@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.compat.foreign.contents import CONTENTS
 from tests.formats.foreign_goldens import unpacked
 
@@ -80,7 +81,9 @@ def checkpoint_below(place: Path) -> Path:
     return checkpoint_below(below[-1])
 
 
-@pytest.mark.parametrize("golden", PICKLED)
+@pytest.mark.parametrize(
+    "golden", mostly_long(PICKLED, ["deepspeed", "megatron_legacy", "lightning"])
+)
 def test_each_unknown_name_in_a_checkpoint_is_told(golden: str, tmp_path: Path) -> None:
     require_that_unknown_names_are_told(unpacked(golden, tmp_path))
 

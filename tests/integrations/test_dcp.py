@@ -100,7 +100,7 @@ def everything(reader: torch_dcp.StorageReader) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("kind", mostly_long(KINDS, ["plain", "fsdp2", "pipeline_fsdp"]))
+@pytest.mark.parametrize("kind", mostly_long(KINDS, ["plain", "pipeline_fsdp"]))
 def test_the_writer_saves_what_torchs_writer_saves(save: Save, kind: str) -> None:
     ours, theirs = save(kind) / "ours" / kind, save(kind) / "torch" / kind
     checkpoint = sw.open(ours)

@@ -26,7 +26,7 @@ sys.meta_path = [Installed if each is PathFinder else each for each in sys.meta_
     ("framework", "module"),
     [
         ("torch", "dcp"),
-        ("accelerate", "accelerate"),
+        pytest.param("accelerate", "accelerate", marks=pytest.mark.long),
         pytest.param("transformers", "transformers", marks=pytest.mark.long),
         pytest.param("lightning", "lightning", marks=pytest.mark.long),
     ],

@@ -34,7 +34,7 @@ pytestmark = [
     ("parallelism", "world"),
     mostly_long(
         [("plain", 1), ("plain", 2), ("fsdp2", 2), ("zero1", 2), ("zero3", 2)],
-        [("fsdp2", 2)],
+        [("plain", 1)],  # tests/multirank/test_trainable.py shards adapters
     ),
 )
 def test_an_adapter_resumes_bit_for_bit(
@@ -77,7 +77,7 @@ def test_an_adapter_on_another_base_is_refused(gang: Gang, tmp_path: Path) -> No
     assert "transformer.wte.weight: frozen, other values than at the save" in outcome.report
 
 
-@pytest.mark.parametrize("save_base", [False, True])
+@pytest.mark.parametrize("save_base", mostly_long([False, True], [True]))
 def test_a_base_that_was_saved_is_restored(gang: Gang, tmp_path: Path, save_base: bool) -> None:
     """With and without the option: a load fills what the checkpoint has."""
     run = Run(tmp_path / "run", lora=True, save_base=True)
@@ -150,7 +150,7 @@ def quantized_runs(place: Path, native: bool) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.skipif(not find_spec("bitsandbytes"), reason="pip install '.[frameworks]'")
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", mostly_long([False, True], [True]))
 def test_an_adapter_on_a_quantized_base(gang: Gang, tmp_path: Path, native: bool) -> None:
     ((whole, resumed),) = gang.run(quantized_runs, tmp_path, native, world=1)
     assert whole.keys() == resumed.keys()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.breadth import mostly_long
 from tests.integrations.parallelism import gang, needs_frameworks
 from tests.integrations.test_transformers import Run, crash, train
 from tests.tools.gang import Gang
@@ -35,10 +34,8 @@ def assert_loads_the_same_best(gang: Gang, whole: dict[str, Any], run: Run, worl
             assert torch.equal(weight, whole["weights"][name]), name
 
 
-@pytest.mark.parametrize(
-    "lose",
-    mostly_long(["nothing", "the directories of the Trainer"], ["the directories of the Trainer"]),
-)
+@pytest.mark.long  # test_transformers.py loads the best model, without a move
+@pytest.mark.parametrize("lose", ["nothing", "the directories of the Trainer"])
 def test_a_moved_training_finds_the_best(gang: Gang, tmp_path: Path, lose: str) -> None:
     (whole,) = gang.run(train, Run(tmp_path / "first", options=BEST_IS_EARLY), world=1)
     shutil.move(tmp_path / "first", tmp_path / "moved")

@@ -31,7 +31,7 @@ from shardwise.memory.remote.search import NodeFiles, Search
 from shardwise.memory.trainer import recovery
 from shardwise.store import LocalStore, publish_private
 from shardwise.tiers.options import StorageTask
-from tests.breadth import examples
+from tests.breadth import examples, mostly_long
 from tests.memory.test_server import RUN
 
 SIZE = 100
@@ -238,7 +238,7 @@ def test_silent_nodes_are_named_although_their_entries_are_old(tmp_path: Path) -
     assert sorted(world.unanswered) == ["n1", "n2"]
 
 
-@pytest.mark.parametrize("commits", [0, 3])
+@pytest.mark.parametrize("commits", mostly_long([0, 3], [0]))
 def test_lost_nodes_are_asked_no_more(tmp_path: Path, commits: int) -> None:
     """A run of four nodes loses one again and again, in some sessions before the first commit."""
     world = World(LocalStore(tmp_path), {node: {} for node in range(4)})

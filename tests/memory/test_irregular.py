@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import end_agents
 
@@ -55,7 +56,7 @@ def test_a_restore_takes_the_step_before(kind: str, tmp_path: Path, shm: Path) -
         assert torch.equal(state["t"], torch.arange(5000.0))
 
 
-@pytest.mark.parametrize("name", ["agent.lock", "start.lock"])
+@pytest.mark.parametrize("name", mostly_long(["agent.lock", "start.lock"], ["agent.lock"]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lock_that_is_no_file_is_named(kind: str, name: str, tmp_path: Path, shm: Path) -> None:
     memory = sw.Memory(dir=str(shm))

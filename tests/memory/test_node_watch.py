@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.memory.trainer.node_watch import MOST_WATCHED, choose_watched
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import memory_of, rows, shm
 from tests.tools.agents import signal_agents
 from tests.tools.gang import Gang
@@ -104,7 +105,7 @@ def wait_for_a_silent_node(root: str, shm: str, victim: str) -> str:
     return str(report.step)
 
 
-@pytest.mark.parametrize("victim", ["agent", "nobody", "rank"])
+@pytest.mark.parametrize("victim", mostly_long(["agent", "nobody", "rank"], ["agent", "rank"]))
 def test_a_node_whose_agent_or_ranks_go_on_is_not_lost(
     gang: Gang, tmp_path: Path, shm: Path, victim: str
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import signal_agents
 
@@ -113,7 +114,7 @@ def save(checkpointer: sw.Checkpointer, step: int, state: State) -> sw.SaveHandl
     return handle
 
 
-@pytest.mark.parametrize("is_in_memory", [True, False])
+@pytest.mark.parametrize("is_in_memory", mostly_long([True, False], [True]))
 @pytest.mark.parametrize("fails", [True, False])
 def test_memory_is_free_after_a_save(
     fails: bool, is_in_memory: bool, tmp_path: Path, shm: Path

@@ -32,7 +32,7 @@ from shardwise.memory.redundancy.placement import (
 )
 from shardwise.memory.redundancy.rebuild import Rebuilder, find_unreadable_files
 from shardwise.store.store import Buffer
-from tests.breadth import examples
+from tests.breadth import examples, mostly_long
 
 SAVE = "0123456789abcdef"
 MOST_LOSSES = 3 if importlib.util.find_spec("pyeclib") else 1
@@ -167,7 +167,7 @@ def test_what_is_said_to_be_lost_is_what_cannot_be_rebuilt(
 
 
 @pytest.mark.parametrize("m", [1, pytest.param(2, marks=needs_pyeclib)])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", mostly_long([1, 3], [3]))
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_files_of_many_pieces(m: int, threads: int, in_memory: bool) -> None:
     piece = bytes_per_read(4 - m, m)
@@ -240,8 +240,8 @@ class LostAtSome(Cluster):
         return self.read(node, name, offset, out)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("reads", [0, 1, 5, 8])
+@pytest.mark.parametrize("threads", mostly_long([1, 2], [2]))
+@pytest.mark.parametrize("reads", mostly_long([0, 1, 5, 8], [0, 5]))
 def test_a_second_loss_during_a_rebuild_is_an_error(reads: int, threads: int) -> None:
     size = 5 * bytes_per_read(3, 1)
     cluster = LostAtSome([[size]] * 4, 1)

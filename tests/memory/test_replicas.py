@@ -86,7 +86,7 @@ def recover(root: str, shm: str, kind: str, nodes: int) -> tuple[int | None, str
             for what in ("copies", "parity")
             for number in (1, 2)
         ],
-        [("replicated", {"copies": 1}), ("hybrid", {"parity": 2})],
+        [("hybrid", {"parity": 2})],
     ),
     ids=str,
 )

@@ -15,6 +15,7 @@ from shardwise.manifest.manifest import FileEntry
 from shardwise.memory import seal as seal_module
 from shardwise.memory.seal import MappedFiles, map_file, seal
 from shardwise.store.store import Buffer
+from tests.breadth import mostly_long
 
 # Files that stay mapped: they are the same memory again, and go when they are removed.
 
@@ -118,7 +119,7 @@ def staged(path: Path, nbytes: int) -> tuple[Buffer, FileEntry]:
 
 
 @pytest.mark.parametrize("blocks", [0.001, 1, 1.5, 2, 7, 63.5, 130])
-@pytest.mark.parametrize("processes", [None, 1, 2, 3, 8])
+@pytest.mark.parametrize("processes", mostly_long([None, 1, 2, 3, 8], [None, 3]))
 def test_processes_share_the_checksums(
     processes: int | None, blocks: float, tmp_path: Path
 ) -> None:

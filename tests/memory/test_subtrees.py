@@ -42,7 +42,7 @@ from shardwise.memory.records import (
 from shardwise.memory.remote.subtrees import NextStep, RequestSender, decide_next, request_for_stage
 from shardwise.memory.replies import MOST_REASONS, Replies, combine_replies
 from shardwise.tiers.options import StorageTask
-from tests.breadth import examples
+from tests.breadth import examples, mostly_long
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import until
@@ -395,7 +395,7 @@ def cluster(tmp_path: Path, count: int) -> Iterator[Cluster]:
         yield Cluster(homes, infos, stacks)
 
 
-@pytest.mark.parametrize("fan_out", [1, 2, 32])
+@pytest.mark.parametrize("fan_out", mostly_long([1, 2, 32], [2]))
 def test_a_save_is_completed_through_the_tree(tmp_path: Path, fan_out: int) -> None:
     with cluster(tmp_path, 6) as nodes:
         nodes.stage(tmp_path / "root", fan_out, 20.0)

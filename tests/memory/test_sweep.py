@@ -188,8 +188,11 @@ def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:
 
 @pytest.mark.parametrize(
     ("dying", "work"),
-    [(die_at(stage), stage), (die_at(keep), keep), (retire, stage)],
-    ids=["stage", "keep", "retire"],
+    [
+        pytest.param(die_at(stage), stage, id="stage"),
+        pytest.param(die_at(keep), keep, id="keep", marks=pytest.mark.long),
+        pytest.param(retire, stage, id="retire"),
+    ],
 )
 @pytest.mark.parametrize("stride", mostly_long([1, 3], [3]))
 def test_memory_is_used_again_after_a_process_was_killed_at_any_point(

@@ -1,6 +1,6 @@
 """A program whose processes save and load as hundreds of ranks, without a process group of torch.
 
-    python -m tests.multirank.many_ranks FOLDER SAVING_RANKS LOADING_RANKS KILLED_RANK…
+    python -m tests.multirank.many_ranks FOLDER FAN_OUT SAVING_RANKS LOADING_RANKS KILLED_RANK…
 
 The processes are forked from this one, which has imported everything and has no threads. It prints
 a line of JSON for each phase: for each rank, "" or its error, and the monotonic time then.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.engine import save as engine_save
+from shardwise.engine import tree
 from tests import preloaded  # noqa: F401 - forked processes need not import
 
 Act = Callable[[sw.TreeGroup], None]
@@ -126,13 +127,14 @@ def run_rank(rank: int, ranks: int, rendezvous: str, function: Act) -> str:
 
 
 def main() -> None:
-    folder, saving, loading = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    tree.FAN_OUT, saving, loading, *lost = map(int, sys.argv[2:])
     torch.set_num_threads(1)
     rows = 3 * saving + 1
     good, bad = folder / "good", folder / "bad"
     run_ranks("save", saving, folder, lambda group: save(group, good, rows))
     run_ranks("load", loading, folder, lambda group: load(group, good, rows))
-    for killed in map(int, sys.argv[4:]):
+    for killed in lost:
         name = f"kill {killed}"
         run_ranks(name, saving, folder, lambda g, k=killed: save_and_kill(g, bad, rows, k))
     run_ranks("load again", 2, folder, lambda group: load(group, good, rows))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.tools.gang import Gang, Outcome
 
 
@@ -169,8 +170,21 @@ def save_two_kinds(root: str, shm: str | None, what: str) -> list[object]:
     return raised
 
 
-@pytest.mark.parametrize("where", ["storage", "memory"])
-@pytest.mark.parametrize("what", ["plain, tensor", "tensor, per rank", "per rank, plain"])
+@pytest.mark.parametrize(
+    ("what", "where"),
+    mostly_long(
+        [
+            (what, where)
+            for what in ("plain, tensor", "tensor, per rank", "per rank, plain")
+            for where in ("storage", "memory")
+        ],
+        [
+            ("plain, tensor", "storage"),
+            ("tensor, per rank", "memory"),
+            ("per rank, plain", "storage"),
+        ],
+    ),
+)
 def test_a_name_of_two_kinds_is_refused_at_every_save(
     gang: Gang, tmp_path: Path, what: str, where: str
 ) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
 from shardwise.integrations import dcp
+from tests.breadth import mostly_long
 from tests.tools.gang import Gang
 
 ShardOrderEntry: Any = getattr(_dtensor_spec, "ShardOrderEntry", None)
@@ -144,9 +145,7 @@ def save_and_load_ordered(path: str, case: int) -> None:
 
 
 @pytest.mark.skipif(ShardOrderEntry is None, reason="torch 2.9 knows no order of shards")
-@pytest.mark.parametrize(
-    "case", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in range(2, len(ORDERS)))]
-)
+@pytest.mark.parametrize("case", mostly_long(range(len(ORDERS)), [1]))
 def test_every_order_of_shards(gang: Gang, tmp_path: Path, case: int) -> None:
     gang.run(save_and_load_ordered, str(tmp_path), case, world=4)
     for shape in SHAPES:
@@ -259,7 +258,7 @@ def save_uneven(path: str, hidden: int) -> None:
     sw.save(path, {"model": module})
 
 
-@pytest.mark.parametrize("hidden", [1, 2, 3, 7, 9, 10])
+@pytest.mark.parametrize("hidden", mostly_long([1, 2, 3, 7, 9, 10], [1, 3, 9]))
 def test_uneven_fsdp_over_tensor_parallel(gang: Gang, tmp_path: Path, hidden: int) -> None:
     gang.run(save_uneven, str(tmp_path), hidden, world=4)
     loaded = TwoLayers(hidden)

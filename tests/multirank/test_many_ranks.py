@@ -15,17 +15,18 @@ SOON = 60.0  # hundreds of processes share few processors, and write their files
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("saving", "loading", "killed"),
+    ("fan_out", "saving", "loading", "killed"),
     [
-        (36, 33, [1]),
-        pytest.param(256, 192, [0, 37, 255], marks=pytest.mark.long),
+        (3, 12, 9, [1]),
+        pytest.param(32, 36, 33, [1], marks=pytest.mark.long),
+        pytest.param(32, 256, 192, [0, 37, 255], marks=pytest.mark.long),
     ],
 )
 def test_many_processes_save_and_load(
-    tmp_path: Path, saving: int, loading: int, killed: list[int]
+    tmp_path: Path, fan_out: int, saving: int, loading: int, killed: list[int]
 ) -> None:
     program = [sys.executable, "-m", "tests.multirank.many_ranks", str(tmp_path)]
-    numbers = map(str, (saving, loading, *killed))
+    numbers = map(str, (fan_out, saving, loading, *killed))
     result = subprocess.run([*program, *numbers], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-5000:]
     phases = {each["name"]: each for each in map(json.loads, result.stdout.splitlines())}

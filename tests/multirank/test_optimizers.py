@@ -70,8 +70,13 @@ RUNS = [
 
 
 KINDS_OF_MOST = ["ddp", "fsdp2", "fsdp1", "fsdp_tp"]
+SLOW = (muon, "fsdp_tp")  # four ranks take six seconds for the first step
 DEFAULT = [  # each optimizer once
-    (make, next(kind for kind in KINDS_OF_MOST[i % 4 :] + KINDS_OF_MOST if (make, kind) in RUNS))
+    next(
+        (make, kind)
+        for kind in KINDS_OF_MOST[i % 4 :] + KINDS_OF_MOST
+        if (make, kind) in RUNS and (make, kind) != SLOW
+    )
     for i, make in enumerate(dict.fromkeys(make for make, _ in RUNS))
 ]
 
@@ -94,7 +99,11 @@ def save_each(root: str, makes: list[Any], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "makes"),
     [
-        *[(kind, [make]) for kind, make in zip(SHARDED, ELEMENTWISE, strict=True)],
+        *[(kind, [make]) for kind, make in zip(SHARDED[:2], ELEMENTWISE[:2], strict=True)],
+        *[
+            pytest.param(kind, [make], marks=pytest.mark.long)
+            for kind, make in zip(SHARDED[2:], ELEMENTWISE[2:], strict=True)
+        ],
         *[pytest.param(kind, ELEMENTWISE, marks=pytest.mark.long) for kind in SHARDED],
     ],
 )
@@ -157,9 +166,7 @@ def from_before_the_first_step(path: str, kind: str) -> None:
     sw.save(f"{path}-{kind}", state)
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_long(WORLDS, ["ddp", "fsdp1", "interleaved", "fsdp1_flat", "hsdp_tp"])
-)
+@pytest.mark.parametrize("kind", mostly_long(WORLDS, ["ddp", "fsdp1", "interleaved", "fsdp2"]))
 def test_a_stepped_optimizer_goes_back_to_before_its_first_step(
     gang: Gang, tmp_path: Path, kind: str
 ) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.checkpointer.test_prepared_state import contents, step
 from tests.tools.gang import Gang
 
@@ -147,13 +148,17 @@ def save_after_each_change(root: str, way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [each for each in CHANGES if each != "placements in place"])
-@pytest.mark.parametrize("way", ["fsdp", "tp"])
+@pytest.mark.parametrize("way", mostly_long(["fsdp", "tp"], ["fsdp"]))
 def test_two_ranks(way: str, name: str, gang: Gang, tmp_path: Path) -> None:
     gang.run(save_after_each_change, str(tmp_path), way, name, world=2)
 
 
 @pytest.mark.parametrize(
-    "name", ["a step", "placement", "placements in place", "moment of one rank"]
+    "name",
+    mostly_long(
+        ["a step", "placement", "placements in place", "moment of one rank"],
+        ["placements in place"],  # test_two_ranks makes the other changes
+    ),
 )
 def test_hybrid_sharding(name: str, gang: Gang, tmp_path: Path) -> None:
     gang.run(save_after_each_change, str(tmp_path), "hsdp", name, world=4)

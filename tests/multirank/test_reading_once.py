@@ -142,7 +142,10 @@ def saved(gang: Gang, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    mostly_long([(2, 1), (3, 1), (4, 1), (4, 2), (4, 3)], [(3, 1), (4, 2), (4, 3)]),
+)
 def test_replicas_on_nodes_read_the_state_once(
     gang: Gang, saved: str, world: int, per_node: int
 ) -> None:
@@ -155,8 +158,17 @@ def test_replicas_on_nodes_read_the_state_once(
     assert max(own) <= 1.2 * NBYTES / world
 
 
-@pytest.mark.parametrize("part", [columns, overlapping_rows])
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("part", "world", "per_node"),
+    mostly_long(
+        [
+            (part, *nodes)
+            for part in (columns, overlapping_rows)
+            for nodes in ((2, 1), (4, 1), (4, 2), (4, 3))
+        ],
+        [(columns, 2, 1), (columns, 4, 3), (overlapping_rows, 4, 2)],
+    ),
+)
 def test_what_only_some_nodes_want_is_read_once(
     gang: Gang, saved: str, part: Part, world: int, per_node: int
 ) -> None:
@@ -177,7 +189,7 @@ def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
 
 
 def load_by_default(path: str) -> int:
-    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=None)[2]
 
 
@@ -187,7 +199,7 @@ def test_nodes_share_by_default_what_all_read_from_storage(gang: Gang, saved: st
 
 def load_from_disk(path: str) -> int:
     _, state = state_of(whole)
-    with on_nodes(1), patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with on_nodes(1), patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return sw.load(path, state).bytes_received
 
 
@@ -421,7 +433,7 @@ def test_nodes_that_plan_other_reads_fill_nothing_wrongly(gang: Gang, saved: str
     assert all(isinstance(outcome.exception, sw.RankError) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_damage_is_an_error_on_every_rank(
     gang: Gang, saved: str, tmp_path: Path, per_node: int
 ) -> None:
@@ -446,7 +458,7 @@ def test_damage_is_an_error_on_every_rank(
     )
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_node: int) -> None:
     start = time.monotonic()
     outcomes = gang.run_outcomes(
@@ -459,7 +471,7 @@ def test_a_rank_that_dies_is_noticed_on_all_nodes(gang: Gang, saved: str, per_no
     gang.run(load_parts, saved, whole, world=2)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", mostly_long([1, 2], [2]))
 def test_a_store_that_fails_on_one_rank_is_an_error_on_every_rank(
     gang: Gang, saved: str, per_node: int
 ) -> None:
@@ -521,7 +533,7 @@ def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path)
 
 def load_refused(path: str, once: bool | None) -> int:
     fault = 1, refuse_connections
-    with patch("shardwise.sharing.agreement.WORTH_CONNECTING", 1):
+    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=once, fault=fault)[2]
 
 

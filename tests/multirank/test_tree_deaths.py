@@ -15,10 +15,11 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import tree, tree_rendezvous
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree_links import Link
-from shardwise.engine.tree_rendezvous import RankListener
+from shardwise.ranks import tree, tree_rendezvous
+from shardwise.ranks.tree_links import Link
+from shardwise.ranks.tree_rendezvous import RankListener
+from tests.breadth import mostly_long
 from tests.tools.gang import Gang
 
 WORLD = 4  # rank 0 has 1 and 2 below it, and rank 1 has 3
@@ -50,6 +51,12 @@ def die_in_the_middle_of_a_message(link: Link) -> None:
     link._connection.sendall(link._outgoing[0])
     link._connection.sendall(first[: len(first) // 2])
     die()
+
+
+MOMENTS = (
+    *("before it connects", "while it connects", "in training", "while it waits"),
+    "in the middle of a message",
+)
 
 
 def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
@@ -85,16 +92,12 @@ def meet(moment: str, lost: int) -> tuple[str, list[int], float]:
     return "", [], time.monotonic() - began
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3])
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "before it connects",
-        "while it connects",
-        "in training",
-        "while it waits",
-        "in the middle of a message",
-    ],
+    ("moment", "lost"),
+    mostly_long(
+        [(moment, lost) for moment in MOMENTS for lost in (0, 1, 3)],
+        [*((moment, 1) for moment in MOMENTS), ("in training", 0), ("in training", 3)],
+    ),
 )
 def test_a_rank_that_dies_is_known_to_all(gang: Gang, moment: str, lost: int) -> None:
     outcomes = gang.run_outcomes(meet, moment, lost, world=WORLD)

@@ -18,6 +18,7 @@ import torch
 import shardwise as sw
 from shardwise.ports.hooks import MakeHook
 from shardwise.testing.hook_suite import HookSuite
+from tests.tools.agents import NEEDS_AGENT
 from tests.tools.gang import Gang
 
 PAGE = Path(__file__).parents[2] / "docs" / "ports" / "hooks.md"
@@ -68,7 +69,7 @@ def state(value: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("example")
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("in_memory", [False, pytest.param(True, marks=NEEDS_AGENT)])
 def test_the_example_of_the_page_posts_what_a_run_does(
     tmp_path: Path, posted: Events, in_memory: bool
 ) -> None:

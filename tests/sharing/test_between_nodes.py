@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan.load import Ranges
-from shardwise.sharing.node_ranks import MOST_NODES, circle_of
+from shardwise.sharing.node_ranks import MOST_NODES, nodes_sharing_reads
 from shardwise.sharing.reads import (
-    NOBODY,
+    NO_RANK,
     Reads,
     share_between_nodes,
     share_reads,
@@ -80,7 +80,7 @@ def test_each_byte_is_read_by_one_node_that_wants_it(
         for file, low, high, _, source, _ in rows_of(part):
             assert high - low <= largest * BLOCK
             blocks_of_node |= blocks_of(file, low, high)
-            read += blocks_of(file, low, high) if source == NOBODY else ()
+            read += blocks_of(file, low, high) if source == NO_RANK else ()
         assert blocks_of_node == of_nodes[node] & shared
     assert sorted(read) == sorted(shared)
     assert saved == BLOCK * sum(count - 1 for count in counts.values())
@@ -97,9 +97,9 @@ def test_each_read_reaches_each_node_once_and_in_order(
         starts = [row[:2] for row in rows_of(part)]
         assert starts == sorted(starts)
         for *place, reader, source, target in rows_of(part):
-            if source != NOBODY:
+            if source != NO_RANK:
                 received.append((*place, source, ranks[reader]))
-            if target != NOBODY:
+            if target != NO_RANK:
                 sent.append((*place, ranks[reader], target))
     assert sorted(sent) == sorted(received)
     assert len({(*place, receiver) for *place, _, receiver in received}) == len(received)
@@ -166,17 +166,17 @@ def test_a_node_gets_only_its_own_reads_of_thousands() -> None:
     ranks = [list(range(8 * node, 8 * node + 8)) for node in range(nodes)]
     own, _ = share_between_nodes(lists, kinds, ranks, 17, largest_read=8 * BLOCK)
     assert len(own) == files * 64
-    assert set(own.source[own.source != NOBODY].tolist()) <= set(ranks[7])
-    assert set(own.target[own.target != NOBODY].tolist()) <= set(ranks[27])
-    alone = own.source == NOBODY
+    assert set(own.source[own.source != NO_RANK].tolist()) <= set(ranks[7])
+    assert set(own.target[own.target != NO_RANK].tolist()) <= set(ranks[27])
+    alone = own.source == NO_RANK
     assert own.sizes[alone].sum() <= files * 512 * BLOCK / replicas + 8 * 8 * BLOCK
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 129, 1000, 16_384])
 def test_circles_have_about_equal_sizes(nodes: int) -> None:
-    circles = {circle_of(node, nodes) for node in range(nodes)}
+    circles = {nodes_sharing_reads(node, nodes) for node in range(nodes)}
     assert sorted(node for circle in circles for node in circle) == list(range(nodes))
-    assert all(node in circle_of(node, nodes) for node in range(nodes))
+    assert all(node in nodes_sharing_reads(node, nodes) for node in range(nodes))
     sizes = {len(circle) for circle in circles}
     assert max(sizes) <= MOST_NODES
     assert max(sizes) - min(sizes) <= 1

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from shardwise.engine.connections import TOKEN_SIZE, listen
+from shardwise.ranks.connections import TOKEN_SIZE, listen
 from shardwise.sharing import links
 from shardwise.sharing.links import connect
 

@@ -21,6 +21,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import ShardwiseError, StoreUnavailableError
 from shardwise.ports.store import Buffer, is_lease, open_store
+from tests.breadth import mostly_long
 from tests.store.azurite_server import AzureServer
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -203,8 +204,13 @@ BEGIN, COMPLETE = "uploads=", "uploadId="
 """What the requests that begin and that complete an upload have in their paths; both are POSTs."""
 
 
-@pytest.mark.parametrize("kind", ["lost", "cut", "short", "500"])
-@pytest.mark.parametrize("request_of", [BEGIN, COMPLETE])
+@pytest.mark.parametrize(
+    ("request_of", "kind"),
+    mostly_long(
+        [(each, kind) for each in (BEGIN, COMPLETE) for kind in ("lost", "cut", "short", "500")],
+        [(BEGIN, "lost"), (COMPLETE, "lost"), (COMPLETE, "short")],
+    ),
+)
 def test_an_upload_whose_answer_is_lost_succeeds(place: Place, kind: str, request_of: str) -> None:
     """The server then no longer knows the upload; the object itself says from which it comes."""
     place.proxy.inject(replace(KINDS[kind], methods=("POST",), path=request_of))

@@ -22,6 +22,7 @@ from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of
 from shardwise.store.object_store import SMALLEST_WINDOW
 from shardwise.store.store import Buffer
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
+from tests.breadth import mostly_long
 from tests.store.servers import (  # noqa: F401 - fixtures
     BUCKET,
     Server,
@@ -78,7 +79,10 @@ def upload(store: Store, data: Buffer, order: Sequence[int], threads: int = 4) -
         file.close()
 
 
-@pytest.mark.parametrize("size", [PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 7])
+@pytest.mark.parametrize(
+    "size",
+    mostly_long([PART - 1, PART, PART + 1, 2 * PART, 3 * PART + 7], [PART, PART + 1, 3 * PART + 7]),
+)
 def test_objects_of_several_parts_are_written_and_read(moto: Server, size: int) -> None:  # noqa: F811
     url = moto.new_url(part_mib="5")
     store, data = open_store(url), content(size)

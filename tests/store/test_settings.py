@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import StoreError
-from shardwise.store.places import open_absolute
+from shardwise.store.remote import open_absolute
 
 
 @pytest.fixture

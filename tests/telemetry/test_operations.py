@@ -19,7 +19,8 @@ import shardwise as sw
 from shardwise.errors import StoreUnavailableError
 from shardwise.manifest.manifest import decode_manifest, telemetry_file
 from shardwise.store import LocalStore, Store, open_store
-from shardwise.store.retry import Retry, RetryingStore
+from shardwise.store.remote import RetryingStore
+from shardwise.store.retry import Retry
 from shardwise.telemetry import files
 from shardwise.telemetry.hook import TelemetryHook
 from shardwise.telemetry.records import NOT_RUN, Telemetry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+NEEDS_AGENT = pytest.mark.skipif(
+    importlib.util.find_spec("aiohttp") is None, reason="agents need aiohttp"
+)
 
 
 def agents_below(directory: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from shardwise.ports.store import Buffer, ReadableFile, Store
 from shardwise.store import LocalStore
 from shardwise.store.object_store import ObjectStore
-from shardwise.store.retry import Retry, RetryingStore
+from shardwise.store.remote import RetryingStore
+from shardwise.store.retry import Retry
 
 BLOCK = 64 * 1024
 

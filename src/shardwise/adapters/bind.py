@@ -6,7 +6,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.metadata import EntryPoint
 from operator import attrgetter
 from typing import Any, cast
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, has_fsdp1, modules_in
+from shardwise.adapters.modules import ModuleBinding, modules_in
 from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
 from shardwise.errors import ShardwiseError, StateError
@@ -23,6 +22,7 @@ from shardwise.manifest.manifest import check_name
 from shardwise.plugins import (
     SWITCH,
     PluginError,
+    built_in,
     failure_of,
     find_plugins,
     ignore_failure,
@@ -35,12 +35,6 @@ from shardwise.state.per_rank import PerRankValue, Stateful
 
 State = MutableMapping[str, object]
 GROUP = "shardwise.bindings"
-_BUILT_IN = {
-    "shardwise.adapters.trainable": "trainable",
-    "deepspeed": "deepspeed",
-    "megatron": "megatron",
-}
-"""Modules of `adapters` with a function `bind`, by the module that defines the types they bind."""
 
 
 def bind_state(state: State, *, allow_pickle: bool = False) -> list[Binding]:
@@ -77,10 +71,9 @@ def binders() -> list[tuple[str, Bind]]:
     names = " ".join(plugin.name for plugin in plugins)
     found: list[tuple[str, Bind]]
     found = [(names, partial(_bind_by_plugins, plugins=plugins))] if plugins else []
-    for module, adapter in _BUILT_IN.items():
-        if module in sys.modules:
-            found.append((module, import_module(f"shardwise.adapters.{adapter}").bind))
-    return found
+    return found + [
+        (each.name, each.load()) for each in built_in(GROUP) if each.name in sys.modules
+    ]
 
 
 def local_state_of(state: State, *, allow_pickle: bool) -> LocalState:
@@ -186,10 +179,6 @@ def _bind_object(
         if (binding := bind(name, value, context)) is not None:
             return binding
     if modules := modules_in(value):
-        if has_fsdp1(modules):
-            from shardwise.adapters.fsdp1 import FSDP1Binding  # imports torch.distributed.fsdp
-
-            return FSDP1Binding(name, modules, context)
         return ModuleBinding(name, modules, context)
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
     if parts and all(isinstance(part, Optimizer) for part in parts):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -18,16 +18,10 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardwise.adapters.bitsandbytes import (
-    Layer,
-    hidden_quantization,
-    problems_of_unquantized,
-    quantized_layers,
-    restore_quantized,
-)
 from shardwise.adapters.cells import module_cells
 from shardwise.errors import StateError, user_code
-from shardwise.ports.binding import Binding, Cells, Context
+from shardwise.plugins import built_in
+from shardwise.ports.binding import Binding, Cells, Context, Layers
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection
 from shardwise.state.parameters import Parameter
@@ -68,15 +62,6 @@ def modules_in(value: object) -> list[nn.Module]:
     return modules
 
 
-def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
-    """Return whether a part of the modules is wrapped in FullyShardedDataParallel."""
-    for module in modules:
-        for part in module.modules():
-            if is_instance(part, "torch.distributed.fsdp", "FullyShardedDataParallel"):
-                return True
-    return False
-
-
 class Part:
     """One of the modules of a binding. It knows the names of the module's tensors.
 
@@ -96,7 +81,7 @@ class Part:
         generated: the paths of the entries that `state_dict` made, by their names.
         extra: the paths and values of extra state, by their names.
         filled_extra: extra state that is one tensor, by its name, after a load has filled it.
-        quantized: the layers of bitsandbytes.
+        layers: the layers whose state dicts lack something, of each library that has some.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -106,7 +91,7 @@ class Part:
         self.extra: dict[str, tuple[str, object]] = {}
         self.filled_extra: dict[str, torch.Tensor] = {}
         self.metadata: object = None
-        self.quantized: list[Layer] = []
+        self.layers: list[Layers] = []
         self._binding_name = name
         self._prefixes = {"": f"{name}."}
         self._wrapped: set[str] = set()
@@ -133,7 +118,7 @@ class Part:
         Extra state is replaced by that of the checkpoint, in whatever form: `set_extra_state` gets
         it.
 
-        Add a problem for each layer that was saved quantized, but is not quantized now.
+        Add the problems of layers that cannot load what was saved.
         """
         self._fit_extra_state(local_state, saved)
         for index, leaf in enumerate(local_state.tensors if self.generated else ()):
@@ -145,10 +130,8 @@ class Part:
                 allocated = torch.empty(entry.shape, dtype=leaf.dtype, device=current.device)
                 self.entries[path] = allocated
                 local_state.tensors[index] = tensor_leaf(leaf.name, allocated)
-        if self.quantized:
-            local_state.problems += problems_of_unquantized(
-                self.quantized, self._binding_name, saved
-            )
+        for layers in self.layers:
+            local_state.problems += layers.problems(self._binding_name, saved)
 
     def _fit_extra_state(self, local_state: LocalState, saved: SavedNames) -> None:
         self.filled_extra = {}
@@ -198,7 +181,7 @@ class Part:
     def _call_load_state_dict(self, extra: Mapping[str, object]) -> None:
         given: OrderedDict[str, object] = OrderedDict()
         with user_code(self._binding_name, f"load_state_dict(). {_INCOMPLETE}"):
-            restored = restore_quantized(self.quantized, self.entries)
+            restored = {key for each in self.layers for key in each.restore(self.entries)}
             if restored and restored.issuperset(self.generated.values()) and not extra:
                 return
             given |= {path: value for path, value in self.entries.items() if path not in restored}
@@ -312,7 +295,7 @@ class ModuleBinding(Binding):
 
     def cells(self) -> Cells | None:
         """Return where the modules keep their tensors, if their state dicts have nothing else."""
-        has_others = any(part.generated or part.extra or part.quantized for part in self._parts)
+        has_others = any(part.generated or part.extra or part.layers for part in self._parts)
         if has_others or type(self) is not ModuleBinding:
             return None
         return module_cells([part.module for part in self._parts])
@@ -331,7 +314,7 @@ class ModuleBinding(Binding):
             part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
         for part in self._parts:
-            if part.generated or part.quantized or part.extra:
+            if part.generated or part.layers or part.extra:
                 part.fit_to_checkpoint(local_state, saved)
         self._is_loaded = any(map(selection.selects, local_state.names()))
         return local_state
@@ -388,9 +371,9 @@ class ModuleBinding(Binding):
             with user_code(self.name, "state_dict()"):
                 entries = part.module.state_dict(keep_vars=True)
         metadata = getattr(entries, "_metadata", None)
-        if "bitsandbytes" in sys.modules:
-            part.quantized = quantized_layers(part.module)
-            entries = {**entries, **dict(hidden_quantization(part.quantized, entries))}
+        part.layers = _find_layers(part.module)
+        for layers in part.layers:
+            entries = {**entries, **dict(layers.hidden(entries))}
         own_tensors = set(map(id, [*part.module.parameters(), *part.module.buffers()]))
         part.entries, part.generated, part.extra = {}, {}, {}
         part.metadata = metadata
@@ -403,6 +386,12 @@ class ModuleBinding(Binding):
                 if id(value) not in own_tensors:
                     part.generated[name] = path
             yield name, value
+
+
+def _find_layers(module: nn.Module) -> list[Layers]:
+    """Return the layers of libraries whose state dicts lack something. Few modules have any."""
+    known = [each.load() for each in built_in("shardwise.layers") if each.name in sys.modules]
+    return [layers for find in known if (layers := find(module)) is not None]
 
 
 def runs_code(module: nn.Module) -> bool:

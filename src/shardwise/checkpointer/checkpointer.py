@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.checkpointer.hooks import RunHooks, make_other_hooks
+from shardwise.checkpointer.hooks import RunHooks, make_hooks_of_others
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.restoring import Restoring
@@ -33,15 +33,13 @@ from shardwise.checkpointer.settings import (
 )
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.checkpointer.start_from import StartFrom, start
+from shardwise.checks.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.check_numbers import check_integer
 from shardwise.engine.compile_and_gc import skip_compile
 from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
 from shardwise.engine.load import LoadReport
-from shardwise.engine.process_groups import connect_default_group
-from shardwise.engine.replica_check import Divergence, DivergencePolicy, OnDivergence
 from shardwise.engine.root import Choice, Root, parse_choice
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree import TreeGroup
 from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
 from shardwise.events import OperationRecord, Recorder, Sink
 from shardwise.loading import LoadOptions, State
@@ -49,6 +47,8 @@ from shardwise.memory.lineage import RootClaim
 from shardwise.memory.options import Memory
 from shardwise.plan.save import PlanCache
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
+from shardwise.ranks.process_groups import connect_default_group
+from shardwise.ranks.tree import TreeGroup
 from shardwise.retention import Keep
 from shardwise.state.name_lookup import Rename
 from shardwise.telemetry.hook import TelemetryHook
@@ -182,7 +182,7 @@ class Checkpointer:
         )
         run = Run(settings.root, group.rank, group.size)
         with Round(group, "making hooks"):
-            others = make_other_hooks(run, make_hooks)
+            others = make_hooks_of_others(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
         saver: Saver = DirectSaver(settings.root, group, watch)
         if settings.memory is None or not can_use_memory:

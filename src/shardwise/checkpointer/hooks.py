@@ -40,7 +40,7 @@ class RunHooks:
             raise failures[0]
 
 
-def make_other_hooks(run: Run, make_hooks: Iterable[MakeHook]) -> list[RunHook]:
+def make_hooks_of_others(run: Run, make_hooks: Iterable[MakeHook]) -> list[RunHook]:
     """Return the hooks of a run that are not shardwise's own.
 
     Args:

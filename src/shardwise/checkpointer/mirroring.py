@@ -11,7 +11,8 @@ from shardwise.engine.save import SaveReport
 from shardwise.errors import add_note
 from shardwise.events import Recorder
 from shardwise.ports.hooks import RunHook
-from shardwise.store import Store, is_writable
+from shardwise.store import Store
+from shardwise.store.remote import is_writable
 from shardwise.tiers.mirror_watch import MirrorWatch
 from shardwise.tiers.mirroring import MirrorWorker
 from shardwise.tiers.options import StorageTask

@@ -6,13 +6,13 @@ import logging
 import time
 
 from shardwise.checkpointer.settings import Settings
-from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave
-from shardwise.engine.replica_check import (
+from shardwise.checks.replica_check import (
     Divergence,
     find_divergences,
     refuse_divergences,
 )
+from shardwise.engine.group import Group
+from shardwise.engine.planning import PlannedSave
 from shardwise.errors import MismatchError
 
 LARGEST_SHARE = 0.01

@@ -251,21 +251,21 @@ class Restoring:
         """Yield the snapshots in memory, newest first."""
         start = time.perf_counter()
         with closing(self._saver.find_snapshots(step)) as snapshots:
-            for assembly, store in snapshots:
-                findings.skipped += assembly.skipped
-                findings.unanswered = assembly.unanswered
-                if assembly.unanswered and step is None and self._group.rank == 0:
+            for locations, store in snapshots:
+                findings.skipped += locations.skipped
+                findings.unanswered = locations.unanswered
+                if locations.unanswered and step is None and self._group.rank == 0:
                     log.warning(
                         "%d nodes of this run did not say which snapshots they hold (%s). Steps "
                         "there that are newer than the step restored now will be discarded",
-                        len(assembly.unanswered),
-                        _describe_first_nodes(assembly.unanswered),
+                        len(locations.unanswered),
+                        _describe_first_nodes(locations.unanswered),
                     )
-                self._recorder.add("choosing", assembly.choosing_seconds)
-                seconds = time.perf_counter() - start - assembly.choosing_seconds
+                self._recorder.add("choosing", locations.choosing_seconds)
+                seconds = time.perf_counter() - start - locations.choosing_seconds
                 self._recorder.add("asking", seconds)
-                if assembly.step is not None and store is not None:
-                    yield _Candidate(assembly.step, "memory", store, store.origins)
+                if locations.step is not None and store is not None:
+                    yield _Candidate(locations.step, "memory", store, store.origins)
                 start = time.perf_counter()
 
     def _in_storage(self, steps: Sequence[int]) -> Generator[_Candidate, None, None]:

@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
+from shardwise.checks.replica_check import DivergencePolicy
 from shardwise.engine.check_numbers import check_integer, is_due
 from shardwise.engine.group import Group
-from shardwise.engine.replica_check import DivergencePolicy
 from shardwise.engine.root import Root
 from shardwise.engine.rounds import Round
 from shardwise.errors import StateError, StoreError, StoreUnavailableError
@@ -24,7 +24,8 @@ from shardwise.memory.options import Memory
 from shardwise.memory.trainer.snapshots import Snapshots
 from shardwise.opening import steps_in_root
 from shardwise.retention import Keep
-from shardwise.store import Store, can_be_reopened, is_writable, open_absolute, open_store
+from shardwise.store import Store, open_store
+from shardwise.store.remote import can_be_reopened, is_writable, open_absolute
 from shardwise.tiers.options import Mirror, StorageTask
 from shardwise.tiers.store import TieredStore
 

@@ -11,13 +11,16 @@ from shardwise.engine.group import Group
 from shardwise.engine.load import LoadReport
 from shardwise.engine.rounds import Round
 from shardwise.errors import CheckpointExistsError, StateError, add_note
+from shardwise.formats.steps import newest_first
 from shardwise.loading import State, refuse_unknown_step
-from shardwise.opening import newest_foreign_step
+from shardwise.opening import foreign_formats_at
 from shardwise.ports.hooks import RestoreReport
 from shardwise.store import Store
 
 StartFrom = api.Place | Callable[[State], LoadReport]
 """`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""
+MOST_STEPS_EXAMINED = 64
+"""How many foreign checkpoints in a root are looked at, newest first."""
 
 
 def start(
@@ -72,13 +75,21 @@ def _call_with_note(function: Callable[[State], LoadReport], state: State) -> Lo
 def _refuse_foreign_steps(root: Store, group: Group) -> None:
     """Refuse to start at step 0 in a root with checkpoints of another library. Name the newest."""
     with Round(group, "starting a run", rank0_only=True):
-        if group.rank == 0 and (found := newest_foreign_step(root)):
+        if group.rank == 0 and (found := _newest_foreign_step(root)):
             place, formats = found
             raise CheckpointExistsError(
                 f"{root} has checkpoints of {formats}, but none of shardwise: pass start_from="
                 f"{str(place)!r} to the Checkpointer to continue from that checkpoint, or another "
                 "root to start at step 0"
             )
+
+
+def _newest_foreign_step(root: Store) -> tuple[Store, str] | None:
+    """Return the newest foreign checkpoint directly below a place, and the names of its formats."""
+    for name in newest_first(root.list())[:MOST_STEPS_EXAMINED]:
+        if formats := foreign_formats_at(root.at(name)):
+            return root.at(name), formats
+    return None
 
 
 def refuse_steps_of_another_run(root: Store, steps: list[int]) -> None:

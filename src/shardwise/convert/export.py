@@ -1,25 +1,32 @@
-"""Export a checkpoint that is open: check the options, select, plan the files, write."""
+"""Export a checkpoint: check the options, open it, select, plan the files, write."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import msgspec
+import torch.distributed as dist
 
+from shardwise.api import Place, open_place, resolved_group
 from shardwise.checkpoint import Checkpoint
+from shardwise.checks.compare import check_all_together
 from shardwise.convert.plan import ExportContents, TargetTensor, describe_empty_model
 from shardwise.convert.targets import TARGETS
 from shardwise.convert.write import ConversionReport, write_files
-from shardwise.engine.compare import check_all_together
+from shardwise.engine.compile_and_gc import pause_gc
 from shardwise.engine.group import Group
+from shardwise.engine.root import Choice
+from shardwise.engine.rounds import Round
 from shardwise.errors import StateError
-from shardwise.events import Recorder
-from shardwise.formats.opening import encode_layout
-from shardwise.manifest.layout import Layout
+from shardwise.events import Recorder, Sink
+from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
+from shardwise.opening import OpenOptions, agree_to_open
+from shardwise.ports.foreign import Specification
 from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
 
@@ -62,6 +69,63 @@ class ExportOptions:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
         if type(self.max_file) is not int or self.max_file < 1:
             raise StateError(f"max_file={self.max_file!r}: expected a number of bytes, at least 1")
+
+
+def export(
+    place: Place,
+    target: str | os.PathLike[str],
+    *,
+    to: str = "hf",
+    step: Choice = "newest",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    model_key: str = "model",
+    dtype: str | None = None,
+    verify: bool = True,
+    spec: Specification | None = None,
+    skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - the usual name
+    max_file: int = 5 << 30,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write a checkpoint in another format. All ranks call this function and share the work.
+
+    Written files are read back and compared.
+
+    Args:
+        place: a checkpoint in any format, or the root of a run.
+        target: a new directory.
+        to: `"hf"` (safetensors), `"peft"` (the adapters of a model of PEFT), `"dcp"`
+            (torch.distributed.checkpoint), `"torch"` (one file of torch.save),
+            `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
+        only, skip: shell patterns of the names to write, as for `load`.
+        model_key: the key of the model in the state, for formats that hold only a model; "" if the
+            checkpoint is only a model.
+        dtype: the dtype to convert the model's floats to; an error for quantized tensors.
+        step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
+        max_file: the most bytes of tensors in a file.
+        group, on_event: as for `load`.
+
+    Raises:
+        CheckpointExistsError: the target holds something else, or another process writes there.
+        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
+            whole model and the checkpoint has only the trained part.
+        MismatchError: the source stores a tensor several times, and the copies differ.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
+    """
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
+        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
+    recorder = Recorder(on_event)
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        with recorder.stage("open"):
+            with Round(ranks, "opening a checkpoint") as all_ranks:
+                options.check()
+                store, settings = open_place(place), options.settings
+                check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
+            source, layout = check()
+        return write_export(options, source, layout, ranks, recorder)
 
 
 def write_export(

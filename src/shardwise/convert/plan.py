@@ -151,14 +151,14 @@ class ExportFiles:
 
     Attributes:
         tensor_files: files with tensors, which are written in any order.
-        make_final_files: takes the checksums of each tensor file, and returns the names and
+        make_index_files: takes the checksums of each tensor file, and returns the names and
             contents of the small files that are written last, in this order. The last of these
             files makes the checkpoint complete.
         left_out: one line for each name that the format cannot hold, with the reason.
     """
 
     tensor_files: tuple[OutputFile, ...]
-    make_final_files: Callable[[Mapping[str, RangeChecksums]], Mapping[str, bytes]]
+    make_index_files: Callable[[Mapping[str, RangeChecksums]], Mapping[str, bytes]]
     left_out: tuple[str, ...] = ()
 
 
@@ -280,8 +280,8 @@ def size_of(segment: Segment) -> int:
     return len(segment) if isinstance(segment, bytes) else segment.size
 
 
-def cut_rows(part: TensorPart, max_bytes: int) -> list[TensorPart]:
-    """Cut a whole tensor into parts of whole rows, each of at most `max_bytes` bytes or one row."""
+def split_rows(part: TensorPart, max_bytes: int) -> list[TensorPart]:
+    """Split a whole tensor into parts of whole rows, each of at most `max_bytes` or one row."""
     shape = part.box.shape
     if part.size <= max_bytes or not shape:
         return [part]

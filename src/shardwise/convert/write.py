@@ -165,7 +165,7 @@ def _refuse_unless_empty(target: Store) -> None:
 
 
 def _publish(files: ExportFiles, sums: Mapping[str, RangeChecksums], target: Store) -> None:
-    for name, content in files.make_final_files(sums).items():
+    for name, content in files.make_index_files(sums).items():
         folder, file_name = _folder_of(target, name)
         folder.publish(file_name, content, replace=True)
 

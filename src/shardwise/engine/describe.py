@@ -1,4 +1,9 @@
-"""Describe what a rank saves of a state: boxes without bytes, and the memory that holds them."""
+"""Describe what a rank saves of a state: boxes without bytes, and the memory that holds them.
+
+Example: rank 4 of a mesh of dp=2 times tp=3 holds rows 2 and 3 of a weight of shape `(6, 4)`, which
+is split by rows over tp. The rank sends the rule, dimension 0 into 3 shards, and its coordinate, 1.
+The box `[2:4,0:4]` follows from these. The memory, 32 bytes, stays on the rank as a `Fragment`.
+"""
 
 from __future__ import annotations
 

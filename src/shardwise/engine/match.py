@@ -14,6 +14,7 @@ from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.quantized import REMEDY
+from shardwise.plugins import load_built_in
 from shardwise.state.local_state import LocalState, TensorLeaf
 from shardwise.state.name_lookup import SavedNames, Selection, is_below
 from shardwise.state.plain_values import is_empty
@@ -237,8 +238,7 @@ def _conclude(
     for pattern in report.unused_patterns:
         problems[f"{pattern!r} in only= or skip=: no name matches it"] = None
     if problems:
-        from shardwise.engine.rename_hints import suggest  # only errors need it
-
+        suggest = load_built_in("shardwise.checks", "names")  # only errors need it
         remedies = suggest(missing, unexpected, unclaimed, saved, keys)
         if strict and (missing or unexpected):
             remedies += "strict=False accepts missing and unexpected names; "

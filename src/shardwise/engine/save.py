@@ -19,6 +19,7 @@ from shardwise.events import OperationRecord, Recorder, format_bytes, format_cou
 from shardwise.manifest.data_files import FileEntry, FileTable
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.plan.save import PlanCache
+from shardwise.plugins import load_built_in
 from shardwise.store import abort_uploads, count_retries
 
 _Storage = TypeVar("_Storage", bound="Storage")
@@ -136,9 +137,7 @@ def complete_save(
 
 
 def _check_replicas(planned: PlannedSave, group: Group) -> None:
-    from shardwise.engine.replica_check import refuse_differing_replicas  # few saves need it
-
-    refuse_differing_replicas(planned, group)
+    load_built_in("shardwise.checks", "replicas")(planned, group)  # few saves need it
 
 
 def prepare_place(request: SaveRequest, cleanup: ExitStack) -> None:

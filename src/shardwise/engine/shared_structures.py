@@ -114,7 +114,9 @@ def _decode_ranks(members: _Members) -> tuple[IntArray, IntArray]:
     count, coordinates = len(members.ranks) // 4, len(members.coordinates) // 4
     if not count or len(members.ranks) % 4 or len(members.coordinates) % (4 * count):
         raise StateError(
-            f"{count} ranks with the same structure have {coordinates} coordinates. {_REPORT}"
+            f"planning the save: {count} ranks with the same structure, the first of which are "
+            f"{np.frombuffer(members.ranks[: 4 * min(count, 4)], '<i4').tolist()}, sent "
+            f"{coordinates} coordinates, which is not the same number for each. {_REPORT}"
         )
     ranks = np.frombuffer(members.ranks, "<i4").astype(np.int64)
     table = np.frombuffer(members.coordinates, "<i4").astype(np.int64)

@@ -46,9 +46,9 @@ class StoredArray:
         """
         if self.dtype not in DTYPES:
             raise FormatError(
-                f"{self.file[:200]!r} has a tensor of dtype {self.dtype[:40]!r}, which is not "
-                "supported: load the checkpoint with the program that wrote it, and convert the "
-                "tensor"
+                f"{self.file[:200]!r}: the tensor at byte {self.start}, of shape "
+                f"{list(self.shape)}, has the dtype {self.dtype[:40]!r}, which is not supported: "
+                "load the checkpoint with the program that wrote it, and convert the tensor"
             )
         return DTYPES[self.dtype].itemsize
 

@@ -6,17 +6,12 @@ shardwise, and the readers of other packages.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-
-from shardwise.boxes.box import IntArray
 from shardwise.errors import (
     CheckpointNotFoundError,
     FormatError,
@@ -27,7 +22,7 @@ from shardwise.errors import (
 from shardwise.formats.containers.pickle_values import UnknownClassError
 from shardwise.formats.file_tree import FileTree, ForeignFiles
 from shardwise.formats.reader import Builder, Reader
-from shardwise.manifest.layout import Layout, StoredFile, StoredFiles
+from shardwise.manifest.layout import Layout, decode_layout
 from shardwise.manifest.manifest import MANIFEST
 from shardwise.manifest.validate import validate_layout
 from shardwise.plugins import (
@@ -375,41 +370,3 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
             "read all of them with a specification (spec=)"
         )
     return f". Open a checkpoint below: {', '.join(names)}"
-
-
-def _encode_column(column: object) -> tuple[tuple[int, ...], bytes] | list[StoredFile]:
-    """Return the shape of a column of integers, and the compressed differences of its rows.
-
-    Our own data files, which are columns too, become a list.
-    """
-    if isinstance(column, StoredFiles):
-        return [*column]
-    if not isinstance(column, np.ndarray):
-        raise NotImplementedError
-    rows = column.reshape(len(column), -1).T if column.size else column.reshape(0, 0)
-    differences = np.diff(rows, axis=1, prepend=0)
-    return column.shape, zlib.compress(differences.tobytes(), 1)
-
-
-def _decode_column(_: object, encoded: tuple[list[int], bytes]) -> IntArray:
-    shape, data = encoded
-    differences = np.frombuffer(zlib.decompress(data), np.int64)
-    if not len(differences):
-        return np.zeros(shape, np.int64)
-    rows = differences.reshape(-1, shape[0]).cumsum(axis=1)
-    return np.ascontiguousarray(rows.T).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_column)
-_DECODER = msgspec.msgpack.Decoder(Layout, dec_hook=_decode_column)
-"""Made at import, because msgspec 0.22 crashes if two threads prepare a type at the same time."""
-
-
-def encode_layout(layout: Layout) -> bytes:
-    """Encode a layout as bytes."""
-    return _ENCODER.encode(layout)
-
-
-def decode_layout(data: bytes) -> Layout:
-    """Decode the result of `encode_layout`."""
-    return _DECODER.decode(data)

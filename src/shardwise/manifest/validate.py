@@ -1,4 +1,10 @@
-"""Checks of a layout, before any number in it is used to read or allocate."""
+"""Checks of a layout, before any number in it is used to read or allocate.
+
+Example: a weight of shape `[6, 4]` has one entry: the box `[0:2,0:4]` in file 0, and a `repeat` of
+count 3, each 2 rows and one file after the one before. The checks use the entry as it is: there are
+files 0 to 2; rows 0 to 5 lie within the tensor; the boxes merge to `[0:6,0:4]`, which covers it;
+and 32 bytes fill the data of each file. If the count were 2**24, no such list would be made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Decides what an agent does. The decision is a pure function of what the agent's node stores.
+"""Decides what the agent of a node does next: commit, protect, persist or free its snapshots.
+
+The decision is a pure function of what the node stores.
 
 A save passes these stages. The arrows are the actions that complete them:
 
@@ -197,7 +199,8 @@ def kept_steps(run: RunView) -> set[int]:
 def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot must stay in memory because a stage has not ended.
 
-    An open stage pins a snapshot, unless the stage has ended for a newer snapshot. If this node
+    A stage that has not ended keeps its snapshot in memory. It does so until the same stage has
+    ended for a newer snapshot: then nobody needs the older one. If this node
     leads a save, it keeps the snapshot until the save is persisted. It does so even if newer saves
     are persisted before, and even if the save has no data files. While this node tells others how a
     stage has ended, it keeps the snapshot too. Abandoned snapshots are not pinned.
@@ -346,8 +349,9 @@ def _is_finished(snapshot: SnapshotView) -> bool:
 def find_uncommittable(run: RunView, now: float, patience: float) -> list[SnapshotDirectory]:
     """Return the snapshots that will never be committed, except the newest snapshot.
 
-    A snapshot will never be committed if its commit has failed. The same is assumed of a snapshot
-    for memory only if no rank of this node has staged one of its files for `patience` seconds.
+    A snapshot will never be committed if its commit has failed. There is a second case, for
+    snapshots that need not be persisted: this node has staged files of it, but the last of them
+    more than `patience` seconds ago, and still there is no commit.
 
     Args:
         now: the time in seconds since 1970.

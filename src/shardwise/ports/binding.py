@@ -7,9 +7,9 @@ types registers a function `bind(name, value, context)` by an entry point of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ __all__ = [
     "FlatRange",
     "Fragment",
     "JsonValue",
+    "Layers",
     "LocalState",
     "Parameter",
     "ParameterOrder",
@@ -75,6 +76,31 @@ class Cells(Protocol):
 
         It is called only if `look` has returned the facts of the last save.
         """
+
+
+class Layers(Protocol):
+    """Layers of a library in a module, whose state dict lacks something that they need.
+
+    A function of the group `shardwise.layers` finds them. It gets the module, and returns None if
+    the module has no such layers.
+    """
+
+    def hidden(self, keys: Collection[str]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the entries that the state dict lacks, given its keys."""
+
+    def restore(self, entries: Mapping[str, Any]) -> Collection[str]:
+        """Set what `load_state_dict` does not set, and return the keys that it then need not get.
+
+        Args:
+            entries: the loaded values by the keys of the module's state dict. The tensors of the
+                layers have the loaded values.
+
+        Raises:
+            StateError: the layers cannot use what was saved.
+        """
+
+    def problems(self, module_name: str, saved: SavedNames) -> Iterable[str]:
+        """Return why the layers cannot load what a checkpoint has; nothing if they can."""
 
 
 class Binding:

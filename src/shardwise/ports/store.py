@@ -1,4 +1,4 @@
-"""Write a store for another kind of storage: everything that it needs.
+"""The port of stores: all names that a store for another kind of storage imports.
 
 A store is a class with the ten methods of `Store`. An entry point of the group `shardwise.stores`
 names a function that opens the store at a URL; see docs/ports/store.md.

@@ -1,4 +1,4 @@
-"""Pack the columns of telemetry into a text that a page can contain.
+"""Compress the numbers of telemetry into a text that the page of a report can contain.
 
 A column of durations is stored as 16-bit numbers and a scale: a duration of 12.3456789 s beside one
 of 31 s is kept to half a millisecond. Small numbers are kept exactly. All columns of an operation

@@ -161,9 +161,9 @@ def _moved(stage: StageColumns) -> _Moved:
     ran = stage.has_run & (stage.bytes > 0)
     if not ran.any():
         return _Moved(0.0, 0.0, int(stage.retries.sum()))
-    moved = stage.bytes[ran].astype(float)
-    rate = moved / np.maximum(stage.self_seconds[ran], 1e-6)
-    return _Moved(lower_median(moved), upper_median(rate), int(stage.retries.sum()))
+    moved_bytes = stage.bytes[ran].astype(float)
+    rate = moved_bytes / np.maximum(stage.self_seconds[ran], 1e-6)
+    return _Moved(lower_median(moved_bytes), upper_median(rate), int(stage.retries.sum()))
 
 
 def _at(stage: StageColumns, rows: IntArray) -> StageColumns:

@@ -1,4 +1,4 @@
-"""Name the hosts and coordinates that a set of ranks has in common.
+"""Find what slow ranks have in common, such as a host or a pipeline stage, and name it.
 
 Example: ranks 8 … 15 are slow. They are all ranks of `node-1`, so the report names that host. If
 the slow ranks are those with `pp=3`, on many hosts, it names the coordinate.

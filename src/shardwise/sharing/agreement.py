@@ -22,19 +22,19 @@ import numpy as np
 
 from shardwise.boxes.box import IntArray
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import TOKEN_SIZE, listen_for_ranks
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.plan.load import Ranges
+from shardwise.ranks.connections import TOKEN_SIZE, listen_for_ranks
 from shardwise.sharing.links import OPERATION, Links, connect
 from shardwise.sharing.node_ranks import NodeRanks, decode_ranges, encode_ranges
-from shardwise.sharing.reads import NOBODY, Reads, share_between_nodes, unite_ranges
+from shardwise.sharing.reads import NO_RANK, Reads, share_between_nodes, unite_ranges
 
 WORTH_SHARING = 0.05
 """Nodes, and ranks of a node, share their reads if this avoids at least this fraction of bytes."""
-WORTH_CONNECTING = 64 << 20
-"""By default, sharing must also spare at least so many bytes."""
+FEWEST_BYTES_SPARED = 64 << 20
+"""By default, sharing must also avoid reading at least this many bytes, or nodes do not connect."""
 LARGEST_LISTS = 1 << 30
 """The limit on the sum of the sizes of all lists of byte ranges that rank 0 receives, in bytes."""
 CONNECT_SECONDS = 30.0
@@ -102,7 +102,7 @@ def agree_on_reading_once(
         cleanup: closes the connections.
         may_share: whether this node shares its reads.
         read_once: True to share reads if this spares at least 5 % of the bytes. None to require
-            also that sharing spares `WORTH_CONNECTING` bytes.
+            also that sharing spares `FEWEST_BYTES_SPARED` bytes.
 
     Returns:
         The reads of this node, and the connections of this rank; None if every node reads alone.
@@ -111,7 +111,7 @@ def agree_on_reading_once(
         RankError: a rank failed; with `read_once`, also if a rank cannot connect to another.
         LostRankError: a rank died, or did not answer in time.
     """
-    least = 1 if read_once else WORTH_CONNECTING
+    least = 1 if read_once else FEWEST_BYTES_SPARED
     with Round(group, "planning shared reads") as all_ranks:
         address, listener = listen_for_ranks(cleanup)
         wanted = b""
@@ -183,8 +183,8 @@ def _connect(
 ) -> Links:
     """Connect this rank to those that it receives from, and sends to."""
     is_own = reads.reader == node.local_rank
-    sources = set(reads.source[is_own].tolist()) - {NOBODY}
-    targets = sorted(set(reads.target[is_own].tolist()) - {NOBODY})
+    sources = set(reads.source[is_own].tolist()) - {NO_RANK}
+    targets = sorted(set(reads.target[is_own].tolist()) - {NO_RANK})
     addresses = {target: division.addresses[target] for target in targets}
     # Half of the group's timeout, because a rank that could not connect waits for this rank.
     timeout = min(CONNECT_SECONDS, node.timeout / 2)

@@ -22,7 +22,8 @@ from functools import partial
 import numpy as np
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import (
+from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
     Address,
@@ -31,9 +32,8 @@ from shardwise.engine.connections import (
     remaining,
     watch_host,
 )
-from shardwise.errors import LostRankError, RankError
 from shardwise.sharing.node_ranks import NodeRanks
-from shardwise.sharing.reads import NOBODY, Reads
+from shardwise.sharing.reads import NO_RANK, Reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 
 OPERATION = "passing on data between nodes"
@@ -218,7 +218,7 @@ class _Stream:
         for read, nbytes, place in reads:
             if not self._wait(partial(self._is_filled, read)):
                 return
-            frame = _FRAME.pack(*place, self._buffers.checksum(read), NOBODY)
+            frame = _FRAME.pack(*place, self._buffers.checksum(read), NO_RANK)
             for data in (memoryview(frame), self._buffers.slot(read)[:nbytes].data):
                 if not self._move(data, self._link.send):
                     return
@@ -283,5 +283,5 @@ class _Stream:
 
 def _check_frame(frame: bytes | bytearray) -> None:
     """Raise an error if a frame says that a rank has failed."""
-    if len(frame) == _FRAME.size and (failed := _FRAME.unpack(frame)[-1]) != NOBODY:
+    if len(frame) == _FRAME.size and (failed := _FRAME.unpack(frame)[-1]) != NO_RANK:
         raise RankError(OPERATION, {failed: "it failed, or did not answer in time"})

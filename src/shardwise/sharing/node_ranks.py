@@ -1,4 +1,4 @@
-"""The ranks of one node, which map each other's memory to read together."""
+"""Find the ranks of a node, and map their memory, so that they can read together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGEST_SIZE = 16
 MOST_NODES = 64
 """How many nodes share their reads. With 64 nodes that want the same, each reads 1.6 % of it; more
 nodes would spare little more, but their messages would grow with the number of nodes."""
-NOTHING = (1 << 62, 0)
+AFTER_ALL_FILES = (1 << 62, 0)
 T = TypeVar("T")
 LateRanks = Callable[[], dict[int, str]]
 """Returns the ranks that this rank waits for, and for each the step that it has not completed."""
@@ -68,7 +68,7 @@ class _Node(msgspec.Struct, array_like=True, frozen=True):
 
 
 @prepare_decoding
-class Wants(msgspec.Struct, array_like=True):
+class WantedReads(msgspec.Struct, array_like=True):
     """What a rank tells the other ranks of its node. From it, all plan the same shared reads.
 
     Attributes:
@@ -88,7 +88,7 @@ class Wants(msgspec.Struct, array_like=True):
         return list(zip(ranges.file[order].tolist(), ranges.low[order].tolist(), strict=True))
 
 
-def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks:
+def find_node_ranks(group: Group, wants: WantedReads, cleanup: ExitStack) -> NodeRanks:
     """Find the ranks of this node, and read what they want. All ranks call this function together.
 
     Args:
@@ -108,11 +108,11 @@ def find_node_ranks(group: Group, wants: Wants, cleanup: ExitStack) -> NodeRanks
             file.write(msgspec.msgpack.encode(wants))
         me = _Member(group.rank, os.getpid(), *fds)
         node = hashlib.blake2b(node_name().encode(), digest_size=8).digest()
-        first = min(wants.first_bytes(), default=NOTHING)
+        first = min(wants.first_bytes(), default=AFTER_ALL_FILES)
         nodes = all_ranks.all_reduce({node: _Node(first, [me])}, dict[bytes, _Node], _unite_nodes)
     # Nodes that want the same bytes are neighbors.
     order = sorted(nodes, key=lambda each: (nodes[each].first, nodes[each].members[0].rank))
-    circle = circle_of(order.index(node), len(order))
+    circle = nodes_sharing_reads(order.index(node), len(order))
     near = [nodes[each] for each in order[circle.start : circle.stop]]
     neighbors = sorted(member.rank for each in near for member in each.members)
     return NodeRanks(nodes[node].members, group, cleanup, neighbors)
@@ -132,8 +132,11 @@ def _unite_nodes(messages: Sequence[dict[bytes, _Node]]) -> dict[bytes, _Node]:
     }
 
 
-def circle_of(node: int, nodes: int) -> range:
-    """Return the nodes with which a node shares reads: circles of about equal size, with limits."""
+def nodes_sharing_reads(node: int, nodes: int) -> range:
+    """Return the nodes with which a node shares reads, itself included.
+
+    The nodes are cut into circles of about equal size, of at most `MOST_NODES` nodes each.
+    """
     circles = -(-nodes // MOST_NODES)
     number = node * circles // nodes
     return range(-(-number * nodes // circles), -(-(number + 1) * nodes // circles))
@@ -237,9 +240,9 @@ class NodeRanks:
             if not _is_running(member.process):
                 raise LostRankError(OPERATION, {member.rank: "its process has ended"})
 
-    def _read_wants(self, member: _Member) -> Wants:
+    def _read_wants(self, member: _Member) -> WantedReads:
         with open(self._open(member, member.wants), "rb", closefd=False) as file:
-            return msgspec.msgpack.decode(file.read(), type=Wants)
+            return msgspec.msgpack.decode(file.read(), type=WantedReads)
 
     def _open(self, member: _Member, fd: int) -> int:
         """Open an anonymous file of another process, given its file descriptor there."""
@@ -265,7 +268,7 @@ def _read_digest(fd: int) -> bytes | None:
 
 
 def _is_running(process: int) -> bool:
-    """Return whether a process exists, and is no zombie, whose parent has not noticed its end."""
+    """Return whether a process runs. One that has ended may still be listed, as a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

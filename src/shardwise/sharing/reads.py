@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shardwise.boxes.box import BoolArray, IntArray, count_up
 from shardwise.plan.load import Ranges
 
-NOBODY = -1
+NO_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Reads(Ranges):
     them to rank 6 of the next node. Bytes 64:128 come from rank 2:
 
         file low high  reader source target  wanted
-        0    0   64    1      NOBODY 6       [True, True]
-        0    64  128   0      2      NOBODY  [True, False]
+        0    0   64    1      NO_RANK 6       [True, True]
+        0    64  128   0      2      NO_RANK  [True, False]
 
     Attributes:
         reader: the index in the node of the rank that reads or receives the bytes, `(n,)`.
-        source: the rank of another node that sends the bytes; `NOBODY` if `reader` reads them from
+        source: the rank of another node that sends the bytes; `NO_RANK` if `reader` reads them from
             storage, `(n,)`.
-        target: the rank of another node to which `reader` sends the bytes, or `NOBODY`, `(n,)`.
+        target: the rank of another node to which `reader` sends the bytes, or `NO_RANK`, `(n,)`.
         wanted: whether each rank of the node uses the bytes, `(n, ranks)`.
     """
 
@@ -50,14 +50,14 @@ class Reads(Ranges):
     @property
     def cross_nodes(self) -> bool:
         """Whether bytes are received from other nodes, or sent to them."""
-        return bool((self.source != NOBODY).any() or (self.target != NOBODY).any())
+        return bool((self.source != NO_RANK).any() or (self.target != NO_RANK).any())
 
     def bytes_of(self, rank: int, *, received: bool) -> int:
         """Return how many bytes a rank of the node reads from storage.
 
         With `received`, return how many bytes the rank receives from other nodes.
         """
-        return int(self.sizes[(self.reader == rank) & ((self.source != NOBODY) == received)].sum())
+        return int(self.sizes[(self.reader == rank) & ((self.source != NO_RANK) == received)].sum())
 
 
 def share_reads(
@@ -78,12 +78,12 @@ def share_reads(
         united, users = _cut_at_edges([*wanted, between_nodes])
         is_new = ~users[:, -1]
         united, users = united.select(is_new), users[is_new, :-1]
-        is_read_here = between_nodes.source == NOBODY
+        is_read_here = between_nodes.source == NO_RANK
         np.add.at(loads, between_nodes.reader[is_read_here], between_nodes.sizes[is_read_here])
     united, rows = _cut_to_length(*_join_adjacent(united, users), largest_read)
     users = users[rows]
     reader = _assign_readers(united.sizes, users, loads)
-    nobody = np.full(len(united), NOBODY, np.int64)
+    nobody = np.full(len(united), NO_RANK, np.int64)
     reads = Reads(united.file, united.low, united.high, reader, nobody, nobody, users)
     if between_nodes is not None:
         users = np.stack([_overlap(between_nodes, ranges) for ranges in wanted], axis=1)
@@ -134,7 +134,7 @@ def share_between_nodes(
     reading, local_rank = _assign_nodes(ranges.sizes, group, groups, ranks, alone[of_node])
     receivers = np.array([len(each) - 1 for each in groups], np.int64)
     saved = int((ranges.sizes * receivers[group]).sum()) if len(ranges) else 0
-    source, target = (np.full(len(ranges), NOBODY, np.int64) for _ in range(2))
+    source, target = (np.full(len(ranges), NO_RANK, np.int64) for _ in range(2))
     is_own = np.zeros(len(ranges), bool)
     for index, members in enumerate(groups):
         if node in members:

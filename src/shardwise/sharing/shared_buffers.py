@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwise.errors import RankError
 from shardwise.sharing.node_ranks import DIGEST_SIZE, OPERATION, NodeRanks
-from shardwise.sharing.reads import NOBODY, Reads
+from shardwise.sharing.reads import NO_RANK, Reads
 from shardwise.store.store import Buffer
 
 READY, FAILED = 1, 2
@@ -82,7 +82,7 @@ class SharedBuffers:
         self._slots, self._slot_bytes = slots, slot_bytes
         self.local_rank = node.local_rank
         self.failed_rank: int | None = None
-        self._users = np.column_stack([reads.wanted, reads.target != NOBODY])
+        self._users = np.column_stack([reads.wanted, reads.target != NO_RANK])
         self._ring = reads.reader.tolist()  # of each read
         # The reads of each ring, in order, and for each read its position among them.
         self._in_ring = [np.flatnonzero(reads.reader == each) for each in range(len(node))]
@@ -101,7 +101,7 @@ class SharedBuffers:
             for each, rows in zip(memory, self._in_ring, strict=True)
         ]
         self._turn_lock = threading.Lock()
-        read_here = (reads.reader == self.local_rank) & (reads.source == NOBODY)
+        read_here = (reads.reader == self.local_rank) & (reads.source == NO_RANK)
         # This rank's reads from storage; and, for each ring, the reads whose bytes it copies.
         self._to_read: deque[int] = deque(np.flatnonzero(read_here).tolist())
         copied_here = reads.wanted[:, self.local_rank] & ~read_here
@@ -130,7 +130,7 @@ class SharedBuffers:
 
     def is_received(self, read: int) -> bool:
         """Return whether the bytes of a read come from another node."""
-        return bool(self._reads.source[read] != NOBODY)
+        return bool(self._reads.source[read] != NO_RANK)
 
     def is_wanted(self, read: int) -> bool:
         """Return whether this rank uses the bytes of a read."""
@@ -145,7 +145,7 @@ class SharedBuffers:
     def reader_of(self, read: int) -> int:
         """Return the rank in the group that makes a read, or sends its bytes from another node."""
         source = int(self._reads.source[read])
-        return source if source != NOBODY else self._node.ranks[self._ring[read]]
+        return source if source != NO_RANK else self._node.ranks[self._ring[read]]
 
     def checksum(self, read: int) -> int:
         """Return the checksum that was passed to `publish`."""

@@ -19,10 +19,15 @@ from shardwise.plan.load import Ranges
 from shardwise.ports.read_strategy import RankReads
 from shardwise.sharing.agreement import WORTH_SHARING, agree_on_reading_once
 from shardwise.sharing.links import Links
-from shardwise.sharing.node_ranks import NodeRanks, Wants, encode_ranges, find_node_ranks
-from shardwise.sharing.reads import NOBODY, Reads, share_reads
+from shardwise.sharing.node_ranks import NodeRanks, WantedReads, encode_ranges, find_node_ranks
+from shardwise.sharing.reads import NO_RANK, Reads, share_reads
 from shardwise.sharing.shared_buffers import SharedBuffers
 from shardwise.store.store import Buffer
+
+
+def read_together(group: Group, read_once: bool | None) -> ReadTogether:
+    """Return the strategy, given the user's choice."""
+    return ReadTogether(read_once)
 
 
 class ReadTogether:
@@ -51,7 +56,9 @@ class ReadTogether:
             ShardwiseError: as for `Round`.
         """
         traits = reads.store.traits
-        wants = Wants(reads.are_mapped, encode_ranges(reads.spans), reads.largest_reads.tobytes())
+        wants = WantedReads(
+            reads.are_mapped, encode_ranges(reads.spans), reads.largest_reads.tobytes()
+        )
         node = find_node_ranks(group, wants, cleanup)
         between = None
         if self._read_once is not False and len(node) < group.size:
@@ -115,7 +122,7 @@ def _read(
     slots = min(most_reads, int(np.bincount(shared.reader).max()))
     buffers = SharedBuffers(shared, node, slots, slot_bytes)
     try:
-        is_read_here = (shared.reader == index) & (shared.source == NOBODY)
+        is_read_here = (shared.reader == index) & (shared.source == NO_RANK)
         files = shared.file[shared.wanted[:, index] | is_read_here]
         readers = reads.open_readers(files, cleanup)
     except BaseException as error:

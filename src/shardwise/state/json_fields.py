@@ -1,4 +1,4 @@
-"""Tensors, arrays, NumPy scalars and enum members as the fields of a JSON object.
+"""Encode values that JSON lacks, such as arrays and enum members, as fields of a JSON object.
 
 Functions that decode do not trust the fields. For invalid fields, they raise ValueError, TypeError,
 LookupError or RuntimeError, before they allocate more memory than the text takes.

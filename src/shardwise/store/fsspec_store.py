@@ -114,7 +114,11 @@ class FsspecStore(RemoteFileStore):
         with self._use_client(path) as (client, full):
             client.invalidate_cache()
             if client.exists(full):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._place(path))
+                raise FileExistsError(
+                    errno.EEXIST,
+                    "a file of this name exists, and is not replaced: save to another place",
+                    self._place(path),
+                )
             client.makedirs(client._parent(full), exist_ok=True)
             stream = client.open(full, "wb")
         return RequestStream(

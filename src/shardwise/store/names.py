@@ -1,4 +1,4 @@
-"""The names of files in stores, and the URLs of stores: a place, and options in the query."""
+"""Check the names of files in stores, and parse the URLs of stores and their options."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def temporary_name(name: str) -> str:
 class StoreUrl:
     """A URL such as `s3://bucket/run?region=eu-central-1`.
 
-    The path is not percent-encoded, as in the tools of the clouds; only `%25` and `%3F` stand for
-    `%` and `?`.
+    The path is written as it is: a space is a space. Only `%` and `?` are written as `%25` and
+    `%3F`. The tools of the clouds do the same.
 
     Attributes:
         scheme: the scheme, in lower case.

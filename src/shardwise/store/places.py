@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.errors import StoreError
+from shardwise.plugins import load_built_in
 from shardwise.store.local import LocalStore
 from shardwise.store.local_files import (
     is_private,
@@ -17,53 +18,14 @@ from shardwise.store.local_files import (
     write_atomically,
 )
 from shardwise.store.names import parse_url, scheme_of
-from shardwise.store.store import Store
+from shardwise.store.store import RepeatingStore, Store
 
 PLUGINS = "shardwise.stores"
-OBJECT_SCHEMES = ("s3", "gs", "az", "http", "https")
-_OTHER_SCHEMES = (
+_SCHEMES = (
+    *("s3", "gs", "az", "http", "https"),
     *("file", "hdfs", "webhdfs", "s3a", "s3n", "gcs", "abfs", "abfss", "adl", "wasb", "wasbs"),
     *("memory", "sftp", "ssh", "ftp", "smb", "oci", "oss", "dbfs", "hf", "r2"),
 )
-
-
-def open_absolute(place: str | os.PathLike[str] | Store) -> Store:
-    """Return the store at a place, with a name that means the same in every process of this node.
-
-    A relative path is made absolute. The URL of an object store gets the endpoint, profile or
-    account that this process finds in its environment.
-
-    Raises:
-        StoreError: as for `open_store`.
-    """
-    store = open_store(place)
-    if type(store) is LocalStore:
-        return store.at_path(store.path.absolute())
-    if scheme_of(str(store)) not in OBJECT_SCHEMES or not can_be_reopened(store):
-        return store
-    from shardwise.store.object_clients import find_settings
-    from shardwise.store.object_store import parse_object_url
-
-    url = parse_object_url(str(store))
-    found = find_settings(url)
-    return open_store(str(replace(url, options={**url.options, **found}))) if found else store
-
-
-def can_be_reopened(store: Store) -> bool:
-    """Return whether `open_store(str(store))` opens the same store, also in another process."""
-    try:
-        return type(unwrapped(open_store(str(store)))) is type(unwrapped(store))
-    except StoreError:
-        return False
-
-
-def unwrapped(store: Store) -> Store:
-    """Return a store without the wrapper that repeats its operations."""
-    if isinstance(store, LocalStore):
-        return store
-    from shardwise.store.retry import RetryingStore
-
-    return store.store if isinstance(store, RetryingStore) else store
 
 
 def publish_checked(
@@ -75,9 +37,7 @@ def publish_checked(
         Exception: of `check`. Then this attempt publishes nothing.
         OSError: as for `Store.publish`.
     """
-    from shardwise.store.retry import RetryingStore
-
-    if isinstance(store, RetryingStore):
+    if isinstance(store, RepeatingStore):
         store.publish(key, data, replace=replace, check=check)
     else:
         check()
@@ -111,39 +71,14 @@ def open_store(place: str | os.PathLike[str] | Store) -> Store:
         return LocalStore(path)
     if scheme == "file":
         return _open_file_url(path)
-    from shardwise.store.retry import Retry, RetryingStore
-
-    store = _open_remote(path, scheme)
-    return RetryingStore(store, Retry(parse_url(path, None, needs_host=False).retry_seconds))
+    store: Store = load_built_in(PLUGINS, "remote")(path)
+    return store
 
 
 def count_retries(store: object) -> int:
     """Return how many requests a store has repeated so far; 0 for stores that repeat none."""
     retries: int = getattr(store, "retries", 0)
     return retries
-
-
-def _open_remote(url: str, scheme: str) -> Store:
-    """Return the store at the URL of another machine, by a plug-in if one has the scheme."""
-    if scheme in OBJECT_SCHEMES:
-        from shardwise.store.object_store import ObjectStore
-
-        return ObjectStore(url)
-    if scheme == "hdfs":
-        from shardwise.store.hdfs import open_hdfs
-
-        return open_hdfs(url)
-    from shardwise.plugins import call_plugin, find_plugin
-
-    plugin = find_plugin(PLUGINS, scheme)
-    if plugin is not None:
-        store = call_plugin(plugin, Store, url)  # type: ignore[type-abstract]
-        if store is None:
-            raise StoreError(f"{url}: {plugin.value} returned no store")
-        return store
-    from shardwise.store.fsspec_store import open_fsspec
-
-    return open_fsspec(url)
 
 
 def _refuse_shortened_url(path: str) -> None:
@@ -153,7 +88,7 @@ def _refuse_shortened_url(path: str) -> None:
         StoreError: a known scheme and a colon begin the path, without `//`.
     """
     scheme, _, rest = path.partition(":")
-    if scheme.lower() in (*OBJECT_SCHEMES, *_OTHER_SCHEMES):
+    if scheme.lower() in _SCHEMES:
         slashes = "///" if scheme.lower() == "file" else "//"
         url = f"{scheme}:{slashes}{rest.lstrip('/')}"
         raise StoreError(
@@ -222,30 +157,6 @@ def parent_of(store: Store) -> Store | None:
         return None
 
 
-def is_writable(store: Store) -> bool:
-    """Return whether this process may create files at a place, which need not exist yet.
-
-    On other machines, the function creates and deletes a file.
-
-    Raises:
-        StoreUnavailableError: the storage does not answer, so this is unknown.
-    """
-    if isinstance(store, LocalStore):
-        return os.access(nearest_existing(store.path), os.W_OK)
-    from shardwise.store.lease_locks import lease_name
-
-    name = lease_name("writable")  # listings leave it out
-    try:
-        store.publish(name, b"", replace=True)
-    except StoreUnavailableError:
-        raise
-    except OSError:
-        return False
-    with suppress(OSError):
-        store.delete(name)
-    return True
-
-
 def free_bytes(store: Store) -> int | None:
     """Return the bytes that this user can still write; None if unknown."""
     if not isinstance(store, LocalStore):
@@ -263,12 +174,7 @@ def abort_uploads(store: Store, idle_seconds: float = 3600.0) -> int:
     Returns:
         The number of uploads.
     """
-    if scheme_of(str(store)) != "s3":
-        return 0
-    from shardwise.store.object_store import ObjectStore
-
-    inner = unwrapped(store)
-    return inner.abort_uploads(idle_seconds) if isinstance(inner, ObjectStore) else 0
+    return store.abort_uploads(idle_seconds) if isinstance(store, RepeatingStore) else 0
 
 
 def lock_for_reading(store: Store, key: str) -> AbstractContextManager[bool]:

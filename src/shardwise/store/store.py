@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -182,6 +183,15 @@ class Files(Protocol):
 
 
 @runtime_checkable
+class TieredFiles(Files, Protocol):
+    """Files with copies in several tiers, for example in a root and its mirror."""
+
+    def tier_to_verify(self) -> Files:
+        """Return the tier whose files `Checkpoint.verify` checks."""
+        ...
+
+
+@runtime_checkable
 class Store(Protocol):
     """The files at a place, and at all levels below.
 
@@ -302,14 +312,43 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class RepeatingStore(Store, Protocol):
+    """A store on other machines, which repeats operations that fail for a reason that may pass."""
+
+    @property
+    def retries(self) -> int:
+        """How many requests were repeated so far."""
+        ...
+
+    def publish(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        replace: bool,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """See `Store.publish`.
+
+        Args:
+            check: called before each attempt. If this function raises, nothing is published.
+        """
+        ...
+
+    def abort_uploads(self, idle_seconds: float) -> int:
+        """Abort the abandoned uploads below this place; see `shardwise.store.abort_uploads`."""
+        ...
+
+
 class ReadOnlyStore:
     """Refuses all verbs that write. Stores that compose their files from others derive from it.
 
     Attributes:
-        why_read_only: the end of the errors: why nothing can be written, or what to do instead.
+        advice_to_writers: the end of the errors: why nothing can be written, or what to do instead.
     """
 
-    why_read_only = "save to another store"
+    advice_to_writers = "save to another store"
 
     def create(self, key: str, size: int, *, replace: bool = False) -> WritableFile:
         """Refuse: the store is read-only."""
@@ -325,7 +364,7 @@ class ReadOnlyStore:
 
     def refusal(self) -> StoreError:
         """Return the error for a verb that the store does not support."""
-        return StoreError(f"{self} is read-only: {self.why_read_only}")
+        return StoreError(f"{self} is read-only: {self.advice_to_writers}")
 
 
 def too_large(place: object, size: int, limit: int) -> StoreError:

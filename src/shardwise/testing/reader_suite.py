@@ -73,7 +73,10 @@ class ReaderSuite:
 
     @pytest.fixture
     def key(self, reader: Reader) -> Iterator[str]:
-        """The key of the reader, which opens checkpoints although it need not be installed."""
+        """A key for `format=`, under which the tests open checkpoints with the reader.
+
+        The reader is registered for the test only, so its package need not be installed.
+        """
         readers = dict(opening.load_readers())
         known = [key for key, each in readers.items() if each.name == reader.name]
         for key in known:
@@ -159,7 +162,7 @@ class ReaderSuite:
         """Without one of its files, a checkpoint is refused, or the rest is read."""
         for name, copy, file in _copies(place, tmp_path / "missing"):
             file.unlink()
-            self._check(copy, key, name, place_is_enough=True)
+            self._check(copy, key, name, may_name_place=True)
 
     def test_a_truncated_file_is_named(self, key: str, place: Path, tmp_path: Path) -> None:
         """Whatever is opened has the right bytes."""
@@ -187,14 +190,14 @@ class ReaderSuite:
         key: str,
         file: str,
         *,
-        place_is_enough: bool = False,
+        may_name_place: bool = False,
         bytes_may_differ: bool = False,
     ) -> None:
         """Open a damaged checkpoint, and read all tensors. Check the error, or the tensors.
 
         Args:
             file: the damaged file, which an error must name.
-            place_is_enough: an error may name the place instead.
+            may_name_place: an error may name the place instead.
             bytes_may_differ: the format may have no checksums, so tensors may differ.
         """
         expected = self._named(make_tensors())
@@ -208,7 +211,7 @@ class ReaderSuite:
         error = _run(read)
         if error is not None:
             assert isinstance(error, ALLOWED), f"{file}: {error!r}"
-            named = file in str(error) or (place_is_enough and str(place) in str(error))
+            named = file in str(error) or (may_name_place and str(place) in str(error))
             assert named or bytes_may_differ, f"the error does not name {file}: {error}"
 
 

@@ -189,7 +189,10 @@ def copy_checkpoint(
     """
     with source.lock_for_reading() as held:
         if not held:
-            raise StoreError(f"{source} is being removed or replaced, so it was not copied")
+            raise StoreError(
+                f"{source} is being removed or replaced, so it was not copied: this is no fault; "
+                "if the checkpoint is still there later, copy it again"
+            )
         data = source.read()
         manifest = source.decode(data)
         # The lock keeps other processes from removing the files that this one copies.

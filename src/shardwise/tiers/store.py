@@ -44,7 +44,7 @@ class TieredStore(ReadOnlyStore):
     """
 
     names = "root", "mirror"
-    why_read_only = "it has several tiers; save to the root, and the mirror gets a copy"
+    advice_to_writers = "it has several tiers; save to the root, and the mirror gets a copy"
 
     def __init__(self, root: Store, mirror: Store) -> None:
         self._tiers = root, mirror

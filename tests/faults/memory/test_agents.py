@@ -37,7 +37,7 @@ NOTES: list[tuple[int, str, deaths.When]] = [
     (0, f"persist-all-{SAVE}", "within"),
     (0, f"persist-all-{SAVE}", "after"),
 ]
-SOME = [NOTES[4], NOTES[7], NOTES[10]]  # of each stage, one
+SOME = [NOTES[4], NOTES[10]]  # of the first stage, and of the last one
 
 
 def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Popen[bytes]:
@@ -122,12 +122,9 @@ INNER: list[tuple[int, str, deaths.When]] = [
 ]
 
 
+@pytest.mark.long  # tests/faults/memory/test_waiting.py kills such agents, at any moment
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "records",
-    [[INNER[1], INNER[4]], pytest.param(INNER, marks=pytest.mark.long)],
-    ids=["some", "all"],
-)
+@pytest.mark.parametrize("records", [[INNER[1], INNER[4]], INNER], ids=["some", "all"])
 def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on(
     gang: Gang, root: Path, shm: Path, records: list[tuple[int, str, deaths.When]]
 ) -> None:

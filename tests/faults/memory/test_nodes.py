@@ -19,6 +19,7 @@ from shardwise.memory.rank_liveness import RankLock
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.snapshot_nodes import Nodes
 from shardwise.store.store import Buffer
+from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, Went, assert_tidy, begin, go_on, strays, train
 from tests.tools.agents import lose, signal_agents
 from tests.tools.gang import Gang
@@ -119,7 +120,10 @@ def go_on_while_losing(cluster: Cluster, node: str, lost: int, until: int) -> We
 
 @pytest.mark.parametrize(
     ("protection", "expected"),
-    [({"parity": 1}, (2, "storage")), ({"copies": 2}, (3, "memory"))],
+    mostly_long(
+        [({"parity": 1}, (2, "storage")), ({"copies": 2}, (3, "memory"))],
+        [({"parity": 1}, (2, "storage"))],
+    ),
 )
 def test_a_second_loss_during_the_rebuild(
     gang: Gang,

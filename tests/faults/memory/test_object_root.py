@@ -15,6 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import StoreUnavailableError
+from tests.breadth import mostly_long
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.agents import signal_agents, until
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
@@ -138,7 +139,10 @@ def test_an_outage_is_retried_and_told_of(proxy: FaultProxy, url: str, shm: Path
     assert_restores(url, 2)
 
 
-@pytest.mark.parametrize(("method", "path"), [("PUT", "partNumber="), ("POST", "uploadId=")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    mostly_long([("PUT", "partNumber="), ("POST", "uploadId=")], [("POST", "uploadId=")]),
+)
 def test_an_upload_that_the_server_does_not_find_is_sent_again(
     proxy: FaultProxy, url: str, shm: Path, method: str, path: str
 ) -> None:
@@ -220,6 +224,7 @@ def test_an_agent_uploads_to_the_endpoint_of_the_training(
     assert torch.equal(loaded["t"], state["t"])
 
 
+@pytest.mark.long  # test_an_outage_is_retried_and_told_of does so with a later save
 def test_the_first_save_does_not_wait_for_the_storage(
     moto: Server,  # noqa: F811
     proxy: FaultProxy,
@@ -286,7 +291,7 @@ def save_and_die(url: str, step: int, at: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "stride", [23, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"]
+    "stride", [40, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"]
 )
 @pytest.mark.timeout(300)
 def test_a_trainer_is_killed_while_it_saves(
@@ -315,6 +320,7 @@ def test_a_trainer_is_killed_while_it_saves(
     assert found == ["run.json", *sorted([f"step-{each:08d}" for each in range(1, step)] * 2)]
 
 
+@pytest.mark.long  # as tests/multirank/test_object_stores.py, with other processes
 def test_of_eight_jobs_that_save_a_step_one_wins_and_the_others_are_told(
     moto: Server,  # noqa: F811
 ) -> None:
@@ -359,7 +365,7 @@ def test_without_permission_to_delete_nothing_is_lost(
         sw.open(url, step=step).verify()
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+@pytest.mark.parametrize("on_failure", mostly_long(["raise", "warn"], ["warn"]))
 def test_refused_credentials_are_told_of_and_lose_nothing(
     proxy: FaultProxy, url: str, shm: Path, on_failure: str
 ) -> None:

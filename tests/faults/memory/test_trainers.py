@@ -60,10 +60,17 @@ def killed(gang: Gang, cluster: Cluster, step: int, victims: tuple[int, ...], fa
     assert time.monotonic() - started < SECONDS
 
 
-def test_killed_at_each_bucket_the_older_step_is_had(gang: Gang, root: Path, shm: Path) -> None:
+@pytest.mark.parametrize(
+    "buckets",
+    [[1], pytest.param([*range(BUCKETS)], marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_killed_at_each_bucket_the_older_step_is_had(
+    gang: Gang, root: Path, shm: Path, buckets: list[int]
+) -> None:
     cluster = Cluster(root=root, shm=shm, every=2, columns=LARGE)
     gang.run(go_on, cluster, 2, world=2)
-    for bucket in range(BUCKETS):
+    for bucket in buckets:
         killed(gang, cluster, 3, (1,), partial(die_at_bucket, bucket))
         assert gang.run(go_on, cluster, 2, world=2)[0].step == 2
         assert steps_in(root) == [2]
@@ -86,13 +93,16 @@ def test_killed_in_a_durable_copy_the_older_step_is_rescued_at_once(
     assert_tidy(shm, 2)
 
 
+@pytest.mark.parametrize(
+    "notes", [NOTES[2::3], pytest.param(NOTES, marks=pytest.mark.long)], ids=["some", "all"]
+)
 def test_killed_at_each_note_a_step_is_had_whole_or_not_at_all(
-    gang: Gang, root: Path, shm: Path
+    gang: Gang, root: Path, shm: Path, notes: list[tuple[int, str, When, bool]]
 ) -> None:
     cluster = Cluster(root=root, shm=shm, every=1)
     last = 2
     gang.run(go_on, cluster, last, world=2)
-    for victim, pattern, when, whole in NOTES:
+    for victim, pattern, when, whole in notes:
         killed(gang, cluster, last + 1, (victim,), partial(die_at_note, pattern, when))
         last += whole
         (went, _) = gang.run(go_on, cluster, last, world=2)

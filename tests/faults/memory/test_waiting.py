@@ -172,7 +172,7 @@ def test_a_training_outlives_an_agent_that_is_stopped(gang: Gang, root: Path, sh
     assert_tidy(shm, 2)
 
 
-def time_steps(cluster: Cluster, hit: list[int], number: int) -> list[float]:
+def time_steps(cluster: Cluster, hit: tuple[int, ...], number: int) -> list[float]:
     """How long each step takes, of which agents of some nodes get a signal before the third."""
     cp = cluster.open()
     values, state, _ = begin(cp, cluster.columns, "rows")
@@ -198,10 +198,20 @@ def time_steps(cluster: Cluster, hit: list[int], number: int) -> list[float]:
     return seconds
 
 
-@pytest.mark.parametrize("hit", [[1], [0], [1, 2]], ids=["inner", "leading", "two"])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("hit", "number"),
+    mostly_long(
+        [
+            (hit, number)
+            for number in (signal.SIGSTOP, signal.SIGKILL)
+            for hit in ((1,), (0,), (1, 2))
+        ],
+        [((1, 2), signal.SIGSTOP), ((0,), signal.SIGKILL)],
+    ),
+    ids=str,
+)
 def test_no_step_waits_for_agents_that_are_slow_or_dead(
-    gang: Gang, root: Path, shm: Path, hit: list[int], number: int
+    gang: Gang, root: Path, shm: Path, hit: tuple[int, ...], number: int
 ) -> None:
     """Each node asks one other, so that most requests pass through the agents that are hit."""
     options = {"copies": 1, "wait": 60.0, "when_full": "skip"}

@@ -37,7 +37,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     "kind",  # tests/formats/test_dcp.py loads one format under two others
-    mostly_long(KINDS, ["interleaved", "hsdp_tp"]),
+    mostly_long(KINDS, ["interleaved", "tp"]),
 )
 def test_it_loads_from_every_format(gang: Gang, saved: Saved, kind: str) -> None:
     """Parameters, buffers, moments and hyperparameters."""

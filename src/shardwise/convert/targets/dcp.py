@@ -11,8 +11,8 @@ from shardwise.convert.plan import (
     ExportFiles,
     OutputFile,
     TensorPart,
-    cut_rows,
     divide_among_files,
+    split_rows,
 )
 from shardwise.convert.targets.nested import NestedState, nest_state
 from shardwise.convert.targets.torch_file import ALIGNMENT, add_torch_file
@@ -36,7 +36,7 @@ def plan_dcp_files(contents: ExportContents) -> ExportFiles:
     left_out = list(state.left_out)
     leaves = _leaves_by_name(state)
     tensors = {
-        name: cut_rows(value, contents.max_file)
+        name: split_rows(value, contents.max_file)
         for name, (_, value) in leaves.items()
         if isinstance(value, TensorPart)
     }

@@ -16,8 +16,8 @@ from shardwise.convert.plan import (
     RangeChecksums,
     TargetTensor,
     TensorPart,
-    cut_rows,
     divide_among_files,
+    split_rows,
 )
 from shardwise.manifest.checksums import BLOCK, crc32
 from shardwise.manifest.dtypes import DTYPES
@@ -37,7 +37,10 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     source, save_id = contents.source, contents.save_id
     stored = [each for each in contents.tensors if each.entry.same_as is None]
     parts = [
-        part for each in stored if each.part.size for part in cut_rows(each.part, contents.max_file)
+        part
+        for each in stored
+        if each.part.size
+        for part in split_rows(each.part, contents.max_file)
     ]
     # Larger elements first, so that all tensors are aligned.
     sorted_parts = sorted(parts, key=lambda part: -DTYPES[part.dtype].itemsize)
@@ -54,7 +57,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
     tensors = _encode_tensors(contents.tensors, files)
     left_out = tuple(f"{name}: its value differs between ranks" for name in source.per_rank)
 
-    def make_final_files(sums: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
+    def make_index_files(sums: Mapping[str, RangeChecksums]) -> Mapping[str, bytes]:
         manifest = Manifest(
             save_id=save_id,
             step=source.step,
@@ -73,7 +76,7 @@ def plan_native_files(contents: ExportContents) -> ExportFiles:
         )
         return {MANIFEST: encode_manifest(manifest)}
 
-    return ExportFiles(tuple(tensor_files), make_final_files, left_out)
+    return ExportFiles(tuple(tensor_files), make_index_files, left_out)
 
 
 def _plan_file(header: bytes, entry: FileEntry, parts: Sequence[TensorPart]) -> OutputFile:

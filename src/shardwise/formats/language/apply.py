@@ -89,7 +89,7 @@ def _assemble_layout(
     ties = _resolve_ties(tensors, entries)
     dims = max((len(entry.shape) for entry in entries.values()), default=0)
     boxes = Pieces.join(tensors.boxes, dims)
-    # If a tied tensor has boxes of its own, they are copies of boxes of the tensor it is tied to.
+    # Ranks may have stored a tied tensor, too. These boxes become copies of the tensor's own boxes.
     tied_to: list[int] = [
         tensors.index.get(ties.get(name, name), i) for i, name in enumerate(tensors.index)
     ]

@@ -24,13 +24,14 @@ class Environment:
     Attributes:
         values: captured numbers, coordinates of the rank, and numbers that `let` declares, by name.
         sizes: sizes of axes, and numbers that `let` declares, by name.
-        ragged_starts: for the axes of each ragged index, a list. The item at a position along all
-            axes but the last is the index at which the last axis starts there.
+        starts_of_rows: for the axes of each ragged index, where each row starts. For example, the
+            rows of the axes `(e, n)` have 3, 1 and 2 elements, one row for each `e`. They start at
+            0, 3 and 4, so the element `n = 1` of the row `e = 2` has the index 5.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-    ragged_starts: Mapping[tuple[str, ...], Sequence[int]] = field(default_factory=dict)
+    starts_of_rows: Mapping[tuple[str, ...], Sequence[int]] = field(default_factory=dict)
 
     def value_of(self, name: str) -> int:
         """Return the value of a variable.
@@ -107,7 +108,7 @@ class Expression:
         for axis in outer:
             position = position * environment.size_of(axis) + environment.value_of(axis)
         if self.kind == "ragged":
-            return environment.ragged_starts[self.names][position] + environment.value_of(last)
+            return environment.starts_of_rows[self.names][position] + environment.value_of(last)
         return position * environment.size_of(last) + environment.value_of(last)
 
     def parts(self) -> Iterator[Expression]:
@@ -120,7 +121,7 @@ class Expression:
         """Yield the names whose values the expression uses."""
         yield from (name for e in self.parts() if e.kind != "size" for name in e.names)
 
-    def sized_axes(self) -> Iterator[str]:
+    def size_variables(self) -> Iterator[str]:
         """Yield the axes whose sizes the expression uses."""
         yield from (name for e in self.parts() if not e.is_name for name in e.names)
 

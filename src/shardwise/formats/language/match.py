@@ -112,7 +112,7 @@ def add_captured_numbers(environment: Environment, all_matches: Sequence[Matches
                 "or add a rule for its arrays"
             )
     starts = {axes: (table.cumsum() - table.ravel()).tolist() for axes, table in shares.items()}
-    return replace(environment, sizes=sizes, ragged_starts=starts)
+    return replace(environment, sizes=sizes, starts_of_rows=starts)
 
 
 def evaluate_lets(spec: Spec, overrides: Mapping[str, int]) -> dict[str, int]:

@@ -183,7 +183,7 @@ class Spec:
             for target in rule.targets:
                 for expression in target.name.expressions():
                     if not expression.is_name:
-                        numbers |= {*expression.variables(), *expression.sized_axes()}
+                        numbers |= {*expression.variables(), *expression.size_variables()}
         captures = [each for rule in self.rules for each in rule.pattern.expressions()]
         return frozenset(numbers & {each.names[0] for each in captures if each.kind == "name"})
 
@@ -316,7 +316,7 @@ def _check_names(spec: Spec, rule: Rule) -> None:
 def _check_variables(
     spec: Spec, value: Expression, known_names: Collection[str], position: int
 ) -> None:
-    for name in (*value.variables(), *value.sized_axes()):
+    for name in (*value.variables(), *value.size_variables()):
         if name not in known_names:
             raise spec.source.error(
                 position,

@@ -208,7 +208,7 @@ class Tensors:
         number = part.evaluate(environment)
         if number < 0:
             used = {n: environment.values[n] for n in part.variables() if n in environment.values}
-            used |= {f"|{n}|": environment.sizes[n] for n in part.sized_axes()}
+            used |= {f"|{n}|": environment.sizes[n] for n in part.size_variables()}
             raise LayoutError(
                 f"{{{part}}} is {number}, with {', '.join(f'{n} = {v}' for n, v in used.items())}; "
                 "a number in a name must not be negative"

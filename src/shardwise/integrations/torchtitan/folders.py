@@ -27,7 +27,7 @@ def list_dcp_steps(folder: str) -> set[int]:
     return {int(match[1]) for match in matches if match is not None}
 
 
-def place_below(place: str, name: str) -> str:
+def join_place(place: str, name: str) -> str:
     """Return the place of a name below a path or URL. An absolute path or URL stays as it is."""
     if "://" in name:
         return name

@@ -26,8 +26,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 import shardwise as sw
 from shardwise.integrations.torchtitan.folders import (
     find_newest_step,
+    join_place,
     list_dcp_steps,
-    place_below,
 )
 
 MODEL_DIRECTORY = "model-step-{step}"
@@ -139,7 +139,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "Face's names: set it to False"
             )
         self.config = config
-        self.folder = place_below(base_folder, config.folder)
+        self.folder = join_place(base_folder, config.folder)
         self.keep_latest_k = config.keep_latest_k
         self.sd_adapter = sd_adapter
         self._model = ModelWrapper(model_parts)
@@ -196,7 +196,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _save_model(self, step: int) -> None:
         """Save only the model, in `export_dtype`, to a separate directory."""
         config = self.config
-        place = place_below(self.folder, MODEL_DIRECTORY.format(step=step))
+        place = join_place(self.folder, MODEL_DIRECTORY.format(step=step))
         if dist.get_rank() == 0:  # the others wait in the save
             shutil.rmtree(place.removeprefix("file://"), ignore_errors=True)
         dtype = TORCH_DTYPE_MAP[config.export_dtype]
@@ -206,7 +206,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not config.last_save_in_hf or self.sd_adapter is None:
             sw.save(place, {MODEL: state}, overwrite=True)
             return
-        native = place_below(self.folder, f"{MODEL_DIRECTORY.format(step=step)}.native")
+        native = join_place(self.folder, f"{MODEL_DIRECTORY.format(step=step)}.native")
         sw.save(native, {MODEL: self.sd_adapter.to_hf(state)}, overwrite=True)
         sw.export(native, place, to="hf")
         if dist.get_rank() == 0:
@@ -290,7 +290,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _load_dcp(self, step: int) -> None:
         """Load a checkpoint of torchtitan's own back end. Step 0 is a seed: only the model."""
-        place = place_below(self.folder, f"step-{step}")
+        place = join_place(self.folder, f"step-{step}")
         log.info("continuing from a checkpoint of torchtitan's DCP back end: %s", place)
         if step == 0:
             sw.load(place, {MODEL: self._state[MODEL]}, cast=True)
@@ -306,7 +306,7 @@ class ShardwiseCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         try:
             self._dataloader.load_state_dict(dict(state[DATALOADER]))
-        except AssertionError as error:  # torchtitan's loader compares the number of ranks so
+        except AssertionError as error:  # torchtitan's loader asserts an equal number of ranks
             raise sw.StateError(
                 f"the data loader refused its state ({error}): {_LOADER_HINT}"
             ) from error

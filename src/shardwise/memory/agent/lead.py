@@ -294,9 +294,9 @@ class _LeaderSave:
         own = msgspec.structs.replace(list_own_files(run, node), known_nodes=[])
         search = Search(run, node, [own], infos, tls, only=names)
         search.ask(follows=False)
-        assembly = search.choose_snapshot(step)
-        if assembly.step is None:
-            reasons = "; ".join(reason for _, reason in assembly.skipped)
+        locations = search.choose_snapshot(step)
+        if locations.step is None:
+            reasons = "; ".join(reason for _, reason in locations.skipped)
             raise StoreError(
                 f"step {step}: the files of nodes that do not answer cannot be persisted: "
                 f"{reasons}; save a newer step. If the training has ended, the snapshot stays in "
@@ -304,7 +304,7 @@ class _LeaderSave:
                 f"again, and after restore(), save({step}, state, force=True) persists it"
             )
         copier = FileCopier(self.pending.budget)
-        with closing(AssembledStore(assembly, run, node, tls, threads=READ_THREADS)) as source:
+        with closing(AssembledStore(locations, run, node, tls, threads=READ_THREADS)) as source:
             for entry in entries:
                 copier.copy(source, entry, store)
         return sum(entry.size for entry in entries)

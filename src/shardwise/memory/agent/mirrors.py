@@ -1,4 +1,4 @@
-"""The mirrors that the agent of this node keeps up to date, one task for each run.
+"""Copy the checkpoints of roots to their mirrors: the tasks of this node's agent, one for each run.
 
 <home>/mirrors/<run>.json
 
@@ -27,7 +27,7 @@ from shardwise.tiers.options import StorageTask
 # All in seconds.
 CHECK_PERIOD = 60.0  # between two comparisons: other programs may change the root or the mirror
 REOPEN_PERIOD = 600.0  # if copies fail, the stores are opened again: they may find new credentials
-LONGEST_AFTER_END = 86400.0
+GIVE_UP_AFTER = 86400.0  # after the end of a run whose copies fail
 log = logging.getLogger("shardwise.agent")
 
 
@@ -69,13 +69,13 @@ class _OpenMirror:
     Attributes:
         task: the task when the mirror was last brought up to date.
         opened_at: the time of the opening.
-        current_at: the time when the mirror was last complete; 0 if the last attempt failed.
+        completed_at: the time when the mirror was last complete; 0 if the last attempt failed.
     """
 
     task: StorageTask
     mirroring: Mirroring
     opened_at: float
-    current_at: float = 0.0
+    completed_at: float = 0.0
 
 
 class Mirrors:
@@ -97,7 +97,8 @@ class Mirrors:
     def catch_up(self, run: Run) -> None:
         """Bring the mirror of a run up to date.
 
-        Remove the task if the run has ended, and the mirror is complete or has failed for long.
+        When the run has ended, the task is removed as soon as the mirror is complete. If copies
+        fail, it is removed a day after the end.
 
         Failures are logged, and recorded in the root. The agent calls this again and again.
         """
@@ -108,10 +109,10 @@ class Mirrors:
         if opened is None or _tiers_of(opened.task) != _tiers_of(task):
             opened = self._open(run, task)
         if opened is not None and self._needs_attempt(opened, task):
-            opened.task, opened.current_at = task, 0.0
+            opened.task, opened.completed_at = task, 0.0
             if opened.mirroring.catch_up(lambda: (read_mirror_task(run) or task).saved_steps):
-                opened.current_at = self._clock()
-        is_failing = opened is None or not opened.current_at
+                opened.completed_at = self._clock()
+        is_failing = opened is None or not opened.completed_at
         is_old = opened is not None and self._clock() - opened.opened_at >= REOPEN_PERIOD
         if is_failing and is_old:
             del self._open_mirrors[run]
@@ -120,7 +121,7 @@ class Mirrors:
             self._open_mirrors.pop(run, None)
 
     def _needs_attempt(self, opened: _OpenMirror, task: StorageTask) -> bool:
-        return task != opened.task or self._clock() - opened.current_at >= CHECK_PERIOD
+        return task != opened.task or self._clock() - opened.completed_at >= CHECK_PERIOD
 
     def _open(self, run: Run, task: StorageTask) -> _OpenMirror | None:
         """Open the root and the mirror of a task; return None if that fails."""
@@ -142,7 +143,7 @@ class Mirrors:
         if not is_failing:
             return True
         with suppress(FileNotFoundError):
-            if self._clock() - run.mirror_task_path.lstat().st_mtime < LONGEST_AFTER_END:
+            if self._clock() - run.mirror_task_path.lstat().st_mtime < GIVE_UP_AFTER:
                 return False
         log.error(
             "the mirror %s of %s still lacks checkpoints a day after the run has ended, and is "

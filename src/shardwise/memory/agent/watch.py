@@ -1,4 +1,4 @@
-"""`ProgressWatch`: what the ranks of the runs on a node do now, on all of their nodes.
+"""Ask all agents what the ranks of a run do now, for `shardwise agent status --watch`.
 
 Asking thousands of nodes takes longer than a refresh. So each refresh asks for a limited time, and
 begins with the nodes that were not asked for the longest time.

@@ -115,7 +115,8 @@ def encode_parity(
         except UnreadableFileError as error:
             node = group.members[index].node
             raise StoreError(
-                f"node {node} cannot compute parity: cannot read {error}"
+                f"node {node} cannot compute parity: cannot read {error}: look whether that node "
+                "and its agent run, and at the agent's log; the next snapshot is protected anew"
             ) from error.error
 
 

@@ -31,7 +31,7 @@ ReadSource = tuple[str, Callable[[int, Buffer], None]]
 
 
 @prepare_decoding
-class Assembly(msgspec.Struct, array_like=True, frozen=True):
+class SnapshotLocations(msgspec.Struct, array_like=True, frozen=True):
     """Where the files of a snapshot are.
 
     Attributes:
@@ -60,38 +60,44 @@ class Assembly(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AssembledStore(ReadOnlyStore):
-    """A read-only store of the files of an assembly.
+    """A read-only store of the files of an locations.
 
     Args:
-        assembly: the nodes that have each file. Files of this node are read locally.
+        locations: the nodes that have each file. Files of this node are read locally.
         run: the directories of the run on this node.
         node: the name of this node.
         tls: certificates for connections to other nodes.
         threads: the number of threads that decode the data of one read.
 
     Raises:
-        StoreError: the assembly has no step.
+        StoreError: the locations has no step.
     """
 
-    why_read_only = "save to storage instead"
+    advice_to_writers = "save to storage instead"
 
     def __init__(
-        self, assembly: Assembly, run: Run, node: str, tls: Tls | None = None, *, threads: int = 1
+        self,
+        locations: SnapshotLocations,
+        run: Run,
+        node: str,
+        tls: Tls | None = None,
+        *,
+        threads: int = 1,
     ) -> None:
-        if assembly.step is None:
+        if locations.step is None:
             raise StoreError(
                 f"no snapshot of run {run.name} was found in memory on any node: load a checkpoint "
                 "from the root"
             )
-        self._assembly = assembly
-        self._name = f"memory of run {run.name}, step {assembly.step}"
+        self._assembly = locations
+        self._name = f"memory of run {run.name}, step {locations.step}"
         self._node = node
-        mapped = frozenset(name for name, nodes in assembly.nodes_by_file.items() if node in nodes)
-        self._local = LocalStore(run.step_path(assembly.step))
+        mapped = frozenset(name for name, nodes in locations.nodes_by_file.items() if node in nodes)
+        self._local = LocalStore(run.step_path(locations.step))
         # Parts of the files may be in the memory of other nodes.
         self.traits = replace(self._local.traits, is_node_local=False, mapped=mapped)
-        infos = list(assembly.nodes.values())
-        self._nodes = Nodes(SnapshotDirectory(run, assembly.step), infos, node, NODE_TIMEOUT, tls)
+        infos = list(locations.nodes.values())
+        self._nodes = Nodes(SnapshotDirectory(run, locations.step), infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys((LOCAL, OTHERS, DECODED), 0)
         self._count_lock = threading.Lock()
@@ -99,7 +105,7 @@ class AssembledStore(ReadOnlyStore):
         self._map = functools.cache(lambda key, size: map_file(path / key, size))
         self._rebuilder: Rebuilder | None = None
         self._owner_of: dict[str, str] = {}
-        if (protection := assembly.protection) is not None:
+        if (protection := locations.protection) is not None:
             self._owner_of = {
                 name: member.node
                 for group in protection.groups
@@ -109,7 +115,7 @@ class AssembledStore(ReadOnlyStore):
             self._rebuilder = Rebuilder(
                 protection,
                 self._read_part,
-                lost=set(self._owner_of.values()) - assembly.nodes.keys(),
+                lost=set(self._owner_of.values()) - locations.nodes.keys(),
                 threads=threads,
             )
 

@@ -150,7 +150,10 @@ class AgentClient:
             header = response.headers.get("Content-Range", "no range")
             received = header.removeprefix("bytes ").split("/")[0]
             if response.status != 206 or received != requested or response.length != len(out):
-                raise StoreError(f"{request}: received {received}; the file may be cut off")
+                raise StoreError(
+                    f"{request}: the agent sent {response.length} bytes, {received}: the file on "
+                    "this node may be cut off; a restore reads another copy, or an older step"
+                )
             remaining = out.data
             while remaining:
                 count = response.readinto(remaining)

@@ -1,4 +1,4 @@
-"""Watches agents while a rank waits for a save, so that the wait ends if the agents are gone."""
+"""End the wait for a save if the agents that would complete it are gone."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from shardwise.memory.options import Tls
 from shardwise.memory.records import AgentInfo, PendingManifest
 from shardwise.memory.redundancy.placement import Protection, plan_protection
 from shardwise.memory.redundancy.rebuild import find_unreadable_files
-from shardwise.memory.remote.assembled import Assembly
+from shardwise.memory.remote.assembled import SnapshotLocations
 from shardwise.memory.remote.client import AgentClient
 
 CONNECT_TIMEOUT = 0.5
@@ -234,7 +234,7 @@ class Search:
 
     def choose_snapshot(
         self, step: int | None, *, damaged: int | None = None, nodes_read: Collection[str] = ()
-    ) -> Assembly:
+    ) -> SnapshotLocations:
         """Return the newest snapshot that has a manifest and can be read completely.
 
         Args:
@@ -250,7 +250,7 @@ class Search:
             if not isinstance(found, str):
                 return msgspec.structs.replace(found, skipped=skipped)
             skipped.append((candidate, f"memory: {found}"))
-        return Assembly(skipped=skipped)
+        return SnapshotLocations(skipped=skipped)
 
     def is_complete(self, step: int | None) -> bool:
         """Return whether no other node can hold a newer snapshot than these nodes do.
@@ -284,7 +284,7 @@ class Search:
             and (damaged is None or number < damaged or (number == damaged and retries_damaged))
         ]
 
-    def _assemble_step(self, step: int, epoch: int | None = None) -> Assembly | str:
+    def _assemble_step(self, step: int, epoch: int | None = None) -> SnapshotLocations | str:
         """Return where the files of a step are, or why the step cannot be read.
 
         All nodes have the same manifest, unless a manifest is damaged, or a node was away when the
@@ -361,7 +361,7 @@ class Search:
 
     def _assemble(
         self, step: int, files: Sequence[FileEntry], pending: PendingManifest | None, source: str
-    ) -> Assembly | str:
+    ) -> SnapshotLocations | str:
         """Return where the files of a save are, or which cannot be read.
 
         Args:
@@ -395,4 +395,4 @@ class Search:
         nodes_by_file[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, names in files_of.items() if names}
         epoch = None if pending is None else pending.epoch
-        return Assembly(step, nodes_by_file, size_of, infos, protection, epoch=epoch)
+        return SnapshotLocations(step, nodes_by_file, size_of, infos, protection, epoch=epoch)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.engine.connections import own_address
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import StoreError
@@ -22,6 +21,7 @@ from shardwise.memory.options import Memory
 from shardwise.memory.records import AgentInfo
 from shardwise.memory.remote.lost_agents import why_no_answer
 from shardwise.memory.spawn import ensure_agent, log_tail, running_agent
+from shardwise.ranks.connections import own_address
 from shardwise.store import Store
 
 CHECK_PERIOD = 1.0

@@ -22,12 +22,12 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import Address, close_in_forked_children, listen
 from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round, unite
 from shardwise.errors import LostRankError
 from shardwise.memory.identity import served_address
 from shardwise.memory.trainer.agents import Membership
+from shardwise.ranks.connections import Address, close_in_forked_children, listen
 
 CHECK_PERIOD = 0.3  # seconds
 # How long to wait for a node's answer, at first and when the node is asked again. If it does not

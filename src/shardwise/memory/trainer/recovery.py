@@ -26,7 +26,7 @@ from shardwise.memory.registry import (
     read_newest_nodes,
     remove_earlier,
 )
-from shardwise.memory.remote.assembled import AssembledStore, Assembly
+from shardwise.memory.remote.assembled import AssembledStore, SnapshotLocations
 from shardwise.memory.remote.search import NodeFiles, Search, list_own_files
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 COMMIT_TIMEOUT = 5.0
 POLL_PAUSE = 0.01
-FoundSnapshots = Generator[tuple[Assembly, AssembledStore | None], None, None]
+FoundSnapshots = Generator[tuple[SnapshotLocations, AssembledStore | None], None, None]
 """Snapshots, newest first: where the files of each are, and the files."""
 
 
@@ -72,7 +72,7 @@ def _find_assembly(
     step: int | None,
     damaged_step: int | None,
     nodes_read: Collection[str],
-) -> Assembly:
+) -> SnapshotLocations:
     """Agree on the snapshot, and return where its files are."""
     run, here = snapshots.run, snapshots.node
     complete_saves = _find_complete_saves(snapshots, group) if damaged_step is None else set()
@@ -89,7 +89,7 @@ def _find_assembly(
             _Listed,
             _combine_listed,
             lambda found: _search_nodes(snapshots, found, step, damaged_step, nodes_read),
-            Assembly,
+            SnapshotLocations,
         )
 
 
@@ -123,7 +123,7 @@ def _search_nodes(
     step: int | None,
     damaged_step: int | None,
     nodes_read: Collection[str],
-) -> Assembly:
+) -> SnapshotLocations:
     """Ask further nodes as far as necessary, and choose the snapshot.
 
     Ask the nodes of the snapshots found so far, and the nodes that the root names as those of the
@@ -143,7 +143,7 @@ def _search_nodes(
     def is_enough() -> bool:
         return damaged_step is None and search.is_complete(step)
 
-    def choose() -> Assembly:
+    def choose() -> SnapshotLocations:
         return search.choose_snapshot(step, damaged=damaged_step, nodes_read=nodes_read)
 
     search.ask(is_enough, lambda: _in_order(listed.known))
@@ -154,7 +154,7 @@ def _search_nodes(
         entries = read_entries(snapshots.root, run.name, answered)
         search.ask(is_enough, lambda: [*entries.agents, *_in_order(listed.earlier)])
     start = time.perf_counter()
-    assembly = choose()
+    locations = choose()
     seconds = time.perf_counter() - start
     unanswered: dict[str, str] = {}
     if not is_enough():
@@ -162,9 +162,9 @@ def _search_nodes(
             info.node: f"its agent at {info.url} did not answer, or another agent has replaced it"
             for info in search.unanswered
         }
-    if assembly.epoch is not None:
-        remove_earlier(snapshots.root, run.name, assembly.epoch, {n.node for n in search.nodes})
-    return msgspec.structs.replace(assembly, choosing_seconds=seconds, unanswered=unanswered)
+    if locations.epoch is not None:
+        remove_earlier(snapshots.root, run.name, locations.epoch, {n.node for n in search.nodes})
+    return msgspec.structs.replace(locations, choosing_seconds=seconds, unanswered=unanswered)
 
 
 def _in_order(infos: set[AgentInfo]) -> list[AgentInfo]:

@@ -100,8 +100,8 @@ def read_described_arrays(
             if array is None:
                 raise FormatError(
                     f"{label}: all_tensor_metadata does not describe this tensor by a plain "
-                    "tensor: copy the file again from an intact source, or save with "
-                    "ByteCheckpoint 0.0.x"
+                    "tensor: copy the file again from an intact source; if it is intact, load the "
+                    "checkpoint with the ByteCheckpoint that wrote it, and save it with torch"
                 )
             parsed[data] = array
         arrays.append(place(parsed[data], item))

@@ -347,7 +347,8 @@ def _require_number(key: str, value: object, path: str) -> Number:
     if not isinstance(value, (int, float)):
         raise FormatError(
             f"{path}: {key[:200]} in the state of an optimizer is neither a tensor nor a number, "
-            f"but {type(value).__name__}: save with an optimizer of torch or DeepSpeed"
+            f"but {type(value).__name__}, so this optimizer cannot be read: to read the weights "
+            "alone, convert the checkpoint with DeepSpeed's zero_to_fp32.py, and open the result"
         )
     return value
 

@@ -90,7 +90,9 @@ def place_side_by_side(
     other_dims = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
     if len(other_dims) != 1 or any(not dim < len(shape) == len(shapes[0]) for shape in shapes):
         raise FormatError(
-            f"{name}: shards of the shapes {_join_shapes(shapes)} do not join along dimension {dim}"
+            f"{name}: shards of the shapes {_join_shapes(shapes)} do not join along dimension "
+            f"{dim}; copy the files of all ranks of one save, or describe them in a specification "
+            "(spec=)"
         )
     shard_widths = [shape[dim] for shape in shapes]
     widths = [shard_widths] if widths is None else widths
@@ -99,7 +101,8 @@ def place_side_by_side(
     ] != shard_widths:
         raise FormatError(
             f"{name}: along dimension {dim}, shards of the shapes {_join_shapes(shapes)} do not "
-            f"consist of fused parameters with these widths on the ranks: {widths}"
+            f"consist of fused parameters with these widths on the ranks: {widths}; "
+            "copy the files of all ranks of one save, or describe them in a specification (spec=)"
         )
     starts = list(
         itertools.accumulate([width for part_widths in widths for width in part_widths], initial=0)

@@ -1,4 +1,4 @@
-"""How ZeRO divides parameters among ranks: flat groups, and the ranges that each rank holds.
+"""Compute which range of which parameter each rank holds in the files of ZeRO 1, 2 and 3.
 
 ZeRO 1 and 2 put the parameters of a group end to end and cut the result into equal partitions
 (`ranges_of_partitions`). ZeRO 3 cuts every parameter into equal slices (`ranges_of_slices`).
@@ -140,8 +140,9 @@ def ranges_in_whole_parameters(
 ) -> tuple[FlatRanges, list[int]]:
     """Return the ranges of DeepSpeed's own Muon under ZeRO 1 and 2, which needs whole matrices.
 
-    A rank has the momentum of all parameters of which it has a part, one after the other. Of
-    these, a rank's own range of each parameter is read.
+    If a rank has a range of a parameter, its file has the momentum of the whole parameter. These
+    momenta lie one after the other. The result says where, within them, the rank's own range of
+    each parameter is: only this is read.
 
     Returns:
         The ranges, and the length of each rank's momentum.

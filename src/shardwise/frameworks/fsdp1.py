@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.adapters.modules import ModuleBinding, Part, buffers_of, extra_states, has_fsdp1
 from shardwise.errors import user_code
-from shardwise.state.local_state import LocalState, TensorLeaf
-from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.parameters import FlatRange, Parameter
+from shardwise.ports.binding import (
+    Context,
+    FlatRange,
+    LocalState,
+    Parameter,
+    SavedNames,
+    Selection,
+    TensorLeaf,
+)
+from shardwise.ports.module_binding import (
+    ModuleBinding,
+    Part,
+    buffers_of,
+    extra_states,
+    is_instance,
+    modules_in,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+
+
+def bind(name: str, value: object, context: Context) -> FSDP1Binding | None:
+    """Return the binding of modules of which a part is wrapped in FullyShardedDataParallel."""
+    modules = modules_in(value)
+    return FSDP1Binding(name, modules, context) if has_fsdp1(modules) else None
+
+
+def has_fsdp1(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a part of the modules is wrapped in FullyShardedDataParallel."""
+    return any(_is_wrapped(part) for module in modules for part in module.modules())
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
 class FSDP1Binding(ModuleBinding):
@@ -105,5 +132,5 @@ def _flat_parameters(
 def _fsdp_units(module: nn.Module) -> Iterator[tuple[str, FlatParamHandle]]:
     """Yield the path and the handle of each FSDP unit that has parameters."""
     for path, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+        if _is_wrapped(part) and part._handle is not None:
             yield path, part._handle

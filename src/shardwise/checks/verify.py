@@ -17,12 +17,12 @@ import numpy as np
 
 from shardwise.boxes import Box, cover_positions
 from shardwise.boxes.box import IntArray
+from shardwise.checks.compare import compare_copies, refuse_differences
 from shardwise.decoding import DECODE_ERRORS, prepare_decoding
 from shardwise.engine.buffers import Arena
-from shardwise.engine.compare import compare_copies, refuse_differences
 from shardwise.engine.data_reader import DataReader
 from shardwise.errors import CorruptionError
-from shardwise.events import Recorder, format_bytes
+from shardwise.events import Recorder
 from shardwise.manifest.checksums import BLOCK, FileChecksums, crc32
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import (
@@ -35,6 +35,7 @@ from shardwise.manifest.manifest import (
     save_id_of_file,
 )
 from shardwise.manifest.pieces import Pieces
+from shardwise.ports.checks import Damage, VerifyReport
 from shardwise.store import Files
 from shardwise.store.store import Buffer
 
@@ -43,79 +44,6 @@ BUFFERS_PER_EVENT = 64
 MOST_ENTRIES = 3
 """How many differing entries of a header a description lists."""
 CHANGED_BYTES = "not the bytes that were saved"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """Bytes of a checkpoint that differ from the bytes that were saved.
-
-    Attributes:
-        file: the name of the file; None if two copies of a tensor differ.
-        start, stop: the range of damaged bytes; None if the whole file is damaged or missing.
-        problem: a description of the damage.
-        tensors: the names of the tensors that have bytes in the range.
-    """
-
-    file: str | None
-    start: int | None = None
-    stop: int | None = None
-    problem: str
-    tensors: list[str]
-
-    def __str__(self) -> str:
-        if self.start is None:
-            return self.problem
-        shown = ", ".join(self.tensors[:5]) + (", …" if len(self.tensors) > 5 else "")
-        return (
-            f"{self.file}: bytes {self.start}:{self.stop} are {self.problem}"
-            f"{f' ({shown})' if shown else ''}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The result of a verification.
-
-    Attributes:
-        path: the path of the checkpoint.
-        step: the training step of the checkpoint, if it has one.
-        files: the number of files of which bytes were compared with checksums.
-        bytes_checked: the number of bytes that were compared with checksums.
-        bytes_compared: the number of bytes of the other copies of tensors, which loads do not
-            read. They were compared with the copies that loads read.
-        bytes_unchecked: the number of bytes of tensors that have no checksum.
-        damage: what is damaged. `Checkpoint.verify` raises an error instead.
-        seconds: the duration of each file's check, and `total`, in seconds.
-    """
-
-    path: str
-    step: int | None
-    files: int
-    bytes_checked: int
-    bytes_compared: int
-    bytes_unchecked: int
-    damage: tuple[Damage, ...]
-    seconds: dict[str, float]
-
-    @property
-    def intact(self) -> bool | None:
-        """Whether there is no damage; None if nothing could be checked."""
-        if self.damage:
-            return False
-        return True if self.files or self.bytes_compared else None
-
-    def __repr__(self) -> str:
-        damaged = f", {len(self.damage)} damaged" if self.damage else ""
-        return f"<VerifyReport: {format_bytes(self.bytes_checked)} checked{damaged}>"
-
-    def __str__(self) -> str:
-        compared = f", {format_bytes(self.bytes_compared)} of copies compared"
-        without = f", {format_bytes(self.bytes_unchecked)} without checksums"
-        return (
-            f"verified {self.path}: {format_bytes(self.bytes_checked)} checked"
-            f"{compared if self.bytes_compared else ''}{without if self.bytes_unchecked else ''}"
-            f", in {self.seconds['total']:.2f} s" + "".join(f"\n  {each}" for each in self.damage)
-        )
 
 
 def refuse_damage(report: VerifyReport) -> None:

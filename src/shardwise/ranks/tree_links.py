@@ -12,8 +12,8 @@ from enum import IntEnum
 import msgspec
 
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import watch_host
 from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.connections import watch_host
 
 MOST_BYTES = 1 << 30
 """The largest message, in bytes."""

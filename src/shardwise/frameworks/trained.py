@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.adapters.modules import has_fsdp1
 from shardwise.errors import StateError
-from shardwise.state.local_state import view_for_numpy
-from shardwise.state.parameters import Parameter
-from shardwise.state.tensors import detach_checked, is_dtensor
+from shardwise.frameworks.fsdp1 import has_fsdp1
+from shardwise.ports.binding import Parameter
+from shardwise.ports.module_binding import detach_checked, is_dtensor, view_for_numpy
 
 _SEEN, _VALUES = "_shardwise_seen", "_shardwise_values"
 _KEPT = True

@@ -21,11 +21,12 @@ from shardwise.engine.load import read_boxes
 from shardwise.engine.per_rank_values import read_per_rank
 from shardwise.engine.rounds import Round, concatenate
 from shardwise.errors import MismatchError
-from shardwise.events import Recorder, format_count
+from shardwise.events import Recorder
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.ports.checks import Comparison, Difference, TensorDifference
 from shardwise.state.local_state import same_bytes, view_for_numpy
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
@@ -38,73 +39,6 @@ MAX_CONVERTED_ELEMENTS = 1 << 20
 
 Source: TypeAlias = tuple[Files, Layout]
 """The files and the layout of a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What a name has in checkpoint A and in checkpoint B: a kind, dtype, shape or value.
-
-    Values are encoded as in the manifest.
-    """
-
-    name: str
-    a: object
-    b: object
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """A tensor whose bytes differ.
-
-    Attributes:
-        elements: the number of elements.
-        differing: the number of elements whose bytes differ.
-        max_abs_difference: the largest |a - b|. NaN if a or b is NaN in an element that differs.
-            None for dtypes without arithmetic.
-    """
-
-    name: str
-    elements: int
-    differing: int
-    max_abs_difference: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """All differences between two checkpoints; see `Checkpoint.compare`.
-
-    Attributes:
-        a, b: the paths of the checkpoints.
-        same: whether there are no differences.
-        tensors_compared: the number of tensors whose bytes were compared.
-        only_in_a, only_in_b: the names in one checkpoint only.
-        kinds: the names of a tensor in one checkpoint and of a plain value in the other.
-        dtypes, shapes: the tensors with other dtypes and shapes.
-        values: the plain values that differ; parts of values have dotted names.
-        tensors: the tensors whose bytes differ.
-    """
-
-    a: str
-    b: str
-    same: bool
-    tensors_compared: int
-    only_in_a: list[str]
-    only_in_b: list[str]
-    kinds: list[Difference]
-    dtypes: list[Difference]
-    shapes: list[Difference]
-    values: list[Difference]
-    tensors: list[TensorDifference]
-
-    @property
-    def differences(self) -> int:
-        """The number of differences."""
-        names = len(self.only_in_a) + len(self.only_in_b) + len(self.kinds)
-        return names + len(self.dtypes) + len(self.shapes) + len(self.values) + len(self.tensors)
-
-    def __str__(self) -> str:
-        found = "the same" if self.same else format_count(self.differences, "difference")
-        return f"{self.a} and {self.b}: {found}"
 
 
 def compare(a: Source, b: Source, arena: Arena, recorder: Recorder) -> Comparison:

@@ -27,7 +27,8 @@ import msgspec
 
 from shardwise.deadline import Deadline
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.connections import (
+from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.connections import (
     HELLO_TIMEOUT,
     TOKEN_SIZE,
     address_of,
@@ -36,8 +37,7 @@ from shardwise.engine.connections import (
     proof_of,
     remaining,
 )
-from shardwise.engine.tree_links import Failure, Link
-from shardwise.errors import LostRankError, RankError
+from shardwise.ranks.tree_links import Failure, Link
 from shardwise.version import build
 
 if TYPE_CHECKING:
@@ -352,8 +352,11 @@ def connect_upwards(
                 return Link(above, peer.host, connection)
         except OSError as error:
             reason = (
-                f"it cannot be reached at {endpoint.host}:{endpoint.port}: {error}. Check "
-                "that it runs, and that no firewall blocks TCP ports between the hosts"
+                f"it cannot be reached at {endpoint.host}:{endpoint.port}: {error}. Check that it "
+                "runs, and that no firewall blocks TCP ports between the hosts"
+                if met is None or met[0] != endpoint
+                else f"the connection to {endpoint.host}:{endpoint.port} failed: {error}. Check "
+                "that it runs, and that no other process has its port now"
             )
     text = f"no connection within {time.monotonic() - began:.0f} s: {reason}"
     raise LostRankError(OPERATION, {number: text})

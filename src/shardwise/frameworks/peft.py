@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from shardwise.ports.module_binding import Part
+
 _DICTS = frozenset({"ModuleDict", "ParameterDict", "BufferDict"})
 
 
-def adapters_of(model: nn.Module) -> dict[str, tuple[Any, nn.Module]]:
+def find_adapters(parts: Iterable[Part]) -> tuple[set[str], dict[str, dict[str, Any]]]:
+    """Return the names of all adapters in the parts of a model, and their configurations.
+
+    Returns:
+        The names that all tensors of adapters are below; and what PEFT writes to
+        `adapter_config.json`, by the names of adapters that have such a form.
+    """
+    names: set[str] = set()
+    configs: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        found = _adapters_of(part.module)
+        names.update(_names_of(part.module, found, part.name) if found else ())
+        for name, (config, module) in found.items():
+            document = _config_document(config, module)
+            if document is not None:
+                configs[name] = document
+    return names, configs
+
+
+def _adapters_of(model: nn.Module) -> dict[str, tuple[Any, nn.Module]]:
     """Return the configuration of each adapter, and the module that has it, by the adapter's name.
 
     PEFT's models have configurations, and so have models of transformers with `add_adapter`.
@@ -26,7 +47,7 @@ def adapters_of(model: nn.Module) -> dict[str, tuple[Any, nn.Module]]:
     return found
 
 
-def adapter_names(
+def _names_of(
     model: nn.Module, adapters: Collection[str], name_of: Callable[[str], str]
 ) -> Iterator[str]:
     """Yield the names of all modules and parameters of adapters, which all tensors are below.
@@ -45,7 +66,7 @@ def adapter_names(
                     yield name_of(f"{path}.{key}")
 
 
-def config_document(config: Any, model: nn.Module) -> dict[str, Any] | None:
+def _config_document(config: Any, model: nn.Module) -> dict[str, Any] | None:
     """Return what PEFT writes to `adapter_config.json`; None if the configuration has no such form.
 
     A base model in an absolute path has only the last part of the path, because other nodes may

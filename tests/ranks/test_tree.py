@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import LostRankError, RankError, StateError, TreeGroup
-from shardwise.engine import connections, tree, tree_links, tree_rendezvous
 from shardwise.engine.rounds import Round
-from shardwise.engine.tree import FAN_OUT, children_of, descendants_of, parent_of
-from shardwise.engine.tree_links import MOST_BYTES, Kind, Link
+from shardwise.ranks import connections, tree, tree_links, tree_rendezvous
+from shardwise.ranks.tree import FAN_OUT, children_of, descendants_of, parent_of
+from shardwise.ranks.tree_links import MOST_BYTES, Kind, Link
 from tests.breadth import mostly_long
 
 TIMEOUT = timedelta(seconds=20)
@@ -95,7 +95,7 @@ def test_the_shape_of_the_tree() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 14])
+@pytest.mark.parametrize("size", mostly_long([1, 2, 3, 14], [1, 3]))
 def test_messages_of_all_lengths_arrive_whole(size: int, fan_out: int) -> None:
     lengths = [0, 1, 15, 16, 17, 100_000, 5_000_000]
 
@@ -218,6 +218,28 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
     assert isinstance(told[1], LostRankError)
     assert "it cannot be reached at 127.0.0.1:1: " in told[1].failures[0]
     assert "Check that it runs, and that no firewall blocks TCP ports" in told[1].failures[0]
+
+
+def test_another_process_at_the_address_of_a_rank_is_not_called_a_firewall() -> None:
+    store = dist.HashStore()
+
+    def answer(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.recv(1000)
+                    connection.sendall(bytes(tree_rendezvous._HELLO.size))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        endpoint = tree_rendezvous._Endpoint("127.0.0.1", listener.getsockname()[1], b"x" * 16)
+        store.set("0", msgspec.json.encode(endpoint).decode())
+        told = outcomes(2, meet, store=store, ranks=[1], timeout=timedelta(seconds=1))
+        listener.shutdown(socket.SHUT_RDWR)
+    assert isinstance(told[1], LostRankError)
+    assert "does not know the token" in told[1].failures[0]
+    assert "that no other process has its port now" in told[1].failures[0]
+    assert "firewall" not in told[1].failures[0]
 
 
 def test_a_rank_that_answers_too_late_is_named_with_its_host(deep: None) -> None:
@@ -747,11 +769,11 @@ def test_a_forked_child_does_not_speak_for_its_parent() -> None:
         assert group.broadcast(b"x") == b"x"
 
 
-def hang(group: TreeGroup, rank: int, seconds: float) -> Any:
+def hang(group: TreeGroup, over: threading.Event) -> Any:
     """What combining messages does on a rank whose storage hangs."""
 
     def conclude(total: int) -> int:
-        time.sleep(seconds)
+        over.wait(60.0)
         return total
 
     with Round(group, "writing and publishing") as all_ranks:
@@ -778,12 +800,18 @@ def test_a_rank_that_was_late_is_not_blamed_for_another_that_hangs_later(
     late: int, size: int, deep: None
 ) -> None:
     """Rank 0 has said for whom it waits; then it hangs itself, in the same round."""
+    over, others = threading.Event(), {*range(1, size)}
 
     def run(group: TreeGroup) -> None:
         meet(group)
         if group.rank == late:
             time.sleep(2.5)
-        hang(group, 0, 12.0)
+        try:
+            hang(group, over)
+        finally:
+            others.discard(group.rank)
+            if not others:
+                over.set()
 
     check_blamed(outcomes(size, run, timeout=timedelta(seconds=5)), 0)
 
@@ -836,15 +864,15 @@ def test_the_rank_that_is_missing_in_the_next_round_is_named(deep: None) -> None
     check_blamed(outcomes(7, run, timeout=timedelta(seconds=4)), 1)
 
 
-def flood(group: TreeGroup, frame: bytes, seconds: float) -> None:
-    """Send the same bytes to the rank above, as fast as it takes them."""
+def flood(group: TreeGroup, frame: bytes, over: threading.Event) -> None:
+    """Send the same bytes to the rank above for 8 s, as fast as it takes them."""
     assert group._above is not None
     connection = group._above._connection
     connection.setblocking(True)
     connection.settimeout(0.5)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 8.0
     with suppress(OSError):
-        while time.monotonic() < until:
+        while time.monotonic() < until and not over.is_set():
             with suppress(TimeoutError):
                 connection.sendall(frame * 1000)
 
@@ -857,15 +885,17 @@ def test_the_time_out_holds_against_endless_frames(kind: Kind) -> None:
     body = msgspec.msgpack.encode([]) if kind == Kind.MISSING else b""
     frame = tree_links._HEAD.pack(b"swm1", kind, len(body)) + body
     waiting: list[int] = []
+    over = threading.Event()
 
     def run(group: TreeGroup) -> float:
         began = time.monotonic()
         if group.rank == 1:
-            flood(group, frame, 8.0)
+            flood(group, frame, over)
         elif group.rank == 2:
-            time.sleep(8.0)
+            over.wait(8.0)
         with suppress(LostRankError):
             group.reduce(b"1", add)
+        over.set()
         waiting.extend(len(link.inbox) for link in group._links)
         return time.monotonic() - began
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.deadline import Deadline
-from shardwise.engine.connections import close_in_forked_children
 from shardwise.engine.group import TIMEOUT
-from shardwise.engine.tree import TreeGroup
-from shardwise.engine.tree_rendezvous import nothing
 from shardwise.errors import LostRankError
+from shardwise.ranks.connections import close_in_forked_children
+from shardwise.ranks.tree import TreeGroup
+from shardwise.ranks.tree_rendezvous import nothing
 
 CONNECT_TIMEOUT = timedelta(minutes=1)
 """How long ranks that have met may take to connect."""

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from shardwise.decoding import prepare_decoding
-from shardwise.engine.root import Best, Choice
-from shardwise.errors import FormatError, StateError
-from shardwise.manifest.layout import Layout
+from shardwise.errors import FormatError
 from shardwise.manifest.manifest import step_of_directory
 from shardwise.store import LocalStore, Store, resolve_links
 
@@ -41,7 +34,7 @@ _PART_OF_STEP = re.compile(
 """What frameworks call the parts of a checkpoint, whose directory then has the name of the step."""
 
 
-def _step_in_path(parts: Sequence[str]) -> int | None:
+def _step_in_parts(parts: Sequence[str]) -> int | None:
     """Return the step in the path of a checkpoint, given as components; None if it has none.
 
     A number counts only where frameworks write the training step: `global_step_200`, `step-500`,
@@ -59,7 +52,7 @@ def _step_in_path(parts: Sequence[str]) -> int | None:
     return None if match is None else int(next(filter(None, match.groups())))
 
 
-def find_foreign_directory(store: Store, names: Sequence[str], step: object) -> str:
+def find_directory(store: Store, names: Sequence[str], step: object) -> str:
     """Return the directory of a step, or of its tensors, in a place of another library, or "".
 
     Megatron-LM and verl keep the newest step in a file of the root, and NeMo has all tensors of a
@@ -93,56 +86,36 @@ def find_foreign_directory(store: Store, names: Sequence[str], step: object) -> 
     )
 
 
-@prepare_decoding
-class Steps(msgspec.Struct, array_like=True):
-    """The step that the caller states for a checkpoint, and that in its path; None if unknown."""
+def step_in_path(place: Store) -> int | None:
+    """Return the step in the path of a checkpoint; None if it has none.
 
-    stated: int | None
-    in_path: int | None
-
-
-def find_steps(place: Store, step: Choice, *, is_chosen: bool) -> Steps:
-    """Return the steps of a checkpoint that are known without its files.
-
-    Args:
-        place: the checkpoint.
-        step: the user's `step=`.
-        is_chosen: whether `step` has chosen this checkpoint in a root.
+    If a link leads to the checkpoint, either path may have the step, but not two of them.
     """
     paths = [place, resolve_links(place)] if type(place) is LocalStore else [place]
-    in_paths = {
-        each
+    found = {
+        step
         for path in paths
-        if (each := _step_in_path(str(path).partition("?")[0].split("/"))) is not None
+        if (step := _step_in_parts(str(path).partition("?")[0].split("/"))) is not None
     }
-    stated = operator.index(step) if not is_chosen and not isinstance(step, (str, Best)) else None
-    return Steps(stated, in_paths.pop() if len(in_paths) == 1 else None)
+    return found.pop() if len(found) == 1 else None
 
 
-def with_step(layout: Layout, steps: Steps, store: Store) -> Layout:
-    """Return a layout with the step that it records, or else that the caller states, or its path.
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Return the names that a training loop may have given to checkpoints, newest first.
 
-    Raises:
-        StateError: the caller states a step, and the checkpoint records one.
+    A checkpoint is a `.ckpt` file, or has a number, such as `checkpoint-500` or `step10.pt`. The
+    last number is its step.
     """
-    if layout.step is None:
-        step = steps.in_path if steps.stated is None else steps.stated
-        return layout if step is None else replace(layout, step=step)
-    if steps.stated is not None:
-        raise StateError(
-            f"step={steps.stated}: {store} is not the root of a run, which has a directory for "
-            f"each step, but a checkpoint that records its step, {layout.step}: leave out step="
-        )
-    return layout
+    return sorted(filter(_is_named_as_step, names), key=_order_of_step, reverse=True)
 
 
-def is_named_as_step(name: str) -> bool:
+def _is_named_as_step(name: str) -> bool:
     """Return whether a training loop may have given this name to a checkpoint."""
     has_number = _NUMBER.search(name) is not None and step_of_directory(name) is None
     return has_number or name.endswith(".ckpt")
 
 
-def order_of_step(name: str) -> tuple[int, str]:
+def _order_of_step(name: str) -> tuple[int, str]:
     """Return the last number in a name, and the name, to sort checkpoints by their steps."""
     numbers = _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else -1, name

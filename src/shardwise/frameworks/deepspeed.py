@@ -17,16 +17,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.adapters.modules import ModuleBinding, has_class, modules_in
-from shardwise.adapters.optimizer_groups import Group
-from shardwise.adapters.optimizers import OptimizerBinding
 from shardwise.errors import StateError
-from shardwise.ports.binding import Binding, Context
-from shardwise.state.local_state import LocalState, TensorLeaf
-from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.parameters import FlatRange, Parameter
-from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import tensor_leaf
+from shardwise.ports.binding import (
+    Binding,
+    Context,
+    FlatRange,
+    JsonValue,
+    LocalState,
+    Parameter,
+    SavedNames,
+    Selection,
+    TensorLeaf,
+    decode,
+    encode,
+    tensor_leaf,
+)
+from shardwise.ports.module_binding import (
+    Group,
+    ModuleBinding,
+    OptimizerBinding,
+    has_class,
+    modules_in,
+)
 
 VALUES_KEY = "deepspeed"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

@@ -12,17 +12,31 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.adapters.modules import ModuleBinding, modules_in
-from shardwise.adapters.peft import adapter_names, adapters_of, config_document
-from shardwise.adapters.trained import TrainingHistory, tensors_by_name
 from shardwise.errors import StateError
+from shardwise.frameworks.peft import find_adapters
+from shardwise.frameworks.trained import TrainingHistory, tensors_by_name
 from shardwise.manifest.manifest import ADAPTERS, FROZEN
-from shardwise.ports.binding import Binding, Context
-from shardwise.state.local_state import LocalState, TensorLeaf, view_for_numpy
-from shardwise.state.name_lookup import SavedNames, Selection, is_below
-from shardwise.state.parameters import Parameter
-from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.tensors import is_dtensor, is_instance, tensor_leaf
+from shardwise.ports.binding import (
+    Binding,
+    Context,
+    JsonValue,
+    LocalState,
+    Parameter,
+    SavedNames,
+    Selection,
+    TensorLeaf,
+    decode,
+    encode,
+    tensor_leaf,
+)
+from shardwise.ports.module_binding import (
+    ModuleBinding,
+    is_dtensor,
+    is_instance,
+    modules_in,
+    view_for_numpy,
+)
+from shardwise.state.name_lookup import is_below
 
 _SAMPLES_PER_TENSOR = 4
 _SEPARATOR = " 0x"
@@ -169,7 +183,7 @@ class TrainableBinding(Binding):
         """
         local_state = self.module.local_state()
         history, tensors = self._history(), tensors_by_name(self.parameters())
-        adapters, configs = self._adapters()
+        adapters, configs = find_adapters(self.module.parts)
         is_trained = {
             name: tensor.requires_grad
             or history.is_kept(name, tensor)
@@ -197,7 +211,8 @@ class TrainableBinding(Binding):
         if frozen and self._spec.base:
             local_state.objects[self._base_key] = self._spec.base
         if frozen:
-            local_state.objects |= configs
+            for name, document in configs.items():
+                local_state.objects[f"{self._adapters_key}.{name}"] = encode(document, name)
         return local_state
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
@@ -250,19 +265,6 @@ class TrainableBinding(Binding):
             for optimizer in binding.optimizers:
                 history.keep_stepped(optimizer)
         return history
-
-    def _adapters(self) -> tuple[set[str], dict[str, JsonValue]]:
-        """Return the names of the adapters of PEFT, and their configurations as plain values."""
-        names: set[str] = set()
-        configs: dict[str, JsonValue] = {}
-        for part in self.module.parts:
-            found = adapters_of(part.module)
-            names.update(adapter_names(part.module, found, part.name) if found else ())
-            for each, (config, module) in found.items():
-                document = config_document(config, module)
-                if document is not None:
-                    configs[f"{self._adapters_key}.{each}"] = encode(document, each)
-        return names, configs
 
     def _leaf_of(self, name: str, tensor: torch.Tensor) -> TensorLeaf:
         """Return a leaf of the module. If the tensor cannot be saved, the leaf has no fragments."""

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.adapters.megatron_model import (
+from shardwise.errors import StateError, user_code
+from shardwise.frameworks.megatron_model import (
     ExtraState,
     cut_ranges,
     describe_model,
     with_checkpoint_name,
 )
-from shardwise.adapters.megatron_optimizer import (
+from shardwise.frameworks.megatron_optimizer import (
     MASTER_KEY,
     BucketedState,
     MasterWeight,
@@ -31,15 +32,19 @@ from shardwise.adapters.megatron_optimizer import (
     rebuild_weights,
     refuse_unknown_optimizer,
 )
-from shardwise.adapters.modules import has_class, modules_in
-from shardwise.adapters.optimizers import OptimizerBinding
-from shardwise.adapters.values import ObjectBinding
-from shardwise.errors import StateError, user_code
-from shardwise.ports.binding import Binding, Context
-from shardwise.state.local_state import LocalState, TensorLeaf
-from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.parameters import Parameter
-from shardwise.state.plain_values import JsonValue, decode, encode
+from shardwise.ports.binding import (
+    Binding,
+    Context,
+    JsonValue,
+    LocalState,
+    Parameter,
+    SavedNames,
+    Selection,
+    TensorLeaf,
+    decode,
+    encode,
+)
+from shardwise.ports.module_binding import ObjectBinding, OptimizerBinding, has_class, modules_in
 
 VALUES_KEY = "megatron"
 SCALER_KEY = "grad_scaler"

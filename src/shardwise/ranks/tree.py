@@ -26,16 +26,16 @@ import torch.distributed as dist
 from shardwise.deadline import Deadline
 from shardwise.decoding import DECODE_ERRORS
 from shardwise.engine.group import TIMEOUT, Combine, Decode, UndecodableError
-from shardwise.engine.tree_links import MOST_BYTES, Failure, Kind, Link
-from shardwise.engine.tree_rendezvous import OPERATION as CONNECTING
-from shardwise.engine.tree_rendezvous import (
+from shardwise.errors import LostRankError, RankError, StateError, name_ranks
+from shardwise.ranks.tree_links import MOST_BYTES, Failure, Kind, Link
+from shardwise.ranks.tree_rendezvous import OPERATION as CONNECTING
+from shardwise.ranks.tree_rendezvous import (
     SHARED_CHECK_SECONDS,
     Check,
     RankListener,
     connect_upwards,
     nothing,
 )
-from shardwise.errors import LostRankError, RankError, StateError, name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

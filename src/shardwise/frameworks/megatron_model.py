@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.boxes import Box
 from shardwise.errors import StateError, user_code
-from shardwise.state.parameters import FlatRange, Parameter
+from shardwise.ports.binding import Box, FlatRange, Parameter
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")

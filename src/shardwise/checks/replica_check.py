@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
+from shardwise.checks.bit_sums import BitSums
 from shardwise.decoding import prepare_decoding
-from shardwise.engine.bit_sums import BitSums
 from shardwise.engine.group import Group
 from shardwise.engine.planning import PlannedSave
 from shardwise.engine.rounds import Round, Values, combine_values, unite, values_of

@@ -20,13 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardwise.adapters.optimizer_groups import STEP, Group
-from shardwise.boxes import Box
 from shardwise.errors import StateError
-from shardwise.state.local_state import LocalState, TensorLeaf
-from shardwise.state.name_lookup import SavedNames
-from shardwise.state.parameters import FlatRange
-from shardwise.state.plain_values import decode
+from shardwise.ports.binding import Box, FlatRange, LocalState, SavedNames, TensorLeaf, decode
+from shardwise.ports.module_binding import STEP, Group
 
 MASTER_KEY = "param"
 """The key of the master weights in a bucket."""

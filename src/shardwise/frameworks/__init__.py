@@ -1,0 +1,1 @@
+"""Bind the models and optimizers of frameworks, by the port of bindings."""
