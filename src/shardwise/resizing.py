@@ -15,9 +15,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.rounds import Round
 from shardwise.errors import MismatchError, StateError
 from shardwise.manifest.layout import Layout
-from shardwise.ports.binding import Binding
-from shardwise.state.local_state import ParameterOrder
-from shardwise.state.name_lookup import SavedNames, Selection
+from shardwise.ports.binding import Binding, ParameterOrder, SavedNames, Selection
 
 KEEP_COMMON = "keep-common"
 Shape = tuple[int, ...]

@@ -25,14 +25,13 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from shardwise.adapters.bind import bind_state, bind_value, binders, is_nested_state, unite
-from shardwise.adapters.modules import modules_in
-from shardwise.adapters.values import ObjectBinding, PerRankBinding, TensorBinding
+from shardwise.adapters.values import PerRankBinding, TensorBinding
 from shardwise.engine.describe import BoundState, Described, Recipes, StateToSave
 from shardwise.loading import State
-from shardwise.ports.binding import Binding, Cells
-from shardwise.state.local_state import Fragment, LocalState
+from shardwise.ports.binding import Binding, Cells, Fragment, LocalState
+from shardwise.ports.module_binding import ObjectBinding, is_dtensor, modules_in
 from shardwise.state.stated_geometry import ATTRIBUTES, METHODS
-from shardwise.state.tensors import is_dtensor, local_tensor
+from shardwise.state.tensors import local_tensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (ObjectBinding, PerRankBinding, TensorBinding)

@@ -26,9 +26,9 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.ports.binding import SavedNames
 from shardwise.ports.checks import Comparison, Difference, TensorDifference
 from shardwise.state.local_state import same_bytes, view_for_numpy
-from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
 from shardwise.store import Files
 

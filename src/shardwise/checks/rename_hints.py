@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shardwise.manifest.manifest import FROZEN
-from shardwise.state.name_lookup import SavedNames, is_below, rename_function
+from shardwise.ports.binding import SavedNames
+from shardwise.state.name_lookup import is_below, rename_function
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""

@@ -26,8 +26,8 @@ from shardwise.events import Recorder, Sink
 from shardwise.manifest.layout import Layout, encode_layout
 from shardwise.manifest.quantized import REMEDY, find_quantized
 from shardwise.opening import OpenOptions, agree_to_open
+from shardwise.ports.binding import Selection
 from shardwise.ports.foreign import Specification
-from shardwise.state.name_lookup import Selection
 from shardwise.store import Files, open_store
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -29,7 +29,7 @@ from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
 from shardwise.manifest.pieces import Pieces, StoredRuns
-from shardwise.state.plain_values import JsonValue, encode
+from shardwise.ports.binding import JsonValue, encode
 
 INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""

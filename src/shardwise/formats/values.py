@@ -17,7 +17,7 @@ from shardwise.formats.containers.pickle_values import (
 )
 from shardwise.formats.foreign import StoredArray, StoredTensor
 from shardwise.formats.nested import STORED
-from shardwise.state.plain_values import JsonValue, encode
+from shardwise.ports.binding import JsonValue, encode
 
 _NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
 

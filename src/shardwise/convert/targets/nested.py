@@ -14,7 +14,7 @@ from shardwise.convert.plan import ExportContents, TensorPart
 from shardwise.errors import StateError
 from shardwise.formats.optimizers import ParamGroup
 from shardwise.manifest.manifest import ObjectEntry
-from shardwise.state.plain_values import JsonValue, decode
+from shardwise.ports.binding import JsonValue, decode
 
 STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 """Keys of torch's optimizers."""

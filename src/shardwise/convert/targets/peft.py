@@ -15,7 +15,7 @@ from shardwise.convert.plan import ExportContents, ExportFiles, TargetTensor
 from shardwise.convert.targets.hf import PEFT_PREFIX, plan_safetensors_file, split_adapter_name
 from shardwise.errors import StateError
 from shardwise.manifest.manifest import ADAPTERS, FROZEN
-from shardwise.state.plain_values import decode
+from shardwise.ports.binding import decode
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _DEFAULT = "default"
