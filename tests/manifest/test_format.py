@@ -35,6 +35,7 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
     Pieces,
+    Runs,
     StoredRuns,
     count_tensors,
     decode_tensors,
@@ -272,7 +273,7 @@ def rows_of(pieces: Pieces) -> list[Row]:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
-    encoded = encode_tensors(entries, find_runs(*columns_of(listed)))
+    encoded = encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed))))
     tensors, runs = decode_tensors(encoded)
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
@@ -295,7 +296,7 @@ def test_a_sharding_over_several_axes_is_a_rule_for_each_pair_at_most(
         rows, columns = int(np.ravel_multi_index(k[:-1], sizes[:-1])) if k[:-1] else 0, k[-1]
         listed.append((0, rank, 4 * columns, (8 * rows, 3 * columns), (8, 3)))
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     outermost = next((n for n in sizes if n > 2), 1)
     assert len(runs) <= math.prod(sizes[: sizes.index(outermost)])
     assert rows_of(StoredRuns.of(runs).expand()) == listed
@@ -305,6 +306,6 @@ def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     ranks = 16_384
     listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     assert len(runs.count) == 1
     assert rows_of(StoredRuns.of(runs).expand()) == listed

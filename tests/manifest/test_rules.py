@@ -125,7 +125,7 @@ def test_runs_are_found_again_in_what_was_listed(
     pieces = StoredRuns.of(runs).expand()
     order = np.lexsort([*reversed(pieces.offset.T), pieces.tensor])
     columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
-    found = find_runs(*(column[order] for column in columns))
+    found = find_runs(Runs.of_rows(*(column[order] for column in columns)))
     assert rows_of(StoredRuns.of(found).expand()) == rows_of(pieces)
     opened(entries, found, data)
 

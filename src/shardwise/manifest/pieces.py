@@ -127,6 +127,15 @@ class Runs(Table):
     start_step: IntArray
     offset_step: IntArray
 
+    @classmethod
+    def of_rows(
+        cls, tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
+    ) -> Runs:
+        """Return runs without axes, of one piece each."""
+        n, dims = offset.shape
+        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
+        return Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
+
 
 def join_runs(tables: Sequence[Runs]) -> Runs:
     """Return the runs of all tables, which may have different numbers of axes."""
@@ -136,7 +145,8 @@ def join_runs(tables: Sequence[Runs]) -> Runs:
         parts = []
         for runs in tables:
             column = getattr(runs, each.name)
-            if each.name in ("count", "file_step", "start_step", "offset_step"):
+            of_axes = each.name in ("count", "file_step", "start_step", "offset_step")
+            if of_axes and column.shape[1] < axes:
                 width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
                 column = np.pad(column, width, constant_values=int(each.name == "count"))
             parts.append(column)
@@ -197,18 +207,15 @@ class StoredRuns(Runs):
         return self.at(*expand_grids(self.count))
 
 
-def find_runs(
-    tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
-) -> Runs:
-    """Find the runs in plain rows of pieces, which must be sorted by tensor; see `Runs`.
+def find_runs(runs: Runs) -> Runs:
+    """Find longer runs in pieces or runs, which must be sorted by tensor; see `Runs`.
 
-    Pieces that follow each other at equal distances form a run. Then, equal runs that follow each
-    other at equal distances form a run of one more axis, and so on. For example, the 16 rows of a
-    matrix are each cut in two: the 32 pieces become 16 pairs, and these one run of two axes.
+    Runs that follow each other at equal distances become one run of one more axis. This is repeated
+    as long as it finds any. For example, the 16 rows of a matrix are each cut in two: the 32 pieces
+    become 16 pairs, and these one run of two axes.
     """
-    n, dims = offset.shape
-    none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-    runs = Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
+    if int(np.bincount(runs.tensor).max(initial=0)) < SHORTEST_RUN:
+        return runs
     while runs.count.shape[1] < MOST_AXES - 1:
         folded = _fold(runs)
         if len(folded) == len(runs):
@@ -415,7 +422,8 @@ def encode_tensors_with(tensors: Sequence[TensorEntry], rows: Iterable[Row]) -> 
     tensor, file, start = (np.array([row[i] for row in listed], np.int64) for i in range(3))
     offset = padded_rows([row[3] for row in listed], dims, 0)
     shape = padded_rows([row[4] for row in listed], dims, 1)
-    return encode_tensors(tensors, find_runs(tensor, file, start, offset, shape))
+    rows_of_pieces = Runs.of_rows(tensor, file, start, offset, shape)
+    return encode_tensors(tensors, find_runs(rows_of_pieces))
 
 
 def count_tensors(encoded: msgspec.Raw) -> int:
