@@ -65,23 +65,26 @@ def _divide(sets: OwnerSets, loads: Float) -> Iterator[PieceGroup]:
     first, kind = distinct_rows(np.column_stack([loads[owners].astype(np.int64), *kinds]))
     for i, example in enumerate(first.tolist()):
         members = np.flatnonzero(kind == i)
-        ranks = owners[example]
+        ranks, alike = owners[example], owners[members]
         before = loads[ranks]
         cut = _cut_replicas(sets, example, loads)
         added = loads[ranks] - before
         loads[ranks] = before
-        loads[owners[members]] += added  # no rank is in two sets
+        loads[alike] += added  # no rank is in two sets
         for (which, pieces), tensors in cut.items():
             division, part_of = sets.held[which]
-            n, q = len(pieces), len(members)
             position = [position for position, _ in pieces]
-            box = np.repeat(division.offset[part_of[members]], n, axis=0)
             within = np.array([each.offset for _, each in pieces], np.int64)
-            offset = box + np.tile(within, (q, 1))
-            shape = np.tile(np.array([each.shape for _, each in pieces], np.int64), (q, 1))
-            writers = owners[members][:, position].reshape(-1)
-            are_distinct = len({*position}) == n
-            for rows in [np.arange(n * q)] if are_distinct else split_repeated(writers):
+            extent = np.array([each.shape for _, each in pieces], np.int64)
+            # One row for each set and piece.
+            held = division.offset[part_of[members], None]
+            table = len(members) * len(pieces), within.shape[1]
+            box, offset, shape = (
+                each.reshape(table) for each in np.broadcast_arrays(held, held + within, extent)
+            )
+            writers = alike[:, position].reshape(-1)
+            are_distinct = len({*position}) == len(position)
+            for rows in [slice(None)] if are_distinct else split_repeated(writers):
                 columns = writers[rows], box[rows], offset[rows], shape[rows]
                 yield _new_group(division, np.array(tensors, np.int64), *columns)
 

@@ -127,17 +127,17 @@ def _lay_out_section(
     """
     # A row of the table is a piece in all files of one layout. The first rank of each layout stands
     # for the others.
-    columns, placed = [], []
+    rows, placed, tensors = [], [], []
     for group in groups:
-        of_ranks, t = layout_of[group.ranks], len(group.tensors)
+        of_ranks = layout_of[group.ranks]
         first, layout = distinct_rows(of_ranks[:, None])
-        row = np.column_stack([of_ranks[first], group.nbytes[first], group.offset[first]])
-        itemsize = np.full(len(first) * t, group.itemsize)
-        tensors = np.tile(group.tensors, len(first))
-        columns.append(np.column_stack([np.repeat(row, t, axis=0), itemsize, tensors]))
+        rows.append(np.column_stack([of_ranks[first], group.nbytes[first], group.offset[first]]))
         placed.append((len(first), layout))
-    table = np.concatenate(columns)
-    layout, size, *offset, itemsize, tensor = table.T
+        tensors += [group.tensors] * len(first)
+    counts, tensor = [count for count, _ in placed], np.concatenate(tensors)
+    times = np.repeat([len(group.tensors) for group in groups], counts)
+    itemsize = np.repeat(np.repeat([group.itemsize for group in groups], counts), times)
+    layout, size, *offset = np.repeat(np.concatenate(rows), times, axis=0).T
     order = np.lexsort([*reversed(offset), tensor, -itemsize, layout])
     begins = np.searchsorted(layout[order], np.arange(int(layout_of.max()) + 2))
     ends = np.append(0, np.cumsum(size[order]))

@@ -130,7 +130,7 @@ class SavePlan:
         digest.update(msgspec.msgpack.encode(names))
         columns = [self.writers]
         for group in self.groups:
-            columns += [group.tensors, group.ranks, group.box, group.offset, group.shape]
+            columns += [group.tensors, group.ranks, group.offset, group.shape]
             columns += [group.layout, group.starts]
         for column in columns:
             digest.update(str(column.shape).encode() + np.ascontiguousarray(column).tobytes())
