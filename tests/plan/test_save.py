@@ -460,6 +460,31 @@ def test_every_disagreement_is_listed() -> None:
     assert [line.split(":")[0] for line in caught.value.problems] == ["a", "b"]
 
 
+def test_structures_without_coordinates_have_ranks_of_their_own() -> None:
+    """Two pipeline stages of one and of two ranks, each with a tensor that is not split."""
+    whole = Sharding("mesh", ())
+
+    def stage(name: str) -> Description:
+        rules, rule_of, coordinates = find_rules([((4,), whole, [Box.whole((4,))])])
+        structure = Structure((name,), ("float32",), ((4,),), rules, rule_of)
+        return describe(structure, coordinates, [(0, Box.whole((4,)))], 1)
+
+    descriptions = [stage("first"), stage("second"), stage("second")]
+    plans = plans_of(descriptions)
+    assert_plans_are_right(plans, descriptions)
+    assert [len(each.replicas) for each in plans] == [0, 1, 1]
+
+
+def test_a_rank_may_list_a_box_that_others_hold_by_rule() -> None:
+    """The owners of a part stay in the order of their ranks, whatever says that they hold it."""
+    by_rule = [regular(rank, by_rule=True) for rank in range(6)]
+    mixed = [regular(rank, by_rule=rank % 2 == 1) for rank in range(6)]
+    plans, others = plans_of(mixed), plans_of(by_rule)
+    assert_plans_are_right(plans, mixed)
+    assert_replicas_are_right(plans, mixed)
+    assert plans[0].encoded_tensors == others[0].encoded_tensors
+
+
 def test_a_tie_on_one_rank_only_is_refused() -> None:
     tensor, other = Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))
     whole = [Box.whole((2,))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -104,10 +105,9 @@ def _cut_replicas(sets: OwnerSets, row: int, loads: Float) -> dict[tuple[int, _C
             listed += [(tensor, offset, which) for tensor in division.tensors.tolist()]
     listed.sort()
     ranks = sets.owners[row].tolist()
-    position_of = {rank: position for position, rank in enumerate(ranks)}
     pieces: list[list[tuple[int, Box]]] = [[] for _ in listed]
     for index, rank, box in divide_replicas([example[which] for *_, which in listed], ranks, loads):
-        pieces[index].append((position_of[rank], box))
+        pieces[index].append((bisect_left(ranks, rank), box))
     cut: dict[tuple[int, _Cut], list[int]] = {}
     for (tensor, _, which), each in zip(listed, pieces, strict=True):
         cut.setdefault((which, tuple(each)), []).append(tensor)

@@ -102,7 +102,9 @@ def find_divisions(
             known[kind] = len(known), [*_unite_equal(*boxes)]
         number_of[indices], parts = known[kind]
         for offset, extent, owners in parts:
-            ranks_of_parts = np.sort(ranks[owners], axis=1)
+            ranks_of_parts = ranks[owners]
+            if len(of_rules) + bool(len(own_ranks)) > 1:
+                ranks_of_parts.sort(axis=1)
             itemsize = DTYPES[dtype].itemsize
             held = np.array(indices, np.int64), itemsize, offset, extent, ranks_of_parts
             divisions.append(Division(*held))

@@ -132,8 +132,13 @@ class SavePlan:
         for group in self.groups:
             columns += [group.tensors, group.ranks, group.offset, group.shape]
             columns += [group.layout, group.starts]
+        # Groups whose tensors are split alike have arrays in common, which are read once.
+        numbers: dict[int, int] = {}
         for column in columns:
-            digest.update(str(column.shape).encode() + np.ascontiguousarray(column).tobytes())
+            if id(column) not in numbers:
+                numbers[id(column)] = len(numbers)
+                digest.update(np.ascontiguousarray(column))
+            digest.update(b"%d %d " % (numbers[id(column)], len(column)))
         return digest.digest()
 
     @cached_property
