@@ -227,7 +227,11 @@ def find_runs(runs: Runs) -> Runs:
 
 
 def _fold(runs: Runs) -> Runs:
-    """Return runs of these runs, with one more axis, which is the outermost."""
+    """Return runs of these runs, with one more axis, which is the outermost.
+
+    For example, three pieces at the offsets 0, 4 and 8 become one run with an axis of count 3 and
+    step 4. Two pieces, at 0 and 4, stay apart.
+    """
     positions, alike = _compare_neighbours(runs)
     steps = np.diff(positions, axis=0)
     continues = np.zeros(len(runs), bool)
@@ -239,7 +243,12 @@ def _fold(runs: Runs) -> Runs:
 
 
 def _pair(runs: Runs) -> Runs:
-    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances."""
+    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances.
+
+    For example, the pieces of three rows, each cut in two, are at (0, 0), (0, 3), (4, 0), (4, 3),
+    (8, 0) and (8, 3). They become three runs, which begin at (0, 0), (4, 0) and (8, 0), each with
+    an axis of count 2 and step (0, 3).
+    """
     positions, alike = _compare_neighbours(runs)
     distances = positions[2:] - positions[:-2]
     continues = np.zeros(len(distances), bool)

@@ -78,11 +78,9 @@ def _divide(sets: OwnerSets, loads: Float) -> Iterator[PieceGroup]:
             within = np.array([each.offset for _, each in pieces], np.int64)
             extent = np.array([each.shape for _, each in pieces], np.int64)
             # One row for each set and piece.
-            held = division.offset[part_of[members], None]
-            table = len(members) * len(pieces), within.shape[1]
-            box, offset, shape = (
-                each.reshape(table) for each in np.broadcast_arrays(held, held + within, extent)
-            )
+            box = division.offset[part_of[members]].repeat(len(pieces), axis=0)
+            piece = np.arange(len(box)) % len(pieces)
+            offset, shape = box + within[piece], extent[piece]
             writers = alike[:, position].reshape(-1)
             are_distinct = len({*position}) == len(position)
             for rows in [slice(None)] if are_distinct else split_repeated(writers):
