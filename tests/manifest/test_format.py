@@ -36,7 +36,6 @@ from shardwise.manifest.pieces import (
     SHORTEST_RUN,
     Pieces,
     Runs,
-    StoredRuns,
     count_tensors,
     decode_tensors,
     encode_tensors,
@@ -277,7 +276,7 @@ def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     tensors, runs = decode_tensors(encoded)
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed
     pieces = runs.count.prod(axis=1)
     assert ((pieces == 1) | (pieces >= SHORTEST_RUN)).all()
 
@@ -299,7 +298,7 @@ def test_a_sharding_over_several_axes_is_a_rule_for_each_pair_at_most(
     _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     outermost = next((n for n in sizes if n > 2), 1)
     assert len(runs) <= math.prod(sizes[: sizes.index(outermost)])
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
@@ -308,4 +307,4 @@ def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
     _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     assert len(runs.count) == 1
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed

@@ -16,7 +16,7 @@ from shardwise.boxes.box import padded_rows
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
+from shardwise.manifest.pieces import Pieces, decode_tensors
 from shardwise.plan.replicas import divide_replicas, water_fill
 from shardwise.plan.save import SavePlan, plan_save
 from shardwise.plan.structure import (
@@ -91,7 +91,7 @@ def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    return StoredRuns.of(decode_tensors(plan.encoded_tensors)[1]).expand()
+    return decode_tensors(plan.encoded_tensors)[1].expand()
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:

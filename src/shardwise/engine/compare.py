@@ -25,7 +25,7 @@ from shardwise.events import Recorder, format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 from shardwise.state.local_state import same_bytes, view_for_numpy
 from shardwise.state.name_lookup import SavedNames
 from shardwise.state.plain_values import find_differences
@@ -283,9 +283,7 @@ def compare_copies(
         format=layout.format,
         files=layout.files,
         tensors=tuple(layout.tensors[index] for index in indices),
-        runs=StoredRuns.of_pieces(
-            Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)])
-        ),
+        runs=Runs.of_pieces(Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)])),
     )
     if tensors is not None:
         rows = rows[np.isin(tensor_of, [*tensors])]

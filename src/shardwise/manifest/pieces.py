@@ -115,6 +115,7 @@ class Runs(Table):
             axis without effect.
         file_step, start_step, offset_step: the differences between one piece and the next along
             each axis, of shapes `(n, A)`, `(n, A)` and `(n, A, D)`.
+        stride: the strides of each run's pieces, as in `Pieces`, `(n, D)`.
     """
 
     tensor: IntArray
@@ -126,57 +127,28 @@ class Runs(Table):
     file_step: IntArray
     start_step: IntArray
     offset_step: IntArray
-
-    @classmethod
-    def of_rows(
-        cls, tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
-    ) -> Runs:
-        """Return runs without axes, of one piece each."""
-        n, dims = offset.shape
-        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-        return Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
-
-
-def join_runs(tables: Sequence[Runs]) -> Runs:
-    """Return the runs of all tables, which may have different numbers of axes."""
-    axes = max(runs.count.shape[1] for runs in tables)
-    columns: list[IntArray] = []
-    for each in fields(Runs):
-        parts = []
-        for runs in tables:
-            column = getattr(runs, each.name)
-            of_axes = each.name in ("count", "file_step", "start_step", "offset_step")
-            if of_axes and column.shape[1] < axes:
-                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
-                column = np.pad(column, width, constant_values=int(each.name == "count"))
-            parts.append(column)
-        columns.append(np.concatenate(parts))
-    return Runs(*columns)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRuns(Runs):
-    """Runs whose pieces lie in their files with any strides.
-
-    Attributes:
-        stride: the strides of each run's pieces, as in `Pieces`, `(n, D)`.
-    """
-
     stride: IntArray
 
     @classmethod
-    def of(cls, runs: Runs) -> StoredRuns:
-        """Return runs of row-major pieces."""
-        columns = {each.name: getattr(runs, each.name) for each in fields(Runs)}
-        return cls(**columns, stride=row_major_strides(runs.shape))
+    def of_rows(
+        cls,
+        tensor: IntArray,
+        file: IntArray,
+        start: IntArray,
+        offset: IntArray,
+        shape: IntArray,
+        stride: IntArray | None = None,
+    ) -> Runs:
+        """Return runs without axes, of one piece each. By default, pieces are row-major."""
+        n, dims = offset.shape
+        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
+        stride = row_major_strides(shape) if stride is None else stride
+        return cls(tensor, file, start, offset, shape, none, none, none, no_steps, stride)
 
     @classmethod
-    def of_pieces(cls, pieces: Pieces) -> StoredRuns:
+    def of_pieces(cls, pieces: Pieces) -> Runs:
         """Return runs without axes, of one piece each."""
-        n, dims = pieces.offset.shape
-        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-        columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
-        return cls(*columns, none, none, none, no_steps, pieces.stride)
+        return cls.of_rows(*(getattr(pieces, each.name) for each in fields(Pieces)))
 
     @property
     def sizes(self) -> IntArray:
@@ -205,6 +177,23 @@ class StoredRuns(Runs):
         total = int(self.count.prod(axis=1, dtype=np.float64).sum())
         check_table_size(total, max(2, self.offset.shape[1]))
         return self.at(*expand_grids(self.count))
+
+
+def join_runs(tables: Sequence[Runs]) -> Runs:
+    """Return the runs of all tables, which may have different numbers of axes."""
+    axes = max(runs.count.shape[1] for runs in tables)
+    columns: list[IntArray] = []
+    for each in fields(Runs):
+        parts = []
+        for runs in tables:
+            column = getattr(runs, each.name)
+            of_axes = each.name in ("count", "file_step", "start_step", "offset_step")
+            if of_axes and column.shape[1] < axes:
+                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
+                column = np.pad(column, width, constant_values=int(each.name == "count"))
+            parts.append(column)
+        columns.append(np.concatenate(parts))
+    return Runs(*columns)
 
 
 def find_runs(runs: Runs) -> Runs:
@@ -315,13 +304,15 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
     check_table_size(len(tensors) + len(pieces), dims)
     owner = np.repeat(np.arange(len(tensors)), [len(tensor.pieces) for tensor in tensors])
     ndim = np.array(ndims, np.int64)[owner]
+    shape = _padded([piece.shape for piece in pieces], ndim, dims, 1)
     runs = Runs(
         owner,
         np.array([piece.file for piece in pieces], np.int64),
         np.array([piece.start for piece in pieces], np.int64),
         _padded([piece.offset for piece in pieces], ndim, dims, 0),
-        _padded([piece.shape for piece in pieces], ndim, dims, 1),
+        shape,
         *_decode_axes(pieces, ndim, dims),
+        row_major_strides(shape),
     )
     return tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in tensors), runs
 

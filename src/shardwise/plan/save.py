@@ -137,7 +137,7 @@ class SavePlan:
         for column in columns:
             if id(column) not in numbers:
                 numbers[id(column)] = len(numbers)
-                digest.update(np.ascontiguousarray(column))
+                digest.update(np.ascontiguousarray(column).data)
             digest.update(b"%d %d " % (numbers[id(column)], len(column)))
         return digest.digest()
 
