@@ -23,6 +23,7 @@ from shardwise.manifest.checksums import (
     block_count,
     crc32,
 )
+from shardwise.manifest.data_files import FileEntry, FileTable, save_id_of_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     ALIGNMENT,
@@ -79,8 +80,9 @@ def test_other_directories_are_no_steps(name: str) -> None:
     ],
 )
 def test_a_file_that_is_no_plain_component_is_refused(name: str) -> None:
+    entry = FileEntry(name, 3, 16, 8, 8, 12, 0)
     with pytest.raises(FormatError, match="not safe to open"):
-        names.check_file_name(name)
+        FileTable.of([entry], names.new_save_id())
 
 
 def test_what_a_save_makes_is_known_again() -> None:
@@ -88,7 +90,7 @@ def test_what_a_save_makes_is_known_again() -> None:
     assert names.check_save_id(save_id) == save_id
     assert names.new_save_id() != save_id
     for name in (names.data_file(3, save_id), names.data_file(123_456, save_id)):
-        assert names.check_file_name(name) == name
+        assert save_id_of_file(name) == save_id
         assert names.is_file_of_save(name)
     assert names.is_file_of_save(names.lock_file(save_id))
     assert names.is_lock_file(names.lock_file(save_id))

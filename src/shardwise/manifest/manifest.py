@@ -66,7 +66,6 @@ FROZEN, ADAPTERS = "_frozen", "adapters"
 `model._frozen.adapters.…` are the configurations of its adapters.
 """
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 ENCODED_FIELDS = (
     *("format", "version", "save_id", "step", "created", "world_size", "metrics", "per_rank"),
     *("left_out", "files", "objects", "tensors"),
@@ -212,20 +211,6 @@ def step_of_directory(name: str) -> int | None:
     """Return the step in the name of a step's directory; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match and name == step_directory(int(match.group(1))) else None
-
-
-def check_file_name(name: str) -> str:
-    """Return a file name from a manifest, after checking that it is safe to open.
-
-    Raises:
-        FormatError: the name is not one plain path component.
-    """
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise FormatError(
-            f"the file name {name!r} is not safe to open: expected letters, digits, '.', '_' and "
-            "'-', without a directory"
-        )
-    return name
 
 
 def check_name(name: str) -> str:

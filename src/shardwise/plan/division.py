@@ -201,6 +201,8 @@ def split_repeated(values: IntArray) -> list[IntArray]:
     >>> [rows.tolist() for rows in split_repeated(np.array([7, 7, 3]))]
     [[0, 2], [1]]
     """
+    if len(values) == 1:
+        return [np.zeros(1, np.int64)]
     order = np.argsort(values, kind="stable")
     begins = np.append(True, np.diff(values[order]) != 0)[: len(order)]
     time = np.empty(len(order), np.int64)
