@@ -142,8 +142,10 @@ class Runs(Table):
         """Return runs without axes, of one piece each. By default, pieces are row-major."""
         n, dims = offset.shape
         none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-        stride = row_major_strides(shape) if stride is None else stride
-        return cls(tensor, file, start, offset, shape, none, none, none, no_steps, stride)
+        return cls(
+            *(tensor, file, start, offset, shape, none, none, none, no_steps),
+            row_major_strides(shape) if stride is None else stride,
+        )
 
     @classmethod
     def of_pieces(cls, pieces: Pieces) -> Runs:

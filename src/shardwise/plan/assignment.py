@@ -35,7 +35,8 @@ def assign_writers(
     for each in divisions:
         if each.owners.shape[1] == 1:
             ranks = each.owners[:, 0]
-            group = _new_group(each, each.tensors, ranks, each.offset, each.offset, each.shape)
+            boxes = each.offset, each.offset, each.shape, each.sizes
+            group = _new_group(each, each.tensors, ranks, *boxes)
             loads[ranks] += group.nbytes * len(group.tensors)
             groups.append(group)
     for owner_sets in sets:
@@ -50,9 +51,10 @@ def _new_group(
     box: IntArray,
     offset: IntArray,
     shape: IntArray,
+    sizes: IntArray,
 ) -> PieceGroup:
     itemsize, owner_count = division.itemsize, division.owners.shape[1]
-    nbytes = shape.prod(axis=1) * itemsize
+    nbytes = sizes * itemsize
     nowhere, no_starts = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
     pieces = tensors, itemsize, ranks, box, offset, shape, nbytes, owner_count
     return PieceGroup(*pieces, nowhere, no_starts)
@@ -80,11 +82,11 @@ def _divide(sets: OwnerSets, loads: Float) -> Iterator[PieceGroup]:
             # One row for each set and piece.
             box = division.offset[part_of[members]].repeat(len(pieces), axis=0)
             piece = np.arange(len(box)) % len(pieces)
-            offset, shape = box + within[piece], extent[piece]
+            offset, shape, sizes = box + within[piece], extent[piece], extent.prod(axis=1)[piece]
             writers = alike[:, position].reshape(-1)
             are_distinct = len({*position}) == len(position)
             for rows in [slice(None)] if are_distinct else split_repeated(writers):
-                columns = writers[rows], box[rows], offset[rows], shape[rows]
+                columns = writers[rows], box[rows], offset[rows], shape[rows], sizes[rows]
                 yield _new_group(division, np.array(tensors, np.int64), *columns)
 
 

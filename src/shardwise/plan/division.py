@@ -31,8 +31,8 @@ from shardwise.plan.structure import RanksOfStructure, Rule, held_boxes
 
 _Kind = tuple[tuple[int, ...], bytes, tuple[tuple[int, Rule], ...]]
 """A shape, a list of boxes, and the coordinates and rules of ranks. They determine the parts."""
-_Parts = tuple[IntArray, IntArray, IntArray]
-"""`offset` and `shape` of parts as in `Division`, and `owners` as positions in a list of ranks."""
+_Parts = tuple[IntArray, IntArray, IntArray, IntArray]
+"""`offset`, `shape` and `sizes` as in `Division`, and `owners` as positions in a list of ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,7 @@ class Division:
         tensors: indices in the list of all tensors, ascending, `(t,)`.
         itemsize: the size of an element, in bytes.
         offset, shape: the parts, as boxes of each tensor, `(p, D)`, padded with 0 and 1.
+        sizes: the number of elements of each part, `(p,)`.
         owners: the ranks that hold each part, ascending, `(p, m)`. They differ for each part.
     """
 
@@ -53,12 +54,13 @@ class Division:
     itemsize: int
     offset: IntArray
     shape: IntArray
+    sizes: IntArray
     owners: IntArray
 
     @property
     def bytes_held(self) -> int:
         """The bytes of the tensors on all ranks together, with replicas."""
-        elements = int(self.shape.prod(axis=1).sum()) * len(self.tensors)
+        elements = int(self.sizes.sum()) * len(self.tensors)
         return elements * self.itemsize * int(self.owners.shape[1])
 
 
@@ -98,16 +100,15 @@ def find_divisions(
         if kind not in known:
             offset, extent = np.split(listed[example][:, 1:], 2, axis=1)
             columns = position.reshape(-1), offset, extent
-            boxes = _boxes_of_ranks([each[1:] for each in of_rules], columns, shape)
-            known[kind] = len(known), [*_unite_equal(*boxes)]
+            found = _boxes_of_ranks([each[1:] for each in of_rules], columns, shape)
+            known[kind] = len(known), [*_unite_equal(*found)]
         number_of[indices], parts = known[kind]
-        for offset, extent, owners in parts:
+        own, itemsize = np.array(indices, np.int64), DTYPES[dtype].itemsize
+        for offset, extent, sizes, owners in parts:
             ranks_of_parts = ranks[owners]
             if len(of_rules) + bool(len(own_ranks)) > 1:
                 ranks_of_parts.sort(axis=1)
-            itemsize = DTYPES[dtype].itemsize
-            held = np.array(indices, np.int64), itemsize, offset, extent, ranks_of_parts
-            divisions.append(Division(*held))
+            divisions.append(Division(own, itemsize, offset, extent, sizes, ranks_of_parts))
     shapes = padded_rows([kind[0] for kind in known], dims, 1)
     _check_coverage(shapes, [parts for _, parts in known.values()], number_of, tensors, divisions)
     return divisions
@@ -192,7 +193,8 @@ def _unite_equal(position: IntArray, offset: IntArray, extent: IntArray) -> Iter
         owners = ordered[begin[boxes, None] + np.arange(count)]
         for rows in split_repeated(owners[:, 0]):
             chosen = first[boxes[rows]]
-            yield offset[chosen], extent[chosen], owners[rows]
+            sizes = extent[chosen].prod(axis=1)
+            yield offset[chosen], extent[chosen], sizes, owners[rows]
 
 
 def split_repeated(values: IntArray) -> list[IntArray]:
@@ -227,7 +229,7 @@ def _check_coverage(
     none = np.zeros(0, np.int64), np.zeros((0, shapes.shape[1]), np.int64)
     columns = [(none[0], none[1], none[1])]
     for i, each in enumerate(parts):
-        columns += [(np.full(len(offset), i), offset, extent) for offset, extent, _ in each]
+        columns += [(np.full(len(offset), i), offset, extent) for offset, extent, *_ in each]
     number, offset, extent = (np.concatenate(column) for column in zip(*columns, strict=True))
     must_be_covered = np.ones(len(shapes), bool)
     uncovered = find_uncovered_tensors(shapes, number, offset, extent, must_be_covered)

@@ -66,8 +66,8 @@ def lay_out_pieces(groups: Sequence[PieceGroup], world: int) -> tuple[list[Piece
     layout_of = np.zeros(world, np.int64)
     laid: list[PieceGroup] = []
     for section in _sections(groups, world):
-        layout_of = _refine(layout_of, section)
-        laid += _lay_out_section(section, layout_of, sizes)
+        representative, layout_of = _refine(layout_of, section)
+        laid += _lay_out_section(section, representative, layout_of, sizes)
     return laid, sizes
 
 
@@ -92,8 +92,8 @@ def _sections(groups: Sequence[PieceGroup], world: int) -> Iterator[list[PieceGr
             section = []
 
 
-def _refine(layout_of: IntArray, groups: Iterable[PieceGroup]) -> IntArray:
-    """Return a number for each rank, which is equal only for ranks with pieces of the same sizes.
+def _refine(layout_of: IntArray, groups: Iterable[PieceGroup]) -> tuple[IntArray, IntArray]:
+    """Number the layouts of files. Only ranks with pieces of the same sizes have equal layouts.
 
     For example, all ranks have the number 0. The ranks 2 and 3 are in a group: they get another
     number. If the piece of rank 3 is smaller, each of them gets a number of its own.
@@ -101,6 +101,9 @@ def _refine(layout_of: IntArray, groups: Iterable[PieceGroup]) -> IntArray:
     Args:
         layout_of: the numbers for the earlier sections of the files.
         groups: the pieces.
+
+    Returns:
+        The first rank of each layout, which stands for the others; and the layout of each rank.
     """
     numbers = layout_of.copy()
     free = int(numbers.max(initial=-1)) + 1
@@ -109,24 +112,23 @@ def _refine(layout_of: IntArray, groups: Iterable[PieceGroup]) -> IntArray:
         first, kind = distinct_rows(pairs)
         numbers[group.ranks] = free + kind
         free += len(first)
-    return distinct_rows(numbers[:, None])[1]
+    return distinct_rows(numbers[:, None])
 
 
 def _lay_out_section(
-    groups: Sequence[PieceGroup], layout_of: IntArray, sizes: IntArray
+    groups: Sequence[PieceGroup], representative: IntArray, layout_of: IntArray, sizes: IntArray
 ) -> Iterator[PieceGroup]:
     """Append pieces to the files, and add their sizes to those of the files.
 
     Args:
         groups: the pieces.
-        layout_of: the number of the layout of each rank's file.
+        representative, layout_of: the result of `_refine`.
         sizes: the size of the pieces of each rank so far, `(world,)`, updated in place.
 
     Yields:
         The groups, with their offsets.
     """
-    # A row of the table is a piece in all files of one layout. The first rank of each layout stands
-    # for the others.
+    # A row of the table is a piece in all files of one layout.
     rows, placed, tensors = [], [], []
     for group in groups:
         of_ranks = layout_of[group.ranks]
@@ -141,7 +143,6 @@ def _lay_out_section(
     order = np.lexsort([*reversed(offset), tensor, -itemsize, layout])
     begins = np.searchsorted(layout[order], np.arange(int(layout_of.max()) + 2))
     ends = np.append(0, np.cumsum(size[order]))
-    representative = np.unique(layout_of, return_index=True)[1]
     start = np.empty(len(order), np.int64)
     start[order] = ends[:-1] + (sizes[representative] - ends[begins[:-1]])[layout[order]]
     sizes += np.diff(ends[begins])[layout_of]

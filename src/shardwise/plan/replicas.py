@@ -72,7 +72,7 @@ def find_owner_sets(divisions: Iterable[Division]) -> list[OwnerSets]:
         owners, before = alike[0].owners, len(ids)
         id_of = np.array([ids.setdefault(each.tobytes(), len(ids)) for each in owners], np.int64)
         new = owners[id_of >= before]
-        are_disjoint = len(np.unique(new)) == new.size
+        are_disjoint = np.bincount(new.reshape(-1)).max(initial=0) <= 1
         for sets in ([new] if len(new) else []) if are_disjoint else new[:, None]:
             found.append(OwnerSets(before, sets, []))
             before += len(sets)
