@@ -29,7 +29,7 @@ from shardwise.engine.planning import (
     _Offer,
     plan_together,
 )
-from shardwise.engine.rounds import Round, _Message, values_of
+from shardwise.engine.rounds import Round, Values, _Message, values_of
 from shardwise.engine.save import _Files, _table_of, _unite_files
 from shardwise.engine.shared_structures import _Described
 from shardwise.events import Recorder
@@ -262,7 +262,11 @@ class Recording:
             return lambda message, rank: b""
         if published is not None:
             return files_of(published)
-        changes = {"agreeing on a save": change_offer, "describing a save": self._change_members}
+        changes = {
+            "agreeing on a save": change_offer,
+            "describing a save": self._change_members,
+            "planning a save": change_values,
+        }
         return changes[operation]
 
     def _change_members(self, message: _Message, rank: int) -> bytes:
@@ -280,6 +284,13 @@ def change_offer(message: _Message, rank: int) -> bytes:
     offer.settings = values_of(rank, {"": settings})
     offer.save_id = ""
     return msgspec.msgpack.encode(offer)
+
+
+def change_values(message: _Message, rank: int) -> bytes:
+    """Return the values of another rank, which are the same."""
+    values = msgspec.msgpack.decode(message.data, type=Values)
+    own = {name: next(iter(by_value)) for name, by_value in values.items()}
+    return msgspec.msgpack.encode(values_of(rank, own))
 
 
 def files_of(planned: PlannedSave) -> Change:
@@ -313,8 +324,7 @@ def files_of(planned: PlannedSave) -> Change:
 def data_bytes(plan: SavePlan) -> np.ndarray:
     """Return the bytes of tensors in the file of each rank."""
     sizes = np.zeros(plan.world, np.int64)
-    np.add.at(sizes, plan.rows.rank, plan.rows.nbytes)
-    for group in plan.piece_groups:
+    for group in plan.groups:
         sizes[group.ranks] += group.nbytes * len(group.tensors)
     return sizes
 

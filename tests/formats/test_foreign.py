@@ -23,7 +23,7 @@ from shardwise.formats.merge_ranks import merge_ranks
 from shardwise.formats.opening import check_layout
 from shardwise.manifest.layout import Layout, StoredFile, decode_layout, encode_layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 from shardwise.manifest.validate import validate_layout
 from shardwise.store import LocalStore
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
@@ -54,7 +54,7 @@ def table(rows: list[Row]) -> Pieces:
 
 
 def foreign_of(tensors: list[TensorEntry], rows: list[Row], *files: StoredFile) -> Layout:
-    runs = StoredRuns.of_pieces(table(rows))
+    runs = Runs.of_pieces(table(rows))
     return Layout(format="made here", files=files, tensors=tuple(tensors), runs=runs)
 
 

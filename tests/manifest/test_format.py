@@ -23,6 +23,7 @@ from shardwise.manifest.checksums import (
     block_count,
     crc32,
 )
+from shardwise.manifest.data_files import FileEntry, FileTable, save_id_of_file
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import (
     ALIGNMENT,
@@ -35,7 +36,7 @@ from shardwise.manifest.manifest import (
 from shardwise.manifest.pieces import (
     SHORTEST_RUN,
     Pieces,
-    StoredRuns,
+    Runs,
     count_tensors,
     decode_tensors,
     encode_tensors,
@@ -58,11 +59,38 @@ def test_other_directories_are_no_steps(name: str) -> None:
     assert names.step_of_directory(name) is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd",
+        "../secret",
+        "..",
+        ".",
+        "",
+        "a/b",
+        "a\\b",
+        "a\0b",
+        ".hidden",
+        "-rf",
+        "a b",
+        "a\n",
+        "naïve",
+        "a" * 201,
+        "manifest.json",
+    ],
+)
+def test_a_file_that_is_no_plain_component_is_refused(name: str) -> None:
+    entry = FileEntry(name, 3, 16, 8, 8, 12, 0)
+    with pytest.raises(FormatError, match="not safe to open"):
+        FileTable.of([entry], names.new_save_id())
+
+
 def test_what_a_save_makes_is_known_again() -> None:
     save_id = names.new_save_id()
     assert names.check_save_id(save_id) == save_id
     assert names.new_save_id() != save_id
     for name in (names.data_file(3, save_id), names.data_file(123_456, save_id)):
+        assert save_id_of_file(name) == save_id
         assert names.is_file_of_save(name)
     assert names.is_file_of_save(names.lock_file(save_id))
     assert names.is_lock_file(names.lock_file(save_id))
@@ -246,11 +274,11 @@ def rows_of(pieces: Pieces) -> list[Row]:
 @given(rows())
 def test_runs_survive_the_manifest(listed: list[Row]) -> None:
     entries = [TensorEntry(f"t{i}", "uint8", SHAPE) for i in range(3)]
-    encoded = encode_tensors(entries, find_runs(*columns_of(listed)))
+    encoded = encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed))))
     tensors, runs = decode_tensors(encoded)
     assert tensors == tuple(entries)
     assert count_tensors(encoded) == len(entries)
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed
     pieces = runs.count.prod(axis=1)
     assert ((pieces == 1) | (pieces >= SHORTEST_RUN)).all()
 
@@ -269,16 +297,16 @@ def test_a_sharding_over_several_axes_is_a_rule_for_each_pair_at_most(
         rows, columns = int(np.ravel_multi_index(k[:-1], sizes[:-1])) if k[:-1] else 0, k[-1]
         listed.append((0, rank, 4 * columns, (8 * rows, 3 * columns), (8, 3)))
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     outermost = next((n for n in sizes if n > 2), 1)
     assert len(runs) <= math.prod(sizes[: sizes.index(outermost)])
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed
 
 
 def test_a_regular_sharding_is_one_rule_however_many_ranks() -> None:
     ranks = 16_384
     listed: list[Row] = [(0, rank, 4096, (8 * rank, 0), (8, 64)) for rank in range(ranks)]
     entries = [TensorEntry("w", "uint8", (8 * ranks, 64))]
-    _, runs = decode_tensors(encode_tensors(entries, find_runs(*columns_of(listed))))
+    _, runs = decode_tensors(encode_tensors(entries, find_runs(Runs.of_rows(*columns_of(listed)))))
     assert len(runs.count) == 1
-    assert rows_of(StoredRuns.of(runs).expand()) == listed
+    assert rows_of(runs.expand()) == listed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.boxes import Box, row_major_strides
 from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 from shardwise.plan.load import Ranges, assign_transfers, plan_load
 from shardwise.sharing.reads import share_reads
 
@@ -103,7 +103,7 @@ def layout_of(
         format="made here",
         files=tuple(StoredFile(str(i), size) for i, size in enumerate(file_sizes)),
         tensors=tuple(TensorEntry(str(i), f"int{8 * size}", shape) for i, (shape, size) in rows),
-        runs=StoredRuns.of_pieces(pieces),
+        runs=Runs.of_pieces(pieces),
     )
 
 

@@ -16,12 +16,15 @@ from shardwise.boxes.box import padded_rows
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
-from shardwise.plan import file_layout
-from shardwise.plan.division import SMALLEST_DIVISION
+from shardwise.manifest.pieces import Pieces, decode_tensors
 from shardwise.plan.replicas import divide_replicas, water_fill
 from shardwise.plan.save import SavePlan, plan_save
-from shardwise.plan.structure import Description, RanksOfStructure, Structure, find_rules
+from shardwise.plan.structure import (
+    Description,
+    RanksOfStructure,
+    Structure,
+    find_rules,
+)
 from tests.tools.divisions import BoxesByRank, Tensor, boxes_of_ranks, tensors
 
 MIB = 1 << 20
@@ -38,10 +41,17 @@ def described(held: Held, ties: tuple[tuple[str, str], ...] = ()) -> Description
         tuple(tensor.shape for tensor, _ in held),
         (),
         (-1,) * len(held),
-        tuple((i, box.offset, box.shape) for i, box in rows),
+        pack(rows, dims),
         ties,
     )
     return describe(structure, (), rows, dims)
+
+
+def pack(rows: list[tuple[int, Box]], dims: int) -> bytes:
+    """Boxes as a structure lists them."""
+    offset = padded_rows([box.offset for _, box in rows], dims, 0)
+    shape = padded_rows([box.shape for _, box in rows], dims, 1)
+    return Structure.pack_boxes(np.array([i for i, _ in rows], np.int64), offset, shape)
 
 
 def describe(
@@ -56,9 +66,7 @@ def describe(
     )
 
 
-def plans_of(
-    descriptions: Sequence[Description], smallest_division: int = SMALLEST_DIVISION
-) -> list[SavePlan]:
+def plans_of(descriptions: Sequence[Description]) -> list[SavePlan]:
     """The plan as each rank computes it."""
     encoded = [msgspec.msgpack.encode(each.structure) for each in descriptions]
     structures = []
@@ -68,7 +76,7 @@ def plans_of(
         structure = msgspec.msgpack.decode(distinct, type=Structure)
         structures.append(RanksOfStructure(structure, ranks, coordinates.reshape(len(ranks), -1)))
     return [
-        plan_save(structures, len(descriptions), rank, each, smallest_division=smallest_division)
+        plan_save(structures, len(descriptions), rank, each)
         for rank, each in enumerate(descriptions)
     ]
 
@@ -83,7 +91,7 @@ def entries_of(plan: SavePlan) -> tuple[TensorEntry, ...]:
 
 
 def pieces_of(plan: SavePlan) -> Pieces:
-    return StoredRuns.of(decode_tensors(plan.encoded_tensors)[1]).expand()
+    return decode_tensors(plan.encoded_tensors)[1].expand()
 
 
 def written_bytes(plan: SavePlan, itemsize: int) -> list[int]:
@@ -207,19 +215,19 @@ def meshed_ranks(draw: st.DrawFn) -> list[Description]:
                 names.append((f"t{i}.{copy}", dtype, shape))
                 tensors.append((shape, sharding if how == "rule" else None, boxes))
         rules, rule_of, coordinates = find_rules(tensors)
-        listed = tuple((i, box.offset, box.shape) for i, box in rows if rule_of[i] < 0)
+        most_dims = max((len(shape) for _, _, shape in names), default=0)
+        listed = pack([(i, box) for i, box in rows if rule_of[i] < 0], most_dims)
         columns = zip(*names, strict=True) if names else ((), (), ())
         structure = Structure(*map(tuple, columns), rules, rule_of, listed)
-        most_dims = max((len(shape) for _, _, shape in names), default=0)
         found[order[number]] = describe(structure, coordinates, rows, most_dims)
     return found
 
 
-@given(meshed_ranks(), st.sampled_from([1, 20, 1 << 60]))
+@given(meshed_ranks())
 def test_tensors_that_are_split_alike_are_planned_together(
-    descriptions: list[Description], smallest: int
+    descriptions: list[Description],
 ) -> None:
-    plans = plans_of(descriptions, smallest)
+    plans = plans_of(descriptions)
     assert_plans_are_right(plans, descriptions)
     held = [
         sum(
@@ -362,7 +370,7 @@ def regular(rank: int, *, by_rule: bool) -> Description:
             for (n, each), own in zip(tensors, boxes, strict=True)
         ]
     )
-    listed = tuple((i, box.offset, box.shape) for i, box in rows if rule_of[i] < 0)
+    listed = pack([(i, box) for i, box in rows if rule_of[i] < 0], 2)
     shapes = tuple(n for n, _ in tensors)
     dtypes = ("float32",) * len(names)
     structure = Structure(names, dtypes, shapes, rules, rule_of, listed)
@@ -411,12 +419,8 @@ def refused(*ranks: Held) -> Callable[[], SavePlan]:
     return lambda: plan_of([described(held) for held in ranks])
 
 
-@pytest.mark.parametrize("few", [0, 256])
-def test_pieces_that_are_planned_one_by_one_leave_no_gaps(
-    few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where one rank's file stands for those of others."""
-    monkeypatch.setattr(file_layout, "FEW_RANKS", few)
+def test_pieces_of_ranks_with_equal_files_leave_no_gaps() -> None:
+    """One rank's file stands for those of others."""
     world = 9
     held = [
         [
@@ -454,6 +458,31 @@ def test_every_disagreement_is_listed() -> None:
             [(Tensor("a", "float16", (2,)), whole), (Tensor("b", "int8", (3,)), [])],
         )()
     assert [line.split(":")[0] for line in caught.value.problems] == ["a", "b"]
+
+
+def test_structures_without_coordinates_have_ranks_of_their_own() -> None:
+    """Two pipeline stages of one and of two ranks, each with a tensor that is not split."""
+    whole = Sharding("mesh", ())
+
+    def stage(name: str) -> Description:
+        rules, rule_of, coordinates = find_rules([((4,), whole, [Box.whole((4,))])])
+        structure = Structure((name,), ("float32",), ((4,),), rules, rule_of)
+        return describe(structure, coordinates, [(0, Box.whole((4,)))], 1)
+
+    descriptions = [stage("first"), stage("second"), stage("second")]
+    plans = plans_of(descriptions)
+    assert_plans_are_right(plans, descriptions)
+    assert [len(each.replicas) for each in plans] == [0, 1, 1]
+
+
+def test_a_rank_may_list_a_box_that_others_hold_by_rule() -> None:
+    """The owners of a part stay in the order of their ranks, whatever says that they hold it."""
+    by_rule = [regular(rank, by_rule=True) for rank in range(6)]
+    mixed = [regular(rank, by_rule=rank % 2 == 1) for rank in range(6)]
+    plans, others = plans_of(mixed), plans_of(by_rule)
+    assert_plans_are_right(plans, mixed)
+    assert_replicas_are_right(plans, mixed)
+    assert plans[0].encoded_tensors == others[0].encoded_tensors
 
 
 def test_a_tie_on_one_rank_only_is_refused() -> None:

@@ -239,7 +239,9 @@ def distinct_rows(table: IntArray) -> tuple[IntArray, IntArray]:
     ([2, 0], [1, 1, 0, 1])
     """
     key, size = np.zeros(len(table), np.int64), 1
-    for column in table.T if len(table) else ():
+    if len(table) <= 1:
+        return key, key
+    for column in table.T:
         low = int(column.min())
         span = int(column.max()) - low + 1
         if span == 1:

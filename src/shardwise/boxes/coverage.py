@@ -161,6 +161,10 @@ def _mark_files(
 ) -> Hashes:
     """Return numbers whose running sum is, for each file, the sum of the values that it gets.
 
+    For example, of 4 files, the first two get the value 5 (`first` 0, `width` 2), and the last two
+    get 7. The marks are 5, 0, 2, 0 and -7, and their running sum is 5, 5, 7 and 7. If instead the
+    files 0 and 2 get 5 (`number` 2, `distance` 2), they are 5, -5, 5, -5 and 0.
+
     Args:
         files: the number of files.
         first, width, number, distance: the files that get each value: `number` ranges of `width`

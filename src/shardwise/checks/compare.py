@@ -25,7 +25,7 @@ from shardwise.events import Recorder
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 from shardwise.ports.binding import SavedNames
 from shardwise.ports.checks import Comparison, Difference, TensorDifference
 from shardwise.state.local_state import same_bytes, view_for_numpy
@@ -217,9 +217,7 @@ def compare_copies(
         format=layout.format,
         files=layout.files,
         tensors=tuple(layout.tensors[index] for index in indices),
-        runs=StoredRuns.of_pieces(
-            Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)])
-        ),
+        runs=Runs.of_pieces(Pieces.join([layout.pieces, replace(replicas, tensor=first + rows)])),
     )
     if tensors is not None:
         rows = rows[np.isin(tensor_of, [*tensors])]

@@ -148,41 +148,38 @@ def describe_tensors(
     tensor: list[int] = []
     names, dtypes, shapes, held = [], [], [], []
     for index, leaf in enumerate(listed):
-        boxes = []
+        held_here = []
         for fragment in leaf.fragments:
             check_memory(leaf.name, fragment.data)
-            boxes.append(fragment.box)
+            held_here.append(fragment.box)
             fragments.append(fragment)
             tensor.append(index)
         names.append(leaf.name)
         dtypes.append(str(leaf.dtype).removeprefix("torch."))
         shapes.append(leaf.shape)
-        held.append((leaf.shape, leaf.sharding, boxes))
+        held.append((leaf.shape, leaf.sharding, held_here))
     rules, rule_of, coordinates = find_rules(held)
-    without_rule = []
-    for index, fragment in zip(tensor, fragments, strict=True):
-        if rule_of[index] < 0:
-            without_rule.append((index, fragment.box.offset, fragment.box.shape))
+    dims = max(map(len, shapes), default=0)
+    boxes = (
+        np.array(tensor, np.int64),
+        padded_rows(map(attrgetter("box.offset"), fragments), dims, 0),
+        padded_rows(map(attrgetter("box.shape"), fragments), dims, 1),
+    )
+    follows_none = np.array(rule_of, np.int64)[boxes[0]] < 0
     structure = Structure(
         tuple(names),
         tuple(dtypes),
         tuple(shapes),
         rules,
         rule_of,
-        tuple(without_rule),
+        Structure.pack_boxes(*(column[follows_none] for column in boxes))
+        if follows_none.any()
+        else b"",
         tuple(ties),
         tuple(per_rank),
         param_groups,
     )
-    dims = max(map(len, shapes), default=0)
-    description = Description(
-        structure,
-        coordinates,
-        np.array(tensor, np.int64),
-        padded_rows(map(attrgetter("box.offset"), fragments), dims, 0),
-        padded_rows(map(attrgetter("box.shape"), fragments), dims, 1),
-    )
-    return description, tuple(fragments)
+    return Description(structure, coordinates, *boxes), tuple(fragments)
 
 
 @dataclass(frozen=True, slots=True)

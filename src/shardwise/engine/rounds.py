@@ -204,8 +204,7 @@ class Round:
         """
         if self._group.size == 1:
             self._is_over = True
-            combined = combine([message])
-            return combined if conclude is None else conclude(combined)
+            return message if conclude is None else conclude(message)
 
         def combine_data(parts: Sequence[bytes]) -> bytes:
             return msgspec.msgpack.encode(combine(_decode_each(parts, kind)))

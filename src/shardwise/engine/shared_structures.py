@@ -77,7 +77,24 @@ def share_structures(
     Raises:
         RankError: a rank has sent coordinates that do not fit its structure.
     """
-    own = description.structure
+    if group.size == 1:
+        coordinates = np.array([description.coordinates], np.int64)
+        only = description.structure, np.zeros(1, np.int64), coordinates, fingerprint
+        structures = [RanksOfStructure(*only)]
+    else:
+        structures = _exchange_structures(fingerprint, description, group)
+    for each in structures:
+        _check_coordinates(each.structure, each.ranks, each.coordinates)
+    key_of_all = hashlib.blake2b(digest_size=16)
+    for each in structures:
+        key_of_all.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
+    return key_of_all.digest(), structures
+
+
+def _exchange_structures(
+    fingerprint: bytes, description: Description, group: Group
+) -> list[RanksOfStructure]:
+    """Return the structures of all ranks, by their first ranks. A collective."""
     tensors: dict[bytes, _Tensors] = {}
     message = _describe(fingerprint, description, group)
     with Round(group, _OPERATION) as all_ranks:
@@ -87,7 +104,7 @@ def share_structures(
         ranks, coordinates = _decode_ranks(members)
         order = np.argsort(ranks)
         if digest == fingerprint:
-            structure = own
+            structure = description.structure
         else:
             key = members.tensors
             if key not in tensors:
@@ -95,18 +112,13 @@ def share_structures(
                 tensors[key] = msgspec.msgpack.decode(encoded, type=_Tensors)
             structure = msgspec.msgpack.decode(_decompress(members.structure), type=Structure)
             structure = msgspec.structs.replace(structure, **tensors[key]._asdict())
-        _check_coordinates(structure, ranks, coordinates)
         structures.append(RanksOfStructure(structure, ranks[order], coordinates[order], digest))
     found = np.sort(np.concatenate([each.ranks for each in structures]))
     if not np.array_equal(found, np.arange(group.size)):
         raise StateError(
             f"the ranks have described {len(found)} states, not one for each rank. {_REPORT}"
         )
-    structures.sort(key=lambda each: int(each.ranks[0]))
-    key_of_all = hashlib.blake2b(digest_size=16)
-    for each in structures:
-        key_of_all.update(each.fingerprint + each.ranks.tobytes() + each.coordinates.tobytes())
-    return key_of_all.digest(), structures
+    return sorted(structures, key=lambda each: int(each.ranks[0]))
 
 
 def _decode_ranks(members: _Members) -> tuple[IntArray, IntArray]:
@@ -150,14 +162,13 @@ def _check_coordinates(structure: Structure, ranks: IntArray, coordinates: IntAr
 
 
 def _describe(fingerprint: bytes, description: Description, group: Group) -> _Described:
-    """Return the message of one rank. Nobody needs the structure of a single rank."""
+    """Return the message of one rank."""
     structure = description.structure
     listed = _Tensors(structure.names, structure.dtypes, structure.shapes, structure.param_groups)
     rest = msgspec.structs.replace(structure, names=(), dtypes=(), shapes=(), param_groups=())
-    is_alone = group.size == 1
-    tensors = b"" if is_alone else msgspec.msgpack.encode(listed)
+    tensors = msgspec.msgpack.encode(listed)
     members = _Members(
-        b"" if is_alone else zlib.compress(msgspec.msgpack.encode(rest), 1),
+        zlib.compress(msgspec.msgpack.encode(rest), 1),
         digest_of(tensors),
         np.array([group.rank], "<i4").tobytes(),
         np.array(description.coordinates, "<i4").tobytes(),

@@ -28,7 +28,7 @@ from shardwise.formats.values import are_plain_values_equal, bytes_of_tensor, en
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.layout import Layout, StoredFile
 from shardwise.manifest.manifest import LARGEST_INTEGER, ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 from shardwise.ports.binding import JsonValue, encode
 
 INLINE_FILE = "(content)"
@@ -419,7 +419,7 @@ class Builder:
             format=format,
             files=files,
             tensors=tensors,
-            runs=StoredRuns.of_pieces(pieces),
+            runs=Runs.of_pieces(pieces),
             replicas=replicas,
             terms=terms,
             objects=tuple(self._objects),

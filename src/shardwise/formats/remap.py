@@ -16,7 +16,7 @@ from shardwise.formats.language import apply_spec
 from shardwise.formats.language.rules import Spec
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 
 
 def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> Layout:
@@ -69,7 +69,7 @@ def remap(path: str, layout: Layout, spec: Spec, sizes: Mapping[str, int]) -> La
         layout,
         tensors=remapped.tensors,
         objects=tuple(_rename_members(each, remapped, layout.tensors) for each in layout.objects),
-        runs=StoredRuns.of_pieces(_compose(remapped.pieces, layout.pieces, layout, labels)),
+        runs=Runs.of_pieces(_compose(remapped.pieces, layout.pieces, layout, labels)),
         replicas=Pieces.join(replicas),
         left_out=(*layout.left_out, *remapped.left_out),
         as_saved=layout,
@@ -107,7 +107,7 @@ def _add_unchanged(remapped: Layout, layout: Layout, stored: IntArray, rows: Int
     )
     pieces = Pieces.join([remapped.pieces, whole])
     tensors = (*remapped.tensors, *entries)
-    return replace(remapped, tensors=tensors, runs=StoredRuns.of_pieces(pieces))
+    return replace(remapped, tensors=tensors, runs=Runs.of_pieces(pieces))
 
 
 def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) -> Pieces:

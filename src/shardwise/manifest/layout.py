@@ -16,7 +16,7 @@ from shardwise.boxes.grids import find_in_grids, grid_bounds
 from shardwise.manifest.data_files import FileTable
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import FROZEN, FileEntry, ObjectEntry, TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Layout:
     format: str
     files: Sequence[StoredFile]
     tensors: tuple[TensorEntry, ...]
-    runs: StoredRuns
+    runs: Runs
     replicas: Pieces = field(default_factory=Pieces.empty)
     terms: tuple[int, ...] = ()
     objects: tuple[ObjectEntry, ...] = ()

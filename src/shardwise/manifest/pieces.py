@@ -115,6 +115,7 @@ class Runs(Table):
             axis without effect.
         file_step, start_step, offset_step: the differences between one piece and the next along
             each axis, of shapes `(n, A)`, `(n, A)` and `(n, A, D)`.
+        stride: the strides of each run's pieces, as in `Pieces`, `(n, D)`.
     """
 
     tensor: IntArray
@@ -126,47 +127,30 @@ class Runs(Table):
     file_step: IntArray
     start_step: IntArray
     offset_step: IntArray
-
-
-def join_runs(tables: Sequence[Runs]) -> Runs:
-    """Return the runs of all tables, which may have different numbers of axes."""
-    axes = max(runs.count.shape[1] for runs in tables)
-    columns: list[IntArray] = []
-    for each in fields(Runs):
-        parts = []
-        for runs in tables:
-            column = getattr(runs, each.name)
-            if each.name in ("count", "file_step", "start_step", "offset_step"):
-                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
-                column = np.pad(column, width, constant_values=int(each.name == "count"))
-            parts.append(column)
-        columns.append(np.concatenate(parts))
-    return Runs(*columns)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRuns(Runs):
-    """Runs whose pieces lie in their files with any strides.
-
-    Attributes:
-        stride: the strides of each run's pieces, as in `Pieces`, `(n, D)`.
-    """
-
     stride: IntArray
 
     @classmethod
-    def of(cls, runs: Runs) -> StoredRuns:
-        """Return runs of row-major pieces."""
-        columns = {each.name: getattr(runs, each.name) for each in fields(Runs)}
-        return cls(**columns, stride=row_major_strides(runs.shape))
+    def of_rows(
+        cls,
+        tensor: IntArray,
+        file: IntArray,
+        start: IntArray,
+        offset: IntArray,
+        shape: IntArray,
+        stride: IntArray | None = None,
+    ) -> Runs:
+        """Return runs without axes, of one piece each. By default, pieces are row-major."""
+        n, dims = offset.shape
+        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
+        return cls(
+            *(tensor, file, start, offset, shape, none, none, none, no_steps),
+            row_major_strides(shape) if stride is None else stride,
+        )
 
     @classmethod
-    def of_pieces(cls, pieces: Pieces) -> StoredRuns:
+    def of_pieces(cls, pieces: Pieces) -> Runs:
         """Return runs without axes, of one piece each."""
-        n, dims = pieces.offset.shape
-        none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-        columns = pieces.tensor, pieces.file, pieces.start, pieces.offset, pieces.shape
-        return cls(*columns, none, none, none, no_steps, pieces.stride)
+        return cls.of_rows(*(getattr(pieces, each.name) for each in fields(Pieces)))
 
     @property
     def sizes(self) -> IntArray:
@@ -197,18 +181,32 @@ class StoredRuns(Runs):
         return self.at(*expand_grids(self.count))
 
 
-def find_runs(
-    tensor: IntArray, file: IntArray, start: IntArray, offset: IntArray, shape: IntArray
-) -> Runs:
-    """Find the runs in plain rows of pieces, which must be sorted by tensor; see `Runs`.
+def join_runs(tables: Sequence[Runs]) -> Runs:
+    """Return the runs of all tables, which may have different numbers of axes."""
+    axes = max(runs.count.shape[1] for runs in tables)
+    columns: list[IntArray] = []
+    for each in fields(Runs):
+        parts = []
+        for runs in tables:
+            column = getattr(runs, each.name)
+            of_axes = each.name in ("count", "file_step", "start_step", "offset_step")
+            if of_axes and column.shape[1] < axes:
+                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
+                column = np.pad(column, width, constant_values=int(each.name == "count"))
+            parts.append(column)
+        columns.append(np.concatenate(parts))
+    return Runs(*columns)
 
-    Pieces that follow each other at equal distances form a run. Then, equal runs that follow each
-    other at equal distances form a run of one more axis, and so on. For example, the 16 rows of a
-    matrix are each cut in two: the 32 pieces become 16 pairs, and these one run of two axes.
+
+def find_runs(runs: Runs) -> Runs:
+    """Find longer runs in pieces or runs, which must be sorted by tensor; see `Runs`.
+
+    Runs that follow each other at equal distances become one run of one more axis. This is repeated
+    as long as it finds any. For example, the 16 rows of a matrix are each cut in two: the 32 pieces
+    become 16 pairs, and these one run of two axes.
     """
-    n, dims = offset.shape
-    none, no_steps = np.zeros((n, 0), np.int64), np.zeros((n, 0, dims), np.int64)
-    runs = Runs(tensor, file, start, offset, shape, none, none, none, no_steps)
+    if int(np.bincount(runs.tensor).max(initial=0)) < SHORTEST_RUN:
+        return runs
     while runs.count.shape[1] < MOST_AXES - 1:
         folded = _fold(runs)
         if len(folded) == len(runs):
@@ -220,7 +218,11 @@ def find_runs(
 
 
 def _fold(runs: Runs) -> Runs:
-    """Return runs of these runs, with one more axis, which is the outermost."""
+    """Return runs of these runs, with one more axis, which is the outermost.
+
+    For example, three pieces at the offsets 0, 4 and 8 become one run with an axis of count 3 and
+    step 4. Two pieces, at 0 and 4, stay apart.
+    """
     positions, alike = _compare_neighbours(runs)
     steps = np.diff(positions, axis=0)
     continues = np.zeros(len(runs), bool)
@@ -232,7 +234,12 @@ def _fold(runs: Runs) -> Runs:
 
 
 def _pair(runs: Runs) -> Runs:
-    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances."""
+    """Join neighbours to pairs, with one more axis, where the pairs are at equal distances.
+
+    For example, the pieces of three rows, each cut in two, are at (0, 0), (0, 3), (4, 0), (4, 3),
+    (8, 0) and (8, 3). They become three runs, which begin at (0, 0), (4, 0) and (8, 0), each with
+    an axis of count 2 and step (0, 3).
+    """
     positions, alike = _compare_neighbours(runs)
     distances = positions[2:] - positions[:-2]
     continues = np.zeros(len(distances), bool)
@@ -299,13 +306,15 @@ def decode_tensors(encoded: msgspec.Raw) -> tuple[tuple[TensorEntry, ...], Runs]
     check_table_size(len(tensors) + len(pieces), dims)
     owner = np.repeat(np.arange(len(tensors)), [len(tensor.pieces) for tensor in tensors])
     ndim = np.array(ndims, np.int64)[owner]
+    shape = _padded([piece.shape for piece in pieces], ndim, dims, 1)
     runs = Runs(
         owner,
         np.array([piece.file for piece in pieces], np.int64),
         np.array([piece.start for piece in pieces], np.int64),
         _padded([piece.offset for piece in pieces], ndim, dims, 0),
-        _padded([piece.shape for piece in pieces], ndim, dims, 1),
+        shape,
         *_decode_axes(pieces, ndim, dims),
+        row_major_strides(shape),
     )
     return tuple(TensorEntry(t.name, t.dtype, t.shape, t.same_as) for t in tensors), runs
 
@@ -415,7 +424,8 @@ def encode_tensors_with(tensors: Sequence[TensorEntry], rows: Iterable[Row]) -> 
     tensor, file, start = (np.array([row[i] for row in listed], np.int64) for i in range(3))
     offset = padded_rows([row[3] for row in listed], dims, 0)
     shape = padded_rows([row[4] for row in listed], dims, 1)
-    return encode_tensors(tensors, find_runs(tensor, file, start, offset, shape))
+    rows_of_pieces = Runs.of_rows(tensor, file, start, offset, shape)
+    return encode_tensors(tensors, find_runs(rows_of_pieces))
 
 
 def count_tensors(encoded: msgspec.Raw) -> int:

@@ -33,7 +33,7 @@ from shardwise.manifest.manifest import (
     Manifest,
     check_save_id,
 )
-from shardwise.manifest.pieces import Pieces, StoredRuns, decode_tensors
+from shardwise.manifest.pieces import Pieces, Runs, decode_tensors
 from shardwise.store import Store
 
 MOST_UNCHECKED_INTEGERS = 2**22
@@ -63,7 +63,7 @@ def layout_of_manifest(manifest: Manifest, store: Store | None = None) -> Layout
         format=manifest.format,
         files=StoredFiles(files),
         tensors=tensors,
-        runs=StoredRuns.of(runs),
+        runs=runs,
         objects=manifest.objects,
         per_rank=manifest.per_rank,
         step=manifest.step,
@@ -102,7 +102,7 @@ def validate_layout(layout: Layout) -> Layout:
             raise FormatError(f"a term belongs to tensor {index}, which does not exist")
     layout = replace(
         layout,
-        runs=StoredRuns.of_pieces(layout.pieces.padded(layout.dims)),
+        runs=Runs.of_pieces(layout.pieces.padded(layout.dims)),
         replicas=layout.replicas.padded(layout.dims),
     )
     for pieces in (layout.pieces, layout.replicas):

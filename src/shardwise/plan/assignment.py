@@ -1,180 +1,114 @@
-"""Choose which rank writes each box, so that ranks write about equally many bytes."""
+"""Choose which rank writes each part, so that ranks write about equally many bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shardwise.boxes import Box
 from shardwise.boxes.box import IntArray, distinct_rows
-from shardwise.plan.division import Division
-from shardwise.plan.file_layout import PieceGroup, PieceRows
-from shardwise.plan.replicas import (
-    Float,
-    RowSet,
-    divide_replicas,
-    pools_of,
-    replicated_rows,
-)
-from shardwise.plan.structure import HeldBoxes
+from shardwise.plan.division import Division, split_repeated
+from shardwise.plan.file_layout import PieceGroup
+from shardwise.plan.replicas import Float, OwnerSets, divide_replicas
 
-_NOWHERE = np.zeros(0, np.int64)
+_Cut = tuple[tuple[int, Box], ...]
+"""How a replica is cut: the position of a rank in its set of owners, and the box that it writes."""
 
 
 def assign_writers(
-    boxes: HeldBoxes, divisions: Sequence[Division], itemsizes: IntArray, world: int
-) -> tuple[PieceRows, list[PieceGroup]]:
+    divisions: Sequence[Division], sets: Sequence[OwnerSets], world: int
+) -> list[PieceGroup]:
     """Choose the pieces that each rank writes, without their offsets in files.
 
-    A rank writes the boxes that only it holds. Then replicas are divided among their owners, those
+    A rank writes the parts that only it holds. Then replicas are divided among their owners, those
     with few owners first.
 
     Args:
-        boxes, divisions: the boxes of all tensors.
-        itemsizes: the size of an element of each tensor, in bytes.
+        divisions: the parts of all tensors.
+        sets: the sets of several owners.
         world: the number of ranks.
     """
     loads = np.zeros(world, np.float64)
-    rows = [_rows_of_single_owners(boxes, itemsizes, loads)]
-    groups: list[PieceGroup] = []
-    for division in divisions:
-        if division.owners.shape[1] == 1:
-            groups += _groups_of_single_owners(division, loads)
-    jobs: list[tuple[int, int, RowSet | list[Division]]] = []
-    jobs += [(len(owners), 0, (owners, found)) for owners, found in replicated_rows(boxes)]
-    jobs += [(pool[0].owners.shape[1], 1, pool) for pool in pools_of(divisions)]
-    for _, _, job in sorted(jobs, key=lambda job: job[:2]):
-        if isinstance(job, list):
-            groups += _divide_pool(job, loads)
-        else:
-            rows.append(_divide_rows(boxes, *job, itemsizes, loads))
-    return PieceRows.join(rows), groups
-
-
-def bytes_held(boxes: HeldBoxes, divisions: Sequence[Division], itemsizes: IntArray) -> int:
-    """Return the tensor bytes of all ranks together, with replicas."""
-    owner_count = np.array([*map(len, boxes.owner_sets)], np.int64)[boxes.owner_set]
-    total = int((boxes.shape.prod(axis=1) * itemsizes[boxes.tensor] * owner_count).sum())
-    for division in divisions:
-        elements = int(division.shape.prod(axis=1).sum()) * len(division.tensors)
-        total += elements * division.itemsize * division.owners.shape[1]
-    return total
-
-
-def _rows_of_single_owners(boxes: HeldBoxes, itemsizes: IntArray, loads: Float) -> PieceRows:
-    is_alone = np.array([len(ranks) == 1 for ranks in boxes.owner_sets], bool)
-    rows = np.flatnonzero(is_alone[boxes.owner_set])
-    first_rank = np.array([ranks[0] for ranks in boxes.owner_sets], np.int64)
-    ranks = first_rank[boxes.owner_set[rows]]
-    pieces = _piece_rows(boxes, rows, ranks, boxes.offset[rows], boxes.shape[rows], itemsizes, 1)
-    loads += np.bincount(ranks, weights=pieces.nbytes, minlength=len(loads))
-    return pieces
-
-
-def _piece_rows(
-    boxes: HeldBoxes,
-    rows: IntArray,
-    ranks: IntArray,
-    offset: IntArray,
-    shape: IntArray,
-    itemsizes: IntArray,
-    owner_count: int,
-) -> PieceRows:
-    """Return pieces of the boxes in some rows."""
-    tensor = boxes.tensor[rows]
-    zeros = np.zeros(len(rows), np.int64)
-    nbytes = shape.prod(axis=1) * itemsizes[tensor]
-    fragment = boxes.fragment[rows]
-    return PieceRows(ranks, tensor, fragment, zeros + owner_count, nbytes, zeros, offset, shape)
-
-
-def _divide_rows(
-    boxes: HeldBoxes,
-    owners: tuple[int, ...],
-    rows: IntArray,
-    itemsizes: IntArray,
-    loads: Float,
-) -> PieceRows:
-    shapes, sizes = boxes.shape[rows].tolist(), itemsizes[boxes.tensor[rows]].tolist()
-    parts = divide_replicas(list(zip(map(tuple, shapes), sizes, strict=True)), owners, loads)
-    part_rows = rows[[index for index, _, _ in parts]]
-    ranks = np.array([rank for _, rank, _ in parts], np.int64)
-    within = np.array([box.offset for _, _, box in parts], np.int64)
-    shape = np.array([box.shape for _, _, box in parts], np.int64)
-    offset = boxes.offset[part_rows] + within
-    return _piece_rows(boxes, part_rows, ranks, offset, shape, itemsizes, len(owners))
-
-
-def _groups_of_single_owners(division: Division, loads: Float) -> list[PieceGroup]:
-    """Return a group for each distinct shape of the parts."""
-    first, kind = distinct_rows(division.shape)
     groups = []
-    for i, shape in enumerate(division.shape[first]):
-        parts = np.flatnonzero(kind == i)
-        ranks = division.owners[parts, 0]
-        within = np.zeros(len(shape), np.int64)
-        nbytes = int(shape.prod()) * division.itemsize
-        offset = division.offset[parts]
-        groups.append(_new_group(division.tensors, ranks, offset, within, shape, nbytes))
-        loads[ranks] += nbytes * len(division.tensors)
+    for each in divisions:
+        if each.owners.shape[1] == 1:
+            ranks = each.owners[:, 0]
+            boxes = each.offset, each.offset, each.shape, each.sizes
+            group = _new_group(each, each.tensors, ranks, *boxes)
+            loads[ranks] += group.nbytes * len(group.tensors)
+            groups.append(group)
+    for owner_sets in sets:
+        groups += _divide(owner_sets, loads)
     return groups
 
 
 def _new_group(
+    division: Division,
     tensors: IntArray,
     ranks: IntArray,
     box: IntArray,
-    within: IntArray,
+    offset: IntArray,
     shape: IntArray,
-    nbytes: int,
-    *,
-    owner_count: int = 1,
+    sizes: IntArray,
 ) -> PieceGroup:
-    starts = np.zeros((0, 0), np.int64)
-    return PieceGroup(tensors, ranks, box, within, shape, nbytes, owner_count, _NOWHERE, starts)
+    itemsize, owner_count = division.itemsize, division.owners.shape[1]
+    nbytes = sizes * itemsize
+    nowhere, no_starts = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+    pieces = tensors, itemsize, ranks, box, offset, shape, nbytes, owner_count
+    return PieceGroup(*pieces, nowhere, no_starts)
 
 
-def _divide_pool(pool: Sequence[Division], loads: Float) -> list[PieceGroup]:
-    """Divide the parts of a pool. Sets of owners with the same boxes and loads are alike."""
-    owners = pool[0].owners
-    signature = np.column_stack([*(each.shape for each in pool), loads[owners].astype(np.int64)])
-    first, kind = distinct_rows(signature)
-    # The sequence of boxes that each set divides: tensors in their order.
-    listed = sorted(
-        (tensor, which)
-        for which, division in enumerate(pool)
-        for tensor in division.tensors.tolist()
-    )
-    groups = []
+def _divide(sets: OwnerSets, loads: Float) -> Iterator[PieceGroup]:
+    """Divide what sets of ranks hold. Sets with equal loads and parts of equal shapes are alike."""
+    owners = sets.owners
+    # A set without a part in a division has the last kind, which is -1.
+    kinds = [np.append(distinct_rows(d.shape)[1], -1)[part_of] for d, part_of in sets.held]
+    first, kind = distinct_rows(np.column_stack([loads[owners].astype(np.int64), *kinds]))
     for i, example in enumerate(first.tolist()):
         members = np.flatnonzero(kind == i)
-        ranks = owners[example]
+        ranks, alike = owners[example], owners[members]
         before = loads[ranks]
-        replicas = [
-            (tuple(pool[which].shape[example].tolist()), pool[which].itemsize)
-            for _, which in listed
-        ]
-        parts = divide_replicas(replicas, ranks.tolist(), loads)
+        cut = _cut_replicas(sets, example, loads)
         added = loads[ranks] - before
         loads[ranks] = before
-        loads[owners[members]] += added  # no rank is in two sets
-        position_of = {rank: position for position, rank in enumerate(ranks.tolist())}
-        merged: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for index, rank, box in parts:
-            tensor, which = listed[index]
-            key = which, position_of[rank], box.offset, box.shape
-            merged.setdefault(key, []).append(tensor)
-        for (which, position, offset, shape), tensors in merged.items():
-            extent = np.array(shape, np.int64)
-            groups.append(
-                _new_group(
-                    np.array(tensors, np.int64),
-                    owners[members, position],
-                    pool[which].offset[members],
-                    np.array(offset, np.int64),
-                    extent,
-                    int(extent.prod()) * pool[which].itemsize,
-                    owner_count=owners.shape[1],
-                )
-            )
-    return groups
+        loads[alike] += added  # no rank is in two sets
+        for (which, pieces), tensors in cut.items():
+            division, part_of = sets.held[which]
+            position = [position for position, _ in pieces]
+            within = np.array([each.offset for _, each in pieces], np.int64)
+            extent = np.array([each.shape for _, each in pieces], np.int64)
+            # One row for each set and piece.
+            box = division.offset[part_of[members]].repeat(len(pieces), axis=0)
+            piece = np.arange(len(box)) % len(pieces)
+            offset, shape, sizes = box + within[piece], extent[piece], extent.prod(axis=1)[piece]
+            writers = alike[:, position].reshape(-1)
+            are_distinct = len({*position}) == len(position)
+            for rows in [slice(None)] if are_distinct else split_repeated(writers):
+                columns = writers[rows], box[rows], offset[rows], shape[rows], sizes[rows]
+                yield _new_group(division, np.array(tensors, np.int64), *columns)
+
+
+def _cut_replicas(sets: OwnerSets, row: int, loads: Float) -> dict[tuple[int, _Cut], list[int]]:
+    """Divide what one set of ranks holds, and add it to their loads.
+
+    Returns:
+        The tensors that are cut alike, by the index in `sets.held` and the pieces.
+    """
+    listed, example = [], {}
+    for which, (division, part_of) in enumerate(sets.held):
+        part = int(part_of[row])
+        if part >= 0:
+            offset = division.offset[part].tolist()
+            example[which] = tuple(division.shape[part].tolist()), division.itemsize
+            listed += [(tensor, offset, which) for tensor in division.tensors.tolist()]
+    listed.sort()
+    ranks = sets.owners[row].tolist()
+    pieces: list[list[tuple[int, Box]]] = [[] for _ in listed]
+    for index, rank, box in divide_replicas([example[which] for *_, which in listed], ranks, loads):
+        pieces[index].append((bisect_left(ranks, rank), box))
+    cut: dict[tuple[int, _Cut], list[int]] = {}
+    for (tensor, _, which), each in zip(listed, pieces, strict=True):
+        cut.setdefault((which, tuple(each)), []).append(tensor)
+    return cut

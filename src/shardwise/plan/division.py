@@ -10,219 +10,250 @@ has the parts `[0:2,0:4]`, `[2:4,0:4]`, `[4:6,0:4]` and `[6:8,0:4]`, and the own
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.boxes import find_uncovered_tensors
-from shardwise.boxes.box import BoolArray, IntArray, pad_columns
+from shardwise.boxes import Box, find_uncovered_tensors
+from shardwise.boxes.box import (
+    IntArray,
+    check_table_size,
+    count_up,
+    distinct_rows,
+    padded_rows,
+)
+from shardwise.errors import FormatError, LayoutError
+from shardwise.events import format_count
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.plan.structure import RanksOfStructure
+from shardwise.plan.structure import RanksOfStructure, Rule, held_boxes
 
-SMALLEST_DIVISION = 1024
-"""Tensors that have fewer parts together are planned one by one, which is faster."""
-
-_Occurrences = tuple[tuple[int, int], ...]
-"""The structures that contain a tensor, and the tensor's rule in each of them."""
-_Boxes = tuple[IntArray, IntArray, IntArray]
-"""The positions of the parts that are not empty, and `offset` and `shape` as in `Division`."""
-_Split = tuple[int, int]
-"""A dimension of a tensor, and the number of its parts."""
+_Kind = tuple[tuple[int, ...], bytes, tuple[tuple[int, Rule], ...]]
+"""A shape, a list of boxes, and the coordinates and rules of ranks. They determine the parts."""
+_Parts = tuple[IntArray, IntArray, IntArray, IntArray]
+"""`offset`, `shape` and `sizes` as in `Division`, and `owners` as positions in a list of ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
     """t tensors that are split alike into p parts. Each part is held by m ranks.
 
+    If the number of owners differs between the parts of a tensor, or a rank holds several of them,
+    the tensor has several divisions.
+
     Attributes:
         tensors: indices in the list of all tensors, ascending, `(t,)`.
         itemsize: the size of an element, in bytes.
         offset, shape: the parts, as boxes of each tensor, `(p, D)`, padded with 0 and 1.
-        owners: the ranks that hold each part, ascending, `(p, m)`.
+        sizes: the number of elements of each part, `(p,)`.
+        owners: the ranks that hold each part, ascending, `(p, m)`. They differ for each part.
     """
 
     tensors: IntArray
     itemsize: int
     offset: IntArray
     shape: IntArray
+    sizes: IntArray
     owners: IntArray
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """Parts that have the same number of owners.
-
-    Attributes:
-        key: is equal for equal `index`.
-        index: the index of each part in each split, `(p, s)`.
-        owners: the ranks that hold each part, ascending, `(p, m)`.
-    """
-
-    key: bytes
-    index: IntArray
-    owners: IntArray
+    @property
+    def bytes_held(self) -> int:
+        """The bytes of the tensors on all ranks together, with replicas."""
+        elements = int(self.sizes.sum()) * len(self.tensors)
+        return elements * self.itemsize * int(self.owners.shape[1])
 
 
 def find_divisions(
-    structures: Sequence[RanksOfStructure],
-    tensors: Mapping[str, TensorEntry],
-    smallest: int = SMALLEST_DIVISION,
+    structures: Sequence[RanksOfStructure], tensors: Mapping[str, TensorEntry]
 ) -> list[Division]:
-    """Find the tensors that are split alike into many parts.
-
-    Other tensors are in no division: those that are not split, those with listed boxes, with
-    strided shards, with different rules in different structures, and those whose parts do not cover
-    them exactly once.
+    """Find the tensors that are split alike, and check that their parts cover them exactly once.
 
     Args:
         structures: the distinct structures, and the ranks that have each of them.
         tensors: all tensors by name, in the order of their indices.
-        smallest: the fewest parts of a division, counting the parts of each tensor.
+
+    Raises:
+        LayoutError: the parts of a tensor leave gaps, or overlap; or there are too many parts.
     """
-    if not any(any(each.structure.rules) for each in structures):
-        return []  # no tensor is split by a rule
     dims = max((len(entry.shape) for entry in tensors.values()), default=0)
-    alike = _find_alike(structures, tensors)
-    known: dict[tuple[int, bytes], list[_Parts]] = {}
-    parts_of: dict[_Occurrences, list[_Parts]] = {}
-    boxes: dict[tuple[object, ...], list[_Boxes] | None] = {}
-    divisions = []
-    for (occurrences, shape, dtype), indices in alike.items():
-        splits = _splits_of(structures, occurrences)
-        if not splits or len(indices) * math.prod(parts for _, parts in splits) < smallest:
-            continue
-        if occurrences not in parts_of:
-            parts_of[occurrences] = list(_parts_and_owners(structures, occurrences, known))
-        parts = parts_of[occurrences]
-        key = shape, splits, *(each.key for each in parts)
-        if key not in boxes:
-            boxes[key] = _boxes_of_parts(shape, splits, [each.index for each in parts], dims)
-        listed = np.array(indices, np.int64)
-        for each, (rows, offset, extent) in zip(parts, boxes[key] or (), strict=False):
-            itemsize, owners = DTYPES[dtype].itemsize, each.owners[rows]
-            divisions.append(Division(listed, itemsize, offset, extent, owners))
-    return [division for division in divisions if len(division.offset)]
+    rules, listed = _rules_and_lists(structures, tensors, dims)
+    alike: dict[tuple[tuple[int, ...], str, bytes, bytes], list[int]] = {}
+    for i, entry in enumerate(tensors.values()):
+        key = entry.shape, entry.dtype, rules[i].tobytes(), listed[i].tobytes()
+        alike.setdefault(key, []).append(i)
+    meshes: dict[tuple[int, bytes], int] = {}
+    of_ranks = ((len(each.ranks), each.coordinates.tobytes()) for each in structures)
+    mesh_of = [meshes.setdefault(each, len(meshes)) for each in of_ranks]
+    # Pipeline stages have other tensors and ranks, but often equal parts.
+    known: dict[_Kind, tuple[int, list[_Parts]]] = {}
+    divisions, number_of = [], np.zeros(len(tensors), np.int64)
+    for (shape, dtype, _, list_key), indices in alike.items():
+        example = indices[0]
+        of_rules = [
+            (mesh_of[i], structures[i], structures[i].structure.rules[rules[example, i]])
+            for i in np.flatnonzero(rules[example] >= 0).tolist()
+        ]
+        own_ranks, position = np.unique(listed[example][:, 0], return_inverse=True)
+        ranks = np.concatenate([*(each.ranks for _, each, _ in of_rules), own_ranks])
+        kind = shape, list_key, tuple((mesh, rule) for mesh, _, rule in of_rules)
+        if kind not in known:
+            offset, extent = np.split(listed[example][:, 1:], 2, axis=1)
+            columns = position.reshape(-1), offset, extent
+            found = _boxes_of_ranks([each[1:] for each in of_rules], columns, shape)
+            known[kind] = len(known), [*_unite_equal(*found)]
+        number_of[indices], parts = known[kind]
+        own, itemsize = np.array(indices, np.int64), DTYPES[dtype].itemsize
+        for offset, extent, sizes, owners in parts:
+            ranks_of_parts = ranks[owners]
+            if len(of_rules) + bool(len(own_ranks)) > 1:
+                ranks_of_parts.sort(axis=1)
+            divisions.append(Division(own, itemsize, offset, extent, sizes, ranks_of_parts))
+    shapes = padded_rows([kind[0] for kind in known], dims, 1)
+    _check_coverage(shapes, [parts for _, parts in known.values()], number_of, tensors, divisions)
+    return divisions
 
 
-def _find_alike(
-    structures: Sequence[RanksOfStructure], tensors: Mapping[str, TensorEntry]
-) -> dict[tuple[_Occurrences, tuple[int, ...], str], list[int]]:
-    """Return the indices of tensors with equal structures, rules, shape and dtype."""
-    tied = {name for each in structures for name, _ in each.structure.ties}
-    occurrences_of: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
-    for i, each in enumerate(structures):
-        for name, rule in zip(each.structure.names, each.structure.rule_of, strict=True):
-            if name in occurrences_of:
-                occurrences_of[name].append((i, rule))
-    alike: dict[tuple[_Occurrences, tuple[int, ...], str], list[int]] = {}
-    for index, (name, entry) in enumerate(tensors.items()):
-        occurrences = tuple(occurrences_of[name])
-        if name not in tied and entry.shape and all(rule >= 0 for _, rule in occurrences):
-            alike.setdefault((occurrences, entry.shape, entry.dtype), []).append(index)
-    return alike
+def _rules_and_lists(
+    structures: Sequence[RanksOfStructure], tensors: Mapping[str, TensorEntry], dims: int
+) -> tuple[IntArray, list[IntArray]]:
+    """Return how all ranks hold each tensor.
 
-
-def _splits_of(
-    structures: Sequence[RanksOfStructure], occurrences: _Occurrences
-) -> tuple[_Split, ...] | None:
-    """Return how a tensor is split, if it is split equally in all structures.
-
-    Returns None if it is split differently, or if a shard can have several boxes.
+    Returns:
+        The rule of each tensor in each structure, or -1, `(tensors, structures)`; and for each
+        tensor, the boxes that follow no rule, as rows `(rank, *offset, *shape)`.
     """
-    splits = {
-        tuple((split.dim, split.parts, split.split_factor) for split in each.structure.rules[rule])
-        for each, rule in ((structures[i], rule) for i, rule in occurrences)
-    }
-    first = splits.pop()
-    if splits or any(factor != 1 for _, _, factor in first):
-        return None
-    return tuple((dim, parts) for dim, parts, _ in first)
+    index_of = {name: i for i, name in enumerate(tensors)}
+    rules = np.full((len(structures), len(tensors)), -1, np.int64)
+    names: tuple[str, ...] = ()
+    index = np.zeros(0, np.int64)
+    tables = [np.zeros((2 + 2 * dims, 0), np.int64)]
+    for number, each in enumerate(structures):
+        structure = each.structure
+        if structure.names != names:
+            names = structure.names
+            index = np.array([index_of.get(name, -1) for name in names], np.int64)
+        known = index >= 0
+        rules[number, index[known]] = np.array(structure.rule_of, np.int64)[known]
+        if structure.listed:
+            tensor, *held = structure.boxes(dims)
+            places, n = index[tensor], len(tensor)
+            tables += [np.vstack([places, np.full(n, r), *held]) for r in each.ranks.tolist()]
+    try:
+        check_table_size(sum(table.shape[1] for table in tables), dims)
+    except FormatError as error:
+        raise LayoutError(str(error)) from error
+    table = np.concatenate(tables, axis=1)
+    del tables
+    order = np.argsort(table[0], kind="stable")
+    order = order[np.searchsorted(table[0, order], 0) :]
+    limits = np.searchsorted(table[0, order], np.arange(1, len(tensors)))
+    return rules.T.copy(), np.split(table[1:, order].T.copy(), limits)
 
 
-def _parts_and_owners(
-    structures: Sequence[RanksOfStructure],
-    occurrences: _Occurrences,
-    known: dict[tuple[int, bytes], list[_Parts]],
-) -> Iterator[_Parts]:
-    """Yield the parts of a tensor that have the same number of owners.
-
-    Parts are sorted so that the index with the most values changes fastest. Runs of pieces then
-    become long.
+def _boxes_of_ranks(
+    of_rules: Sequence[tuple[RanksOfStructure, Rule]],
+    listed: tuple[IntArray, IntArray, IntArray],
+    shape: tuple[int, ...],
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return all boxes of a tensor: the position of the rank, the offset and the shape of each.
 
     Args:
-        structures: as in `find_divisions`.
-        occurrences: the rule of the tensor in some of them.
-        known: the parts for some coordinates, with positions in place of ranks. Pipeline stages
-            have equal coordinates.
-    """
-    ranks = np.concatenate([structures[i].ranks for i, _ in occurrences])
-    columns = []
-    for i, rule in occurrences:
-        each = structures[i]
-        columns.append(each.coordinates[:, [split.axis for split in each.structure.rules[rule]]])
-    indices = np.concatenate(columns)
-    if len(occurrences) > 1:
-        by_rank = np.argsort(ranks, kind="stable")
-        ranks, indices = ranks[by_rank], indices[by_rank]
-    key = len(ranks), indices.tobytes()
-    if key not in known:
-        known[key] = [*_find_parts(indices)]
-    for parts in known[key]:
-        yield replace(parts, owners=ranks[parts.owners])
-
-
-def _find_parts(indices: IntArray) -> Iterator[_Parts]:
-    by_size = np.argsort([len(np.unique(column)) for column in indices.T], kind="stable")
-    columns = [*reversed(indices.T[by_size])]
-    order = np.lexsort(columns) if columns else np.arange(len(indices))
-    indices = indices[order]
-    begins = np.ones(len(order), bool)
-    begins[1:] = (np.diff(indices, axis=0) != 0).any(axis=1)
-    first = np.flatnonzero(begins)
-    counts = np.diff(np.append(first, len(order)))
-    for count in np.unique(counts).tolist():
-        rows = first[counts == count]
-        parts = indices[rows]
-        yield _Parts(parts.tobytes(), parts, order[rows[:, None] + np.arange(count)])
-
-
-def _boxes_of_parts(
-    shape: tuple[int, ...], splits: Sequence[_Split], parts: Sequence[IntArray], dims: int
-) -> list[_Boxes] | None:
-    """Return the boxes of parts, as `boxes.shard_boxes` does for one part, without empty ones.
-
-    Returns None if the boxes do not cover the tensor exactly once.
-
-    Args:
+        of_rules: the structures with the tensor, and the rule that it follows.
+        listed: further boxes.
         shape: the shape of the tensor.
-        splits: how the tensor is split, from left to right.
-        parts: lists of parts: the index of each part in each split, `(p, s)`.
-        dims: the number of dimensions to pad the boxes to.
     """
-    indices = np.concatenate(parts)
-    offset = np.zeros((len(indices), len(shape)), np.int64)
-    extent = np.tile(np.array(shape, np.int64), (len(indices), 1))
-    for (dim, count), index in zip(splits, indices.T, strict=True):
-        if not (0 <= dim < len(shape) and count > 0):
-            return None
-        whole = extent[:, dim].copy()
-        size = -(-whole // count)
-        start = np.minimum(index * size, whole)
-        extent[:, dim] = np.minimum((index + 1) * size, whole) - start
-        offset[:, dim] += start
-    holds: BoolArray = np.asarray(extent.all(axis=1))
-    boxes = np.zeros(int(holds.sum()), np.int64), offset[holds], extent[holds]
-    one_tensor = np.array([shape], np.int64), *boxes, np.ones(1, bool)
-    if len(find_uncovered_tensors(*one_tensor)):
-        return None
-    found, low = [], 0
-    for each in parts:
-        rows = np.flatnonzero(holds[low : low + len(each)])
-        chosen = rows + low
-        low += len(each)
-        padded = pad_columns(offset[chosen], dims, 0), pad_columns(extent[chosen], dims, 1)
-        found.append((rows, *padded))
-    return found
+    found, before = [], 0
+    for each, rule in of_rules:
+        position, offset, extent = held_boxes(rule, each.coordinates, shape, listed[1].shape[1])
+        found.append((position + before, offset, extent))
+        before += len(each.ranks)
+    if len(listed[0]) or not found:
+        found.append((listed[0] + before, *listed[1:]))
+    position, offset, extent = (np.concatenate(column) for column in zip(*found, strict=True))
+    return position, offset, extent
+
+
+def _unite_equal(position: IntArray, offset: IntArray, extent: IntArray) -> Iterator[_Parts]:
+    """Unite the equal boxes of several ranks, and yield those with the same number of owners.
+
+    For example, the ranks 0 and 1 hold `[0:2]`, and 2 and 3 hold `[2:4]`: these are two parts with
+    the owners (0, 1) and (2, 3).
+
+    Args:
+        position: the rank that holds each box, `(n,)`.
+        offset, extent: the boxes, `(n, D)`.
+    """
+    first, kind = distinct_rows(np.column_stack([offset, extent]))
+    ordered = position[np.lexsort((position, kind))]
+    count_of = np.bincount(kind, minlength=len(first))
+    begin = np.cumsum(count_of) - count_of
+    for count in np.unique(count_of).tolist():
+        boxes = np.flatnonzero(count_of == count)
+        owners = ordered[begin[boxes, None] + np.arange(count)]
+        for rows in split_repeated(owners[:, 0]):
+            chosen = first[boxes[rows]]
+            sizes = extent[chosen].prod(axis=1)
+            yield offset[chosen], extent[chosen], sizes, owners[rows]
+
+
+def split_repeated(values: IntArray) -> list[IntArray]:
+    """Return the rows of the first occurrences of values, those of the second, and so on.
+
+    >>> [rows.tolist() for rows in split_repeated(np.array([7, 7, 3]))]
+    [[0, 2], [1]]
+    """
+    if len(values) == 1:
+        return [np.zeros(1, np.int64)]
+    order = np.argsort(values, kind="stable")
+    begins = np.append(True, np.diff(values[order]) != 0)[: len(order)]
+    time = np.empty(len(order), np.int64)
+    time[order] = count_up(np.diff(np.append(np.flatnonzero(begins), len(order))))
+    return [np.flatnonzero(time == k) for k in range(int(time.max(initial=-1)) + 1)]
+
+
+def _check_coverage(
+    shapes: IntArray,
+    parts: Sequence[Sequence[_Parts]],
+    number_of: IntArray,
+    tensors: Mapping[str, TensorEntry],
+    divisions: Sequence[Division],
+) -> None:
+    """Check that parts cover tensors exactly once.
+
+    Args:
+        shapes, parts: the distinct shapes with their parts.
+        number_of: the index in these of each tensor.
+        tensors, divisions: for the error.
+    """
+    none = np.zeros(0, np.int64), np.zeros((0, shapes.shape[1]), np.int64)
+    columns = [(none[0], none[1], none[1])]
+    for i, each in enumerate(parts):
+        columns += [(np.full(len(offset), i), offset, extent) for offset, extent, *_ in each]
+    number, offset, extent = (np.concatenate(column) for column in zip(*columns, strict=True))
+    must_be_covered = np.ones(len(shapes), bool)
+    uncovered = find_uncovered_tensors(shapes, number, offset, extent, must_be_covered)
+    wrong = np.flatnonzero(np.isin(number_of, uncovered)).tolist() if len(uncovered) else []
+    if not wrong:
+        return
+    names, lines = [*tensors], []
+    for i in wrong[:10]:
+        ndim = len(tensors[names[i]].shape)
+        held = sorted(
+            (offset[:ndim], shape[:ndim], owners[0])
+            for each in divisions
+            if i in each.tensors
+            for offset, shape, owners in zip(
+                each.offset.tolist(), each.shape.tolist(), each.owners.tolist(), strict=True
+            )
+        )
+        parts_of_tensor = (f"rank {r} has {Box(tuple(o), tuple(n))}" for o, n, r in held[:8])
+        shape = list(tensors[names[i]].shape)
+        lines.append(f"  - {names[i]} {shape}: {', '.join(parts_of_tensor)}")
+    if len(wrong) > len(lines):
+        lines.append(f"  - and {format_count(len(wrong) - len(lines), 'more tensor')}")
+    raise LayoutError(
+        f"the shards of {format_count(len(wrong), 'tensor')} leave gaps, or overlap without being "
+        "equal; some rank must hold each element, and ranks that hold the same element must hold "
+        "equal boxes:\n" + "\n".join(lines)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,8 @@ import numpy.typing as npt
 from shardwise.boxes import Box, boxes_of_range
 from shardwise.boxes.box import IntArray
 from shardwise.plan.division import Division
-from shardwise.plan.structure import HeldBoxes
 
 Float = npt.NDArray[np.float64]
-RowSet = tuple[tuple[int, ...], IntArray]
-"""A set of ranks, and the rows of the boxes that exactly these ranks hold."""
 LARGEST_GRAIN = 1 << 20
 SMALLEST_GRAIN = 1 << 16
 """Bounds on the unit, in bytes, at which replicas are cut; see `divide_replicas`."""
@@ -41,63 +38,77 @@ class Replicas:
     fragment: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnerSets:
+    """s sets of m ranks, and the parts that exactly these ranks hold. No rank is in two sets.
+
+    Attributes:
+        first_id: the id of the first set; those of the others follow.
+        owners: the ranks of each set, ascending, `(s, m)`.
+        held: divisions, and which part of each tensor the ranks of each set hold; -1 for none,
+            `(s,)`.
+    """
+
+    first_id: int
+    owners: IntArray
+    held: list[tuple[Division, IntArray]]
+
+
+def find_owner_sets(divisions: Iterable[Division]) -> list[OwnerSets]:
+    """Return the sets of several ranks that hold a part, small sets first.
+
+    For example, the ranks 0 and 1 hold one half of a matrix, and 2 and 3 the other. Both hold a
+    half of another matrix, too. All four hold a bias. Then there are the sets (0, 1) and (2, 3),
+    which hold parts of two tensors, and the set (0, 1, 2, 3).
+    """
+    tables: dict[tuple[int, bytes], list[Division]] = {}
+    for division in divisions:
+        count = division.owners.shape[1]
+        if count > 1:
+            tables.setdefault((count, division.owners.tobytes()), []).append(division)
+    ids: dict[bytes, int] = {}
+    found: list[OwnerSets] = []
+    for _, alike in sorted(tables.items(), key=lambda table: table[0][0]):
+        owners, before = alike[0].owners, len(ids)
+        id_of = np.array([ids.setdefault(each.tobytes(), len(ids)) for each in owners], np.int64)
+        new = owners[id_of >= before]
+        are_disjoint = np.bincount(new.reshape(-1)).max(initial=0) <= 1
+        for sets in ([new] if len(new) else []) if are_disjoint else new[:, None]:
+            found.append(OwnerSets(before, sets, []))
+            before += len(sets)
+        which = np.searchsorted([sets.first_id for sets in found], id_of, side="right") - 1
+        for i in np.unique(which).tolist():
+            parts = np.flatnonzero(which == i)
+            part_of = np.full(len(found[i].owners), -1)
+            part_of[id_of[parts] - found[i].first_id] = parts
+            found[i].held.extend((division, part_of) for division in alike)
+    return found
+
+
 def find_replicas(
-    boxes: HeldBoxes,
-    divisions: Sequence[Division],
-    rank: int,
-    fragment_at: Mapping[tuple[int, tuple[int, ...]], int],
-    world: int,
+    sets: Sequence[OwnerSets], rank: int, fragment_at: Mapping[tuple[int, tuple[int, ...]], int]
 ) -> list[Replicas]:
     """Return the boxes that a rank and other ranks hold.
 
     Args:
-        boxes, divisions: the boxes of all tensors.
+        sets: the sets of several owners.
         rank: the rank.
         fragment_at: the index of the rank's fragment with a tensor and an offset.
-        world: the number of ranks.
     """
     found = []
-    sets = replicated_rows(boxes)
-    for set_id, (ranks, rows) in enumerate(sets):
-        if rank in ranks:
-            is_first = rank == ranks[0]
-            found.append(Replicas(set_id, len(ranks), is_first, boxes.fragment[rows]))
-    for index, pool in enumerate(pools_of(divisions)):
-        owners = pool[0].owners
-        for row in np.flatnonzero((owners == rank).any(axis=1)).tolist():
+    for each in sets:
+        for row in np.flatnonzero((each.owners == rank).any(axis=1)).tolist():
             held = sorted(
-                (tensor, tuple(division.offset[row].tolist()))
-                for division in pool
+                (tensor, tuple(division.offset[part_of[row]].tolist()))
+                for division, part_of in each.held
+                if part_of[row] >= 0
                 for tensor in division.tensors.tolist()
             )
-            fragment = np.array([fragment_at[each] for each in held], np.int64)
-            set_id = len(sets) + index * world + int(owners[row, 0])
-            is_first = rank == int(owners[row, 0])
-            found.append(Replicas(set_id, owners.shape[1], is_first, fragment))
+            fragment = np.array([fragment_at[place] for place in held], np.int64)
+            is_first = rank == int(each.owners[row, 0])
+            set_id, count = each.first_id + row, each.owners.shape[1]
+            found.append(Replicas(set_id, count, is_first, fragment))
     return found
-
-
-def replicated_rows(boxes: HeldBoxes) -> list[RowSet]:
-    """Return the sets of several ranks, small sets first, and the rows of the boxes they hold."""
-    order = np.argsort(boxes.owner_set, kind="stable")
-    limits = np.searchsorted(boxes.owner_set[order], np.arange(1, len(boxes.owner_sets)))
-    rows_of = np.split(order, limits)
-    found = [
-        (ranks, rows)
-        for ranks, rows in zip(boxes.owner_sets, rows_of, strict=False)
-        if len(ranks) > 1 and len(rows)
-    ]
-    return sorted(found, key=lambda each: (len(each[0]), each[0]))
-
-
-def pools_of(divisions: Sequence[Division]) -> list[list[Division]]:
-    """Return the divisions with several owners for each part, grouped by equal owners."""
-    pools: dict[tuple[int, bytes], list[Division]] = {}
-    for division in divisions:
-        count = division.owners.shape[1]
-        if count > 1:
-            pools.setdefault((count, division.owners.tobytes()), []).append(division)
-    return [*pools.values()]
 
 
 def water_fill(loads: Float, amount: float) -> Float:

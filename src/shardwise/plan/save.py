@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -15,27 +15,26 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from shardwise.boxes import Box, find_uncovered_tensors
-from shardwise.boxes.box import IntArray, check_table_size, padded_rows
-from shardwise.errors import FormatError, LayoutError, MismatchError, StateError
-from shardwise.events import format_count
+from shardwise.boxes import Box
+from shardwise.boxes.box import IntArray, count_up, distinct_rows, pad_columns
+from shardwise.errors import LayoutError, MismatchError, StateError
 from shardwise.manifest.dtypes import DTYPES
 from shardwise.manifest.manifest import TensorEntry, encode_header_entries
 from shardwise.manifest.pieces import Runs, encode_tensors, find_runs, join_runs
-from shardwise.plan.assignment import assign_writers, bytes_held
-from shardwise.plan.division import SMALLEST_DIVISION, find_divisions
-from shardwise.plan.file_layout import PieceGroup, PieceRows, lay_out_pieces
-from shardwise.plan.replicas import Replicas, find_replicas
+from shardwise.plan.assignment import assign_writers
+from shardwise.plan.division import find_divisions
+from shardwise.plan.file_layout import PieceGroup, lay_out_pieces
+from shardwise.plan.replicas import Replicas, find_owner_sets, find_replicas
 from shardwise.plan.structure import (
     Coordinates,
     Description,
-    HeldBoxes,
     ParamGroups,
     RanksOfStructure,
-    find_held_boxes,
     list_tensors,
 )
 
+FEW_RANKS = 256
+"""Groups of so few ranks have few enough pieces to find the runs of each tensor."""
 DIFFERENT_KINDS = (
     "ranks have different kinds of values under one name; use the same kind on all ranks, for "
     "example a tensor on each:"
@@ -106,7 +105,8 @@ class SavePlan:
         bytes_held: the tensor bytes of all ranks together, with replicas.
         bytes_stored: the tensor bytes that are written, without replicas.
         writers: the ranks that write a file, in the order of the list of files.
-        rows, piece_groups: the pieces.
+        groups: the pieces.
+        fragment_at: the index of each fragment by its tensor and its offset.
     """
 
     rank: int
@@ -119,8 +119,8 @@ class SavePlan:
     bytes_held: int
     bytes_stored: int
     writers: IntArray
-    rows: PieceRows
-    piece_groups: tuple[PieceGroup, ...]
+    groups: tuple[PieceGroup, ...]
+    fragment_at: Mapping[tuple[int, tuple[int, ...]], int]
 
     @cached_property
     def digest(self) -> bytes:
@@ -128,13 +128,17 @@ class SavePlan:
         digest = hashlib.blake2b(digest_size=16)
         names = self.world, self.tensors, self.per_rank
         digest.update(msgspec.msgpack.encode(names))
-        rows = self.rows
-        columns = [self.writers, rows.rank, rows.tensor, rows.start, rows.offset, rows.shape]
-        for group in self.piece_groups:
-            columns += [group.tensors, group.ranks, group.box, group.within, group.shape]
+        columns = [self.writers]
+        for group in self.groups:
+            columns += [group.tensors, group.ranks, group.offset, group.shape]
             columns += [group.layout, group.starts]
+        # Groups whose tensors are split alike have arrays in common, which are read once.
+        numbers: dict[int, int] = {}
         for column in columns:
-            digest.update(str(column.shape).encode() + np.ascontiguousarray(column).tobytes())
+            if id(column) not in numbers:
+                numbers[id(column)] = len(numbers)
+                digest.update(np.ascontiguousarray(column).data)
+            digest.update(b"%d %d " % (numbers[id(column)], len(column)))
         return digest.digest()
 
     @cached_property
@@ -151,37 +155,27 @@ class SavePlan:
         Raises:
             StateError: the fragments of this rank are not those in the plan.
         """
-        low, high = np.searchsorted(self.rows.rank, [rank, rank + 1]).tolist()
-        rows = slice(low, high)
-        tensor = [self.rows.tensor[rows]]
-        start, fragment = [self.rows.start[rows]], [self.rows.fragment[rows]]
-        offset, shape = [self.rows.offset[rows]], [self.rows.shape[rows]]
-        for group in self.piece_groups:
+        dims = max((len(tensor.shape) for tensor in self.tensors), default=0)
+        tables = [np.zeros((0, 3 + 2 * dims), np.int64)]  # start, tensor, fragment, offset, shape
+        for group in self.groups:
             for i in np.flatnonzero(group.ranks == rank).tolist():
-                t = len(group.tensors)
-                start.append(group.starts[group.layout[i]])
-                box = tuple(group.box[i].tolist())
-                found = [self._fragment_at[tensor, box] for tensor in group.tensors.tolist()]
-                fragment.append(np.array(found, np.int64))
-                tensor.append(group.tensors)
-                offset.append(np.tile(group.offset[i], (t, 1)))
-                shape.append(np.tile(group.shape, (t, 1)))
-        order = np.argsort(np.concatenate(start), kind="stable")
-        columns = np.concatenate(fragment), np.concatenate(offset), np.concatenate(shape)
-        table = piece_table(self.description, *(column[order] for column in columns))
-        names = [self.tensors[i].name for i in np.concatenate(tensor)[order].tolist()]
-        own = [self.description.structure.names[i] for i in self.description.tensor[table.fragment]]
-        if names != own or table.start[:-1].tolist() != np.concatenate(start)[order].tolist():
+                box, starts = tuple(group.box[i].tolist()), group.starts[group.layout[i]]
+                found = [self.fragment_at[tensor, box] for tensor in group.tensors.tolist()]
+                piece = np.tile(np.append(group.offset[i], group.shape[i]), (len(found), 1))
+                tables.append(np.column_stack([starts, group.tensors, found, piece]))
+        table = np.concatenate(tables)
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        start, tensor, fragment = table[:, :3].T
+        offset, shape = np.split(table[:, 3:], 2, axis=1)
+        pieces = piece_table(self.description, fragment, offset, shape)
+        names = [self.tensors[i].name for i in tensor.tolist()]
+        own = [self.description.structure.names[i] for i in self.description.tensor[fragment]]
+        if names != own or pieces.start[:-1].tolist() != start.tolist():
             raise StateError(
                 f"rank {self.rank} would write other pieces than the plan of the save says. This "
                 "is a bug of shardwise: report it, with the shapes and placements of the tensors"
             )
-        return table
-
-    @cached_property
-    def _fragment_at(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        """The index of this rank's fragment with a tensor and an offset."""
-        return fragments_by_offset(self.description, self.tensors, self.rows.offset.shape[1])
+        return pieces
 
     @cached_property
     def kinds(self) -> dict[str, str]:
@@ -200,12 +194,8 @@ class SavePlan:
         """The list of tensors in the manifest, with their pieces, encoded."""
         file_of = np.zeros(int(self.writers.max(initial=0)) + 1, np.int64)
         file_of[self.writers] = np.arange(len(self.writers))
-        rows = self.rows.select(np.lexsort([*reversed(self.rows.offset.T), self.rows.tensor]))
-        tables = [find_runs(rows.tensor, file_of[rows.rank], rows.start, rows.offset, rows.shape)]
-        tables += [_runs_of_group(group, file_of) for group in self.piece_groups]
-        runs = join_runs(tables)
-        order = np.lexsort([*reversed(runs.offset.T), runs.tensor])
-        return encode_tensors(self.tensors, runs.select(order))
+        dims = max((len(tensor.shape) for tensor in self.tensors), default=0)
+        return encode_tensors(self.tensors, _runs_of_groups(self.groups, file_of, dims))
 
 
 class PlanCache:
@@ -270,8 +260,6 @@ def plan_save(
     world: int,
     rank: int,
     description: Description,
-    *,
-    smallest_division: int = SMALLEST_DIVISION,
 ) -> SavePlan:
     """Plan which rank writes which boxes, so that each element is written once.
 
@@ -280,8 +268,6 @@ def plan_save(
         world: the number of ranks.
         rank: this rank. The pieces of the plan are the same on all ranks.
         description: the structure and the fragments of this rank.
-        smallest_division: tensors that are split alike are planned together if they have at least
-            this many parts.
 
     Raises:
         MismatchError: ranks have different dtypes or shapes of the same tensor, or different kinds
@@ -291,26 +277,16 @@ def plan_save(
     """
     entries = list_tensors(structures)
     tensors = [*entries.values()]
-    dims = max((len(tensor.shape) for tensor in tensors), default=0)
-    divisions = find_divisions(structures, entries, smallest_division)
-    divided = {i for division in divisions for i in division.tensors.tolist()}
-    listed = {name: i for i, name in enumerate(entries) if i not in divided}
-    boxes = find_held_boxes(structures, listed, dims, rank, description)
-    _check_coverage(tensors, listed.values(), boxes)
+    divisions = find_divisions(structures, entries)
+    sets = find_owner_sets(divisions)
     ties = _tied_entries(structures, entries)
-    itemsizes = np.array([DTYPES[tensor.dtype].itemsize for tensor in tensors], np.int64)
-    rows, groups = assign_writers(boxes, divisions, itemsizes, world)
-    try:
-        check_table_size(*rows.offset.shape)
-    except FormatError as error:
-        raise LayoutError(str(error)) from error
-    rows, groups, sizes = lay_out_pieces(rows, groups, itemsizes, world)
+    groups, sizes = lay_out_pieces(assign_writers(divisions, sets, world), world)
     writes_file = sizes > 0
     for each in structures:
         writes_file[each.ranks] |= bool(each.structure.per_rank)
     per_rank = _per_rank_names(structures, (*tensors, *ties))
     param_groups = {s.fingerprint: (int(s.ranks[0]), s.structure.param_groups) for s in structures}
-    fragment_at = fragments_by_offset(description, tensors, dims) if divisions else {}
+    fragment_at = _fragments_by_offset(description, tensors)
     return SavePlan(
         rank=rank,
         world=world,
@@ -318,12 +294,12 @@ def plan_save(
         per_rank=per_rank,
         param_groups=param_groups,
         tensors=(*tensors, *ties),
-        replicas=tuple(find_replicas(boxes, divisions, rank, fragment_at, world)),
-        bytes_held=bytes_held(boxes, divisions, itemsizes),
+        replicas=tuple(find_replicas(sets, rank, fragment_at)),
+        bytes_held=sum(each.bytes_held for each in divisions),
         bytes_stored=int(sizes.sum()),
         writers=np.flatnonzero(writes_file),
-        rows=rows,
-        piece_groups=tuple(groups),
+        groups=tuple(groups),
+        fragment_at=fragment_at,
     )
 
 
@@ -339,66 +315,77 @@ def _per_rank_names(
     return tuple(names)
 
 
-def fragments_by_offset(
-    description: Description, tensors: Sequence[TensorEntry], dims: int
+def _fragments_by_offset(
+    description: Description, tensors: Sequence[TensorEntry]
 ) -> dict[tuple[int, tuple[int, ...]], int]:
-    """Return the index of each fragment by its tensor and its offset, padded to `dims`."""
+    """Return the index of each fragment by its tensor and its offset, padded as in groups."""
     index_of = {tensor.name: i for i, tensor in enumerate(tensors)}
     index = [index_of[name] for name in description.structure.names]
-    padding = dims - description.offset.shape[1]
-    offsets = np.pad(description.offset, ((0, 0), (0, padding))).tolist()
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
+    offsets = pad_columns(description.offset, dims, 0).tolist()
     listed = enumerate(zip(description.tensor.tolist(), offsets, strict=True))
     return {(index[tensor], tuple(offset)): i for i, (tensor, offset) in listed}
 
 
-def _check_coverage(
-    tensors: Sequence[TensorEntry], listed: Collection[int], boxes: HeldBoxes
-) -> None:
-    """Check that boxes cover the listed tensors exactly once."""
-    if not listed:
-        return
-    shapes = padded_rows([t.shape for t in tensors], boxes.offset.shape[1], 1)
-    is_listed = np.zeros(len(tensors), bool)
-    is_listed[[*listed]] = True
-    columns = boxes.tensor, boxes.offset, boxes.shape
-    wrong = find_uncovered_tensors(shapes, *columns, is_listed).tolist()
-    if not wrong:
-        return
-    lines = []
-    for i in wrong[:10]:
-        ndim = len(tensors[i].shape)
-        parts = [
-            (boxes.owner_sets[boxes.owner_set[row]][0], boxes.offset[row], boxes.shape[row])
-            for row in np.flatnonzero(boxes.tensor == i)[:8].tolist()
-        ]
-        shown = ", ".join(
-            f"rank {rank} has {Box(tuple(offset[:ndim].tolist()), tuple(shape[:ndim].tolist()))}"
-            for rank, offset, shape in parts
-        )
-        lines.append(f"  - {tensors[i].name} {list(tensors[i].shape)}: {shown}")
-    if len(wrong) > len(lines):
-        lines.append(f"  - and {format_count(len(wrong) - len(lines), 'more tensor')}")
-    raise LayoutError(
-        f"the shards of {format_count(len(wrong), 'tensor')} leave gaps, or overlap without being "
-        "equal; some rank must hold each element, and ranks that hold the same element must hold "
-        "equal boxes:\n" + "\n".join(lines)
-    )
+def _runs_of_groups(groups: Sequence[PieceGroup], file_of: IntArray, dims: int) -> Runs:
+    """Return the runs of all pieces, sorted by tensor.
+
+    Tensors of the same groups, at equal distances in the files, have runs that differ only in their
+    start. For example, the pieces of a tensor begin at byte 0 of two files, and those of two others
+    at the bytes 16 and 24, and 32 and 40. Only the last two are alike. Then the runs of one of them
+    are found.
+
+    Args:
+        groups: the pieces.
+        file_of: the index of the file of each rank.
+        dims: the number of dimensions of the pieces.
+    """
+    places: dict[int, list[tuple[int, int, int]]] = {}
+    for i, group in enumerate(groups):
+        first, kind = distinct_rows((group.starts - group.starts[:1]).T)
+        columns = group.tensors.tolist(), first[kind].tolist(), group.starts[0].tolist()
+        for tensor, example, start in zip(*columns, strict=True):
+            places.setdefault(tensor, []).append((i, example, start))
+    alike: dict[tuple[tuple[int, int, int], ...], list[tuple[int, int]]] = {}
+    for tensor, each in places.items():
+        base = each[0][2]
+        key = tuple((i, example, start - base) for i, example, start in each)
+        alike.setdefault(key, []).append((tensor, base))
+    of_groups = [_runs_of_group(group, file_of) for group in groups]
+    none = np.zeros(0, np.int64)
+    tables = [Runs.of_rows(none, none, none, *[np.zeros((0, dims), np.int64)] * 2)]
+    for number, places_of_tensor in enumerate(alike):
+        for i, example, start in places_of_tensor:
+            starts, runs = (
+                groups[i].starts[:, example] + (start - groups[i].starts[0, example]),
+                of_groups[i],
+            )
+            kind = np.full(len(runs), number)
+            tables.append(replace(runs, tensor=kind, start=starts[runs.tensor]))
+    runs = join_runs(tables)
+    # Pieces at equal places in their files are more often at equal distances.
+    keys = [*reversed(runs.offset.T), runs.start, *reversed(runs.shape.T), runs.tensor]
+    runs = find_runs(runs.select(np.lexsort(keys)))
+    which = np.repeat(np.arange(len(alike)), [*map(len, alike.values())])
+    moves = np.array([*chain(*alike.values())], np.int64).reshape(-1, 2)
+    begin, end = (np.searchsorted(runs.tensor, which, side=side) for side in ("left", "right"))
+    moves = np.repeat(moves, end - begin, axis=0)
+    runs = runs.select(np.repeat(begin, end - begin) + count_up(end - begin))
+    runs = replace(runs, tensor=moves[:, 0], start=runs.start + moves[:, 1])
+    return runs.select(np.lexsort([*reversed(runs.offset.T), runs.tensor]))
 
 
 def _runs_of_group(group: PieceGroup, file_of: IntArray) -> Runs:
-    """Return the runs of a group, whose ranks and boxes are the same for each of its tensors."""
-    order = np.argsort(group.layout, kind="stable")
-    q, r = len(order), len(group.tensors)
-    runs = find_runs(
-        tensor=group.layout[order],  # for now, the layout stands for the tensors
-        file=file_of[group.ranks[order]],
-        start=np.zeros(q, np.int64),
-        offset=group.offset[order],
-        shape=np.tile(group.shape, (q, 1)),
-    )
-    starts = group.starts[runs.tensor].T.reshape(-1)
-    repeated = runs.select(np.tile(np.arange(len(runs)), r))
-    return replace(repeated, tensor=np.repeat(group.tensors, len(runs)), start=starts)
+    """Return the pieces of a group as runs, with the layout for the tensor, and start 0.
+
+    The pieces of few ranks stay one by one, because longer runs may be found for single tensors.
+    """
+    columns = group.layout, file_of[group.ranks], np.zeros_like(group.ranks)
+    runs = Runs.of_rows(*columns, group.offset, group.shape)
+    if len(runs) <= FEW_RANKS:
+        return runs
+    keys = [*reversed(runs.offset.T), *reversed(runs.shape.T), runs.tensor]
+    return find_runs(runs.select(np.lexsort(keys)))
 
 
 def _tied_entries(

@@ -10,14 +10,14 @@ of dimension 0 into 4 parts. Rank 2 has the coordinate `[2]`, and holds `[4:6,0:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from shardwise.boxes import Box, Sharding, Split, shard_boxes
-from shardwise.boxes.box import BoolArray, IntArray, pad_columns
+from shardwise.boxes.box import IntArray, distinct_rows, pad_columns, padded_rows
 from shardwise.decoding import prepare_decoding
 from shardwise.errors import MismatchError
 from shardwise.manifest.manifest import TensorEntry
@@ -55,7 +55,7 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
         names, dtypes, shapes: the name, dtype (torch's name) and global shape of each tensor.
         rules: the distinct rules.
         rule_of: for each tensor, the index of its rule; -1 for a tensor whose boxes are listed.
-        listed: the boxes of tensors without a rule: index of the tensor, offset and shape.
+        listed: the boxes of tensors without a rule; packed by `pack_boxes`.
         ties: for each tied tensor, its name, and the name in `names` of the tensor with its data.
         per_rank: the names of the per-rank values.
         param_groups: the members of groups of parameters, which have plain values in common.
@@ -66,10 +66,36 @@ class Structure(msgspec.Struct, array_like=True, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
     rules: tuple[Rule, ...]
     rule_of: tuple[int, ...]
-    listed: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+    listed: bytes = b""
     ties: tuple[tuple[str, str], ...] = ()
     per_rank: tuple[str, ...] = ()
     param_groups: ParamGroups = ()
+
+    @staticmethod
+    def pack_boxes(tensor: IntArray, offset: IntArray, shape: IntArray) -> bytes:
+        """Return boxes as `listed` has them, equal ones once.
+
+        Args:
+            tensor: the index of each box's tensor, `(n,)`.
+            offset, shape: the boxes, `(n, D)`, for the largest number D of dimensions of `shapes`.
+        """
+        table = np.column_stack([tensor, offset, shape])
+        # Numbers of one column are alike. They are compressed well if they are neighbours.
+        return table[np.sort(distinct_rows(table)[0])].T.astype("<i8").tobytes()
+
+    def boxes(self, dims: int) -> IntArray:
+        """Return the listed boxes as columns `(tensor, *offset, *shape)`.
+
+        Args:
+            dims: the number of dimensions to pad boxes to.
+        """
+        own = max(map(len, self.shapes), default=0)
+        table = np.frombuffer(self.listed, "<i8").reshape(1 + 2 * own, -1)
+        if own == dims:
+            return table
+        offset, shape = np.split(table[1:], 2)
+        padded = pad_columns(offset.T, dims, 0).T, pad_columns(shape.T, dims, 1).T
+        return np.vstack([table[:1], *padded])
 
 
 def find_rules(
@@ -140,27 +166,6 @@ class RanksOfStructure:
     fingerprint: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBoxes:
-    """The n distinct boxes of all tensors, and the ranks that hold them, in columns.
-
-    Attributes:
-        tensor: indices in the list of all tensors, `(n,)`.
-        offset, shape: the boxes, `(n, D)`.
-        owner_set: the index in `owner_sets` of the ranks that hold each box, `(n,)`.
-        owner_sets: the distinct sets of ranks, each sorted.
-        fragment: the index of the fragment with this box on the rank that plans; -1 if the rank
-            does not hold the box, `(n,)`.
-    """
-
-    tensor: IntArray
-    offset: IntArray
-    shape: IntArray
-    owner_set: IntArray
-    owner_sets: tuple[tuple[int, ...], ...]
-    fragment: IntArray
-
-
 def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntry]:
     """Return the tensors of all structures by name.
 
@@ -180,10 +185,8 @@ def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntr
         previous = contents
         columns = zip(structure.names, structure.dtypes, structure.shapes, strict=True)
         for i, (name, dtype, shape) in enumerate(columns):
-            if name in tied:
-                is_this = np.arange(len(structure.names)) == i
-                if not len(_boxes_of_structure(each, is_this, len(shape), {})):
-                    continue  # a rank without a fragment of a tensor cannot see that it is tied
+            if name in tied and not _holds(each, i):
+                continue  # a rank without a fragment of a tensor cannot see that it is tied
             first = tensors.get(name)
             if first is None:
                 tensors[name] = TensorEntry(name, dtype, shape)
@@ -202,141 +205,50 @@ def list_tensors(structures: Sequence[RanksOfStructure]) -> dict[str, TensorEntr
     return tensors
 
 
-def find_held_boxes(
-    structures: Sequence[RanksOfStructure],
-    index_of: Mapping[str, int],
-    dims: int,
-    rank: int,
-    own: Description,
-) -> HeldBoxes:
-    """Return the distinct boxes that ranks hold of some tensors.
+def _holds(each: RanksOfStructure, tensor: int) -> bool:
+    """Return whether a rank of a structure has a box of a tensor, given by its index."""
+    structure, rule = each.structure, each.structure.rule_of[tensor]
+    if rule < 0:
+        own = max(map(len, structure.shapes))
+        return tensor in structure.boxes(own)[0]
+    shape = structure.shapes[tensor]
+    return len(held_boxes(structure.rules[rule], each.coordinates, shape, len(shape))[0]) > 0
+
+
+def held_boxes(
+    rule: Rule, coordinates: IntArray, shape: tuple[int, ...], dims: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the boxes that ranks hold of a tensor that follows a rule.
 
     Args:
-        structures: the distinct structures, and the ranks that have each of them.
-        index_of: the tensors by name, and their indices in the list of all tensors.
+        rule: the rule.
+        coordinates: the coordinates of the ranks, `(n, axes)`.
+        shape: the shape of the tensor.
         dims: the number D of dimensions to pad boxes to.
-        rank: this rank.
-        own: the fragments of this rank.
-    """
-    set_index: dict[tuple[int, ...], int] = {}
-    tables = [np.zeros((0, 3 + 2 * dims), np.int64)]
-    names: tuple[str, ...] = ()
-    index = np.zeros(0, np.int64)
-    for each in structures:
-        if each.structure.names != names:
-            names = each.structure.names
-            index = np.array([index_of.get(name, -1) for name in names], np.int64)
-        table = _boxes_of_structure(each, index >= 0, dims, set_index)
-        if rank in each.ranks:
-            table = np.vstack([table, _own_boxes(own, index >= 0, dims)])
-        table[:, 0] = index[table[:, 0]]
-        tables.append(table)
-    return _merge_equal(np.concatenate(tables), set_index)
-
-
-def _boxes_of_structure(
-    each: RanksOfStructure,
-    wanted: BoolArray,
-    dims: int,
-    set_index: dict[tuple[int, ...], int],
-) -> IntArray:
-    """Return the boxes that ranks with one structure hold.
-
-    Args:
-        each: the structure, and the ranks that have it.
-        wanted: for each tensor of the structure, whether to return its boxes.
-        dims: the number D of dimensions to pad boxes to.
-        set_index: the index of each set of ranks; new sets are added.
 
     Returns:
-        A row `(tensor, *offset, *shape, owner_set, fragment)` for each box: the index of the tensor
-        in the structure, the box, the index of the set of ranks that hold it, and -1.
+        For each box that is not empty: the row of the rank, and the offset and shape of the box.
+
+    Raises:
+        LayoutError: the tensor lacks the dimension of a split.
     """
-    structure = each.structure
-    # Tensors with the same rule and shape have the same boxes: for example, all weights of shape
-    # `(4096, 4096)` that are split by rows.
-    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    follow_rules = np.array(structure.rule_of, np.int64) >= 0
-    for i in np.flatnonzero(wanted & follow_rules).tolist():
-        alike.setdefault((structure.rule_of[i], structure.shapes[i]), []).append(i)
-    parts_of_rule = {
-        rule: _parts_of_rule(structure.rules[rule], each, set_index)
-        for rule in sorted({rule for rule, _ in alike})
-    }
-    tables = []
-    for (rule, shape), tensors in alike.items():
-        rows = []
-        zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-        for splits, owner_set in parts_of_rule[rule]:
-            for box, _ in shard_boxes(shape, splits):
-                rows.append((*box.offset, *zeros, *box.shape, *ones, owner_set, -1))
-        if rows:
-            repeated = np.tile(np.array(rows, np.int64), (len(tensors), 1))
-            tables.append(np.column_stack([np.repeat(tensors, len(rows)), repeated]))
-    rows = []
-    if structure.listed:
-        everyone = set_index.setdefault(tuple(each.ranks.tolist()), len(set_index))
-        for i, offset, shape in structure.listed:
-            if wanted[i]:
-                zeros, ones = (0,) * (dims - len(shape)), (1,) * (dims - len(shape))
-                rows.append((i, *offset, *zeros, *shape, *ones, everyone, -1))
-    listed = np.array(rows, np.int64).reshape(len(rows), 3 + 2 * dims)
-    return np.concatenate([*tables, listed])
-
-
-def _parts_of_rule(
-    rule: Rule, each: RanksOfStructure, set_index: dict[tuple[int, ...], int]
-) -> list[tuple[tuple[Split, ...], int]]:
-    """Return the splits of each part of a tensor, and the index of the set of ranks that hold it.
-
-    For example, a rule has one split of axis 0, and four ranks have the coordinates [0, 0], [0, 1],
-    [1, 0] and [1, 1]. The parts are [0] and [1], which the ranks (0, 1) and (2, 3) hold.
-
-    Args:
-        each: the ranks that follow the rule, and their coordinates.
-        set_index: the index of each set of ranks; new sets are added.
-    """
-    ranks, indices = each.ranks, each.coordinates[:, [split.axis for split in rule]]
-    parts, inverse = np.unique(indices, axis=0, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    order = np.argsort(inverse, kind="stable")
-    members = np.split(ranks[order], np.searchsorted(inverse[order], range(1, len(parts))))
-    found = []
-    for part, owners in zip(parts.tolist(), members, strict=True):
-        pairs = zip(rule, part, strict=True)
-        splits = tuple(Split(s.dim, s.parts, index, s.split_factor) for s, index in pairs)
-        found.append((splits, set_index.setdefault(tuple(owners.tolist()), len(set_index))))
-    return found
-
-
-def _own_boxes(own: Description, wanted: BoolArray, dims: int) -> IntArray:
-    """Return the boxes of this rank as `_boxes_of_structure` does, with their fragments."""
-    rows = np.flatnonzero(wanted[own.tensor])
-    offset, shape = pad_columns(own.offset[rows], dims, 0), pad_columns(own.shape[rows], dims, 1)
-    return np.column_stack([own.tensor[rows], offset, shape, np.full(len(rows), -1), rows])
-
-
-def _merge_equal(table: IntArray, set_index: dict[tuple[int, ...], int]) -> HeldBoxes:
-    """Unite the rows of equal boxes, which several structures and this rank can have."""
-    boxes = table[:, :-2]
-    order = np.lexsort(boxes.T[::-1])  # the row of this rank stays behind that of its structure
-    boxes, owner_set, fragment = boxes[order], table[order, -2], table[order, -1]
-    begins = np.ones(len(boxes), bool)
-    begins[1:] = (np.diff(boxes, axis=0) != 0).any(axis=1)
-    first = np.flatnonzero(begins)
-    end = np.append(first[1:], len(boxes))
-    box = np.cumsum(begins) - 1
-    own = np.full(len(first), -1)
-    own[box[fragment >= 0]] = fragment[fragment >= 0]
-    united = owner_set[first]
-    sets = list(set_index)
-    structures_with_box = np.bincount(box[owner_set >= 0], minlength=len(first))
-    for row in np.flatnonzero(structures_with_box > 1).tolist():
-        indices = {*owner_set[first[row] : end[row]].tolist()} - {-1}
-        ranks = tuple(sorted({rank for i in indices for rank in sets[i]}))
-        united[row] = set_index.setdefault(ranks, len(set_index))
-        if united[row] == len(sets):
-            sets.append(ranks)
-    boxes, dims = boxes[first], (boxes.shape[1] - 1) // 2
-    offset, shape = boxes[:, 1 : 1 + dims], boxes[:, 1 + dims :]
-    return HeldBoxes(boxes[:, 0], offset, shape, united, tuple(sets), own)
+    indices = coordinates[:, [split.axis for split in rule]]
+    if any(split.split_factor != 1 or not 0 <= split.dim < len(shape) for split in rule):
+        listed = []
+        for row, index in enumerate(indices.tolist()):
+            pairs = zip(rule, index, strict=True)
+            splits = tuple(Split(s.dim, s.parts, k, s.split_factor) for s, k in pairs)
+            listed += [(row, box) for box, _ in shard_boxes(shape, splits)]
+        offsets, shapes = ([b.offset for _, b in listed], [b.shape for _, b in listed])
+        found = np.array([row for row, _ in listed], np.int64)
+        return found, padded_rows(offsets, dims, 0), padded_rows(shapes, dims, 1)
+    offset, extent = np.zeros((len(indices), dims), np.int64), np.ones((len(indices), dims), int)
+    extent[:, : len(shape)] = shape
+    for split, index in zip(rule, indices.T, strict=True):
+        whole = extent[:, split.dim].copy()
+        size = -(-whole // split.parts)  # as by `torch.chunk`
+        start = np.minimum(index * size, whole)
+        extent[:, split.dim] = np.minimum(start + size, whole) - start
+        offset[:, split.dim] += start
+    found = np.flatnonzero(extent.all(axis=1))
+    return found, offset[found], extent[found]

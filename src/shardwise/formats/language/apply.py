@@ -22,7 +22,7 @@ from shardwise.formats.language.rules import Spec
 from shardwise.formats.language.tensors import Tensors
 from shardwise.manifest.layout import Layout
 from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, StoredRuns
+from shardwise.manifest.pieces import Pieces, Runs
 
 MOST_SHOWN = 8
 """The most names or numbers that a message lists."""
@@ -110,7 +110,7 @@ def _assemble_layout(
         format="",
         files=(),
         tensors=tuple(entries.values()),
-        runs=StoredRuns.of_pieces(boxes.select(np.argsort(boxes.tensor, kind="stable"))),
+        runs=Runs.of_pieces(boxes.select(np.argsort(boxes.tensor, kind="stable"))),
         replicas=copies.select(np.argsort(copies.tensor, kind="stable")),
         left_out=tuple(
             f"{catalogue.names[i]}: skipped by {tensors.spec.source.place_of(each.rule.position)}"
