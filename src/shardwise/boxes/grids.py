@@ -1,8 +1,12 @@
 """Grids: boxes at constant distances along several axes, without a list of the boxes.
 
-For example, 8 ranks hold the rows of a matrix of 16 rows and 6 columns, each 4 rows and 3 columns:
-the first box is `[0:4,0:3]`. Along the outer axis, 4 boxes are 4 rows apart; along the inner axis,
-2 boxes are 3 columns apart.
+For example, three ranks hold a matrix of 6 rows and 4 columns, 2 rows each. This is one grid: the
+first box is `[0:2,0:4]`, and along its one axis, 3 boxes are 2 rows apart. The box of index 1 is
+`[2:4,0:4]`.
+
+With two axes, 8 ranks hold the rows of a matrix of 16 rows and 6 columns, each 4 rows and 3
+columns: the first box is `[0:4,0:3]`. Along the outer axis, 4 boxes are 4 rows apart; along the
+inner axis, 2 boxes are 3 columns apart.
 
 A table of n grids has the columns `first` and `extent`, `(n, D)`, for the first box; and for A
 axes, from the outermost to the innermost, `count`, `(n, A)`, and `step`, `(n, A, D)`. An axis of

@@ -1,4 +1,9 @@
-"""Choose which rank writes each part, so that ranks write about equally many bytes."""
+"""Choose which rank writes each part, so that ranks write about equally many bytes.
+
+Example: the ranks 0 and 3, 1 and 4, 2 and 5 hold the parts `[0:2,0:4]`, `[2:4,0:4]` and `[4:6,0:4]`
+of a weight, and the parts `[0:2]`, `[2:4]` and `[4:6]` of a bias. The ranks 0, 1 and 2 write the
+weight, and the ranks 3, 4 and 5 the bias.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ A large model has thousands of tensors, but few shapes and ways to split them. W
 one such tensor holds for all others that are split alike. So the cost of a plan grows with the
 number of ranks, and not with the number of ranks times the number of tensors.
 
-Example: 400 tensors of shape `(8, 4)`, split by rows over the ranks 0 to 3, are one `Division`. It
-has the parts `[0:2,0:4]`, `[2:4,0:4]`, `[4:6,0:4]` and `[6:8,0:4]`, and the owners 0, 1, 2 and 3.
+Example: a weight of shape `(6, 4)`, by rows over 3 shards, each held by two of six ranks, has the
+parts `[0:2,0:4]`, `[2:4,0:4]` and `[4:6,0:4]`, and the owners (0, 3), (1, 4) and (2, 5). 400
+weights of this shape are one `Division`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Ranks that write pieces of the same shapes have files of the same layout: each piece begins at the
 same offset. So the layout is computed once for all of them.
+
+Example: the ranks 0, 1 and 2 each write one part of 32 bytes, at byte 0 of the data of their files.
+One layout stands for the three files. The ranks 3, 4 and 5 have another, of 8 bytes.
 """
 
 from __future__ import annotations

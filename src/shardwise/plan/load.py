@@ -1,4 +1,9 @@
-"""Plan a load: find which pieces hold the wanted boxes, and merge their bytes into spans."""
+"""Plan a load: find which pieces hold the wanted boxes, and merge their bytes into spans.
+
+Example: a rank needs column 1 of a weight of shape `(6, 4)`, the box `[0:6,1:2]`. It overlaps the
+pieces `[0:2,0:4]`, `[2:4,0:4]` and `[4:6,0:4]`, which lie in three files, so there are three spans.
+Each is the data of a whole file, 32 bytes, because checksums belong to blocks of 64 KiB.
+"""
 
 from __future__ import annotations
 

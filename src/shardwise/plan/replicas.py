@@ -135,7 +135,9 @@ def divide_replicas(
 
     The replicas form a sequence of bytes. Each owner gets one range of this sequence, so that the
     loads become even. For example, two ranks with equal loads hold a tensor of 6 MiB and one of
-    2 MiB: the first rank gets 4 MiB of the first tensor, and the second rank gets the rest.
+    2 MiB: the first rank gets 4 MiB of the first tensor, and the second rank gets the rest. Small
+    replicas stay whole: if two ranks hold a weight of 32 bytes and a bias of 8, one of them writes
+    the weight, and the other the bias.
 
     Args:
         replicas: the shape and itemsize of each replica. The same ranks hold all of them.

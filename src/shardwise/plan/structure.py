@@ -4,8 +4,10 @@ Ranks that hold the same tensors, split over meshes of the same sizes, have the 
 differ in their coordinates. So a structure is sent once, each rank sends its coordinates, and every
 rank computes the boxes of every other rank.
 
-Example: a weight of shape `(8, 4)`, sharded by rows over four ranks. Its rule is one `AxisSplit`
-of dimension 0 into 4 parts. Rank 2 has the coordinate `[2]`, and holds `[4:6,0:4]`.
+Example (docs/architecture.md follows it to the manifest): six ranks are a mesh of dp=2 times tp=3.
+A weight of shape `(6, 4)` is split by rows over tp, and replicated over dp. Its rule is one
+`AxisSplit`: dimension 0 into 3 shards, by coordinate 0. Rank 4 has dp=1 and tp=1. It sends the
+coordinates `[1]`, and holds the box `[2:4,0:4]`; so does rank 1.
 """
 
 from __future__ import annotations
