@@ -29,20 +29,14 @@ test: $(READY) ## run the tests; ARGS="-m 'not ranks'" skips tests that start pr
 
 # The kernel needs torch, numpy, msgspec, isal, and no part: no other store, framework, agent, command.
 KERNEL := .venv-kernel/bin/python
-WAITING := tests/engine/test_tree.py
 KERNEL_PACKAGES := numpy msgspec isal hypothesis pytest pytest-timeout
 KERNEL_TESTS := tests/boxes tests/plan tests/manifest tests/state tests/engine tests/adapters \
 	tests/store/test_local.py tests/store/test_sequential.py tests/ports/test_our_bindings.py \
 	tests/ports/test_read_strategies.py tests/ports/test_rounds.py tests/ports/test_stores.py \
 	tests/test_retention.py
 
-# The tests of the tree of ranks wait for most of their minute and a half, so they run beside the
-# others. Of these, ARGS may select none, which pytest reports as 5.
 kernel: .venv-kernel/.ready ## run the kernel's tests, with few packages; takes two minutes
-	@$(KERNEL) -m pytest $(WAITING) $(ARGS) >.venv-kernel/waiting.txt 2>&1 & waiting=$$!; \
-	$(KERNEL) -m pytest $(KERNEL_TESTS) --ignore=$(WAITING) $(ARGS); others=$$?; \
-	wait $$waiting; waiting=$$?; cat .venv-kernel/waiting.txt; \
-	test $$others = 0 && { test $$waiting = 0 || test $$waiting = 5; }
+	$(KERNEL) -m pytest $(KERNEL_TESTS) $(ARGS)
 
 .venv-kernel/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-kernel
