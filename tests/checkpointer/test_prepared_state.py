@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from tests.breadth import mostly_long
 
 State = dict[str, Any]
 Change = Callable[[State], object]
