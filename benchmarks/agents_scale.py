@@ -19,25 +19,25 @@ from pathlib import Path
 from msgspec import Raw
 
 from benchmarks.simulated_nodes import RANKS, SAVE, TOKEN, make_file, name_of_node, simulate
-from shardwise.manifest.manifest import (
+from shardwise.kernel.manifest.manifest import (
     Manifest,
     ObjectEntry,
     data_file,
     encode_manifest,
     step_directory,
 )
-from shardwise.memory import records
-from shardwise.memory.agent.agent import Agent
-from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.agent.process import make_performers
-from shardwise.memory.files import listen_to_bell, write_record
-from shardwise.memory.home import Home, SnapshotDirectory
-from shardwise.memory.lineage import read_or_create_lineage
-from shardwise.memory.observe import Observer, read_outcome
-from shardwise.memory.records import AgentInfo, PendingManifest, StagedFile
-from shardwise.memory.seal import MappedFiles
-from shardwise.store import LocalStore
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.agent import Agent
+from shardwise.parts.memory.agent.mirrors import Mirrors
+from shardwise.parts.memory.agent.process import make_performers
+from shardwise.parts.memory.files import listen_to_bell, write_record
+from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.lineage import read_or_create_lineage
+from shardwise.parts.memory.observe import Observer, read_outcome
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, StagedFile
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.tiers.options import StorageTask
 
 NODES = (64, 1024, 2048)
 STEP = 10

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 
 from torch.distributed import DistStoreError, FileStore, TCPStore
 
-from shardwise.ranks.tree import TreeGroup
+from shardwise.parts.ranks.tree import TreeGroup
 
 HOST = "127.0.0.1"
 MESSAGE, REPLY = "m" * 2_000, "r" * 100_000

@@ -27,7 +27,7 @@ from shardwise.data import (
     ElasticStreamDataset,
     ElasticStreamLoader,
 )
-from shardwise.state.plain_values import encode
+from shardwise.kernel.state.plain_values import encode
 
 MEMORY = Path("/dev/shm/shardwise-data-loader")
 WORKERS, STREAMS, LENGTH = 8, 16, 4096

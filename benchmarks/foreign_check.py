@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import NO_TENSORS, Bench, parse_arguments
-from shardwise.formats.reader import Builder, FileTree
-from shardwise.formats.specification import add_by_specification
+from shardwise.parts.formats.reader import Builder, FileTree
+from shardwise.parts.formats.specification import add_by_specification
 from tests.formats.language.test_scale import DP, PP, SIZES, TP, Row, simulated
 
 LAYERS = (3, 8)

@@ -26,8 +26,8 @@ import torch
 import shardwise as sw
 from benchmarks.harness import machine, round_digits
 from benchmarks.training import Shape, Training
-from shardwise.memory.files import read_record
-from shardwise.memory.records import AgentInfo
+from shardwise.parts.memory.files import read_record
+from shardwise.parts.memory.records import AgentInfo
 
 NEVER = 1 << 30
 WARM = 5

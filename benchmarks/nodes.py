@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from benchmarks.harness import Bench
-from shardwise.memory.files import read_record
-from shardwise.memory.records import AgentInfo
+from shardwise.parts.memory.files import read_record
+from shardwise.parts.memory.records import AgentInfo
 
 NEVER = 1 << 30
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import shardwise as sw
 from benchmarks.harness import LARGE, ROWS, Bench, parse_arguments
-from shardwise.store import StoreTraits
-from shardwise.store.object_clients import Client
-from shardwise.store.object_store import PART_MIB, UPLOAD_REQUESTS, parse_object_url
+from shardwise.kernel.store import StoreTraits
+from shardwise.parts.stores.object_clients import Client
+from shardwise.parts.stores.object_store import PART_MIB, UPLOAD_REQUESTS, parse_object_url
 from tests.store.servers import BUCKET, start_seaweedfs
 
 try:

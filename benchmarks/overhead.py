@@ -27,7 +27,7 @@ from benchmarks.nodes import agents_below
 from benchmarks.peers import Begun, Peer, local, nothing, peers
 from benchmarks.processor import family, processor_seconds
 from benchmarks.training import Shape, Training
-from shardwise.manifest.checksums import block_checksums
+from shardwise.kernel.manifest.checksums import block_checksums
 
 MEMORY = Path("/dev/shm/shardwise-overhead")
 STEPS, STEPS_QUICK, WARM = 20, 4, 2

@@ -10,7 +10,7 @@ from functools import partial
 
 import shardwise as sw
 from benchmarks.harness import MANY, ROWS, Bench, parse_arguments, round_digits
-from shardwise.plan.save import PlanCache
+from shardwise.kernel.plan.save import PlanCache
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from benchmarks.harness import Bench, Size, parse_arguments
-from shardwise.sharing import node_ranks
+from shardwise.parts.sharing import node_ranks
 from tests.tools.throttled_store import Meter, ThrottledStore
 
 SIZE = Size(tensors=32)

@@ -23,12 +23,12 @@ from benchmarks.harness import Bench, Size, parse_arguments
 from benchmarks.limits import make_copier
 from benchmarks.nodes import Nodes, save_protected
 from benchmarks.peers import nothing
-from shardwise.manifest.manifest import MANIFEST, decode_manifest
-from shardwise.memory.home import Home
-from shardwise.memory.redundancy.placement import plan_protection
-from shardwise.memory.redundancy.rebuild import Rebuilder
-from shardwise.memory.seal import map_file
-from shardwise.store.store import Buffer
+from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.home import Home
+from shardwise.parts.memory.redundancy.placement import plan_protection
+from shardwise.parts.memory.redundancy.rebuild import Rebuilder
+from shardwise.parts.memory.seal import map_file
 
 SHARES = Size(tensors=48)  # memory holds several copies: three slots for each rank, and parity
 OWNER = 1

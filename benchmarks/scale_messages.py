@@ -20,24 +20,24 @@ import msgspec
 import numpy as np
 
 from benchmarks.scale_states import Job
-from shardwise.engine.buffers import Arena
-from shardwise.engine.describe import BoundState
-from shardwise.engine.group import Combine, Decode, Group
-from shardwise.engine.planning import (
+from shardwise.kernel.engine.buffers import Arena
+from shardwise.kernel.engine.describe import BoundState
+from shardwise.kernel.engine.group import Combine, Decode, Group
+from shardwise.kernel.engine.planning import (
     PlannedSave,
     SaveRequest,
     _Offer,
     plan_together,
 )
-from shardwise.engine.rounds import Round, Values, _Message, values_of
-from shardwise.engine.save import _Files, _table_of, _unite_files
-from shardwise.engine.shared_structures import _Described
-from shardwise.events import Recorder
-from shardwise.manifest.checksums import block_count
-from shardwise.manifest.manifest import lay_out_file
-from shardwise.plan.save import PlanCache, SavePlan
-from shardwise.ranks.tree import children_of
-from shardwise.store.places import open_store
+from shardwise.kernel.engine.rounds import Round, Values, _Message, values_of
+from shardwise.kernel.engine.save import _Files, _table_of, _unite_files
+from shardwise.kernel.engine.shared_structures import _Described
+from shardwise.kernel.events import Recorder
+from shardwise.kernel.manifest.checksums import block_count
+from shardwise.kernel.manifest.manifest import lay_out_file
+from shardwise.kernel.plan.save import PlanCache, SavePlan
+from shardwise.kernel.store.places import open_store
+from shardwise.parts.ranks.tree import children_of
 
 T = TypeVar("T")
 SAVE_ID = "0123456789abcdef"

@@ -12,12 +12,12 @@ from pathlib import Path
 from benchmarks.memory import status
 from benchmarks.scale_messages import SavingRank, load_group
 from benchmarks.scale_states import Job
-from shardwise.engine.buffers import Arena
-from shardwise.engine.load import plan_reads
-from shardwise.manifest.manifest import decode_manifest
-from shardwise.manifest.validate import layout_of_manifest
-from shardwise.state.name_lookup import SavedNames
-from shardwise.store.places import open_store
+from shardwise.kernel.engine.buffers import Arena
+from shardwise.kernel.engine.load import plan_reads
+from shardwise.kernel.manifest.manifest import decode_manifest
+from shardwise.kernel.manifest.validate import layout_of_manifest
+from shardwise.kernel.state.name_lookup import SavedNames
+from shardwise.kernel.store.places import open_store
 
 CACHED_PLANS = 9
 """How often a cached plan is measured."""

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from shardwise.boxes import (
+from shardwise.kernel.boxes import (
     Box,
     Sharding,
     ShardPlacement,
@@ -21,7 +21,7 @@ from shardwise.boxes import (
     shard_boxes,
     splits_of,
 )
-from shardwise.state.local_state import Fragment, LocalState, TensorLeaf
+from shardwise.kernel.state.local_state import Fragment, LocalState, TensorLeaf
 
 LAYERS, HIDDEN, FFN, KV, VOCAB = 126, 16384, 53248, 1024, 128256
 COLUMN_PARALLEL, ROW_PARALLEL, REPLICATED = 0, 1, None

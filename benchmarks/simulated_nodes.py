@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.manifest.manifest import FileEntry, data_file, lay_out_file
-from shardwise.memory import records
-from shardwise.memory.files import encode_record
-from shardwise.memory.node_tree import NodeTree
-from shardwise.memory.records import MOST_FAN_OUT, AgentInfo, SubtreeReply
-from shardwise.memory.replies import Replies
-from shardwise.memory.seal import seal
+from shardwise.kernel.manifest.manifest import FileEntry, data_file, lay_out_file
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import encode_record
+from shardwise.parts.memory.node_tree import NodeTree
+from shardwise.parts.memory.records import MOST_FAN_OUT, AgentInfo, SubtreeReply
+from shardwise.parts.memory.replies import Replies
+from shardwise.parts.memory.seal import seal
 
 SAVE = "a" * 16
 RANKS = 8

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from shardwise.events import Event, OperationRecord, Recorder
-from shardwise.ranks.tree import children_of
-from shardwise.telemetry.encoding import encode, encode_file
-from shardwise.telemetry.records import Telemetry
-from shardwise.telemetry.rows import (
+from shardwise.kernel.events import Event, OperationRecord, Recorder
+from shardwise.parts.ranks.tree import children_of
+from shardwise.parts.telemetry.encoding import encode, encode_file
+from shardwise.parts.telemetry.records import Telemetry
+from shardwise.parts.telemetry.rows import (
     Operation,
     align,
     combine_messages,

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.kernel.errors import ShardwiseError
 
 __all__ = ["Host", "Hosts", "HostsUnavailable"]
 

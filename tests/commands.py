@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shardwise.cli.app import app as app
+from shardwise.parts.cli.app import app as app
 
 
 @dataclass(frozen=True, slots=True)

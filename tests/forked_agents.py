@@ -1,8 +1,9 @@
 """Agents that a process forks after its imports. A new interpreter would import them for a second.
 
-`forking_agents` starts that process, and lets `shardwise.memory.spawn` send it the command lines
-of agents. A fork server of `multiprocessing` that imports this module does the same in its workers.
-Programs that tests start, and tests with the fixture `spawned_agents`, run the command themselves.
+`forking_agents` starts that process, and lets `shardwise.parts.memory.spawn` send it the command
+lines of agents. A fork server of `multiprocessing` that imports this module does the same in its
+workers. Programs that tests start, and tests with the fixture `spawned_agents`, run the command
+themselves.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.memory import spawn
-from shardwise.memory.home import Home
+from shardwise.parts.memory import spawn
+from shardwise.parts.memory.home import Home
 
 ADDRESS = "SHARDWISE_TESTS_FORKED_AGENTS"
 PR_SET_PDEATHSIG = 1
@@ -118,7 +119,7 @@ def serve(listener: socket.socket) -> None:
 
 def run_agent(request: dict[str, object]) -> None:
     """Run the command line of an agent in this process, as if it were a new one."""
-    from shardwise.cli import main
+    from shardwise.parts.cli import main
 
     os.setsid()
     for path, mode, descriptors in (
@@ -141,10 +142,10 @@ if __name__ == "__main__":
     # The imports that agents share, also those that are made when something is first used.
     from typer.testing import CliRunner
 
-    import shardwise.memory.agent.node_agent
-    import shardwise.memory.agent.process
-    import shardwise.store.object_store  # noqa: F401
-    from shardwise.cli.app import app
+    import shardwise.parts.memory.agent.node_agent
+    import shardwise.parts.memory.agent.process
+    import shardwise.parts.stores.object_store  # noqa: F401
+    from shardwise.parts.cli.app import app
 
     for name in ("obstore", "boto3", "encodings.idna", "numpy.ma", "numpy.random"):
         if importlib.util.find_spec(name) is not None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.errors import StoreError
-from shardwise.store import FileStatus, ReadableFile, Store, WritableFile, lease_locks
-from shardwise.store.store import Buffer, StoreTraits
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.store import FileStatus, ReadableFile, Store, WritableFile
+from shardwise.kernel.store.store import Buffer, StoreTraits
+from shardwise.ports import lease_locks
 
 
 @dataclass

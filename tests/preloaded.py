@@ -12,7 +12,7 @@ import torch.distributed.pipelining
 import torch.optim.lr_scheduler
 
 import shardwise as sw
-import shardwise.sharing.strategy
+import shardwise.parts.sharing.strategy
 from tests import forked_agents
 
 __all__ = ["forked_agents", "hypothesis", "numpy", "pytest", "shardwise", "torch"]

@@ -17,30 +17,18 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 TESTS = Path(__file__).parent
 RECORDS = ("dataclass", "Struct", "NamedTuple", "TypedDict")
-READERS = "formats.readers."
+READERS = "parts.formats.readers."
 FRONTS = (
-    "testing",
-    "integrations",
-    "data",
-    "errors",
-    "ports",
-    "formats.reader",
-    "formats.specification",
+    *("testing", "integrations", "data", "ports", "kernel.errors"),
+    *("parts.formats.reader", "parts.formats.specification"),
 )
 """The packages and modules that users import, besides the package itself."""
-KERNEL = (
-    *("boxes", "manifest", "plan", "state", "engine", "ports"),
-    *("api", "loading", "opening", "checkpoint", "saved_tensor", "errors", "events", "deadline"),
-    *("decoding", "plugins", "version"),
-    *("store.local", "store.local_files", "store.names", "store.places", "store.store"),
-    *("store.lease_locks", "store.sequential"),
-    *("adapters.bind", "adapters.cells", "adapters.modules", "adapters.optimizer_groups"),
-    *("adapters.optimizer_views", "adapters.optimizers", "adapters.values"),
-)
+KERNEL = ("kernel", "ports")
 """What every save and load of shardwise's own format needs. It imports no part."""
 PLATFORM = (
-    *("errors", "events", "deadline", "decoding", "plugins", "ports", "store", "boxes"),
-    *("engine.group", "engine.rounds"),
+    *("ports", "kernel.errors", "kernel.events", "kernel.deadline", "kernel.decoding"),
+    *("kernel.plugins", "kernel.store", "kernel.boxes", "kernel.engine.group"),
+    "kernel.engine.rounds",
 )
 """What parts may import of the kernel freely, besides public names."""
 
@@ -55,7 +43,7 @@ class Figures:
     Attributes:
         statements: of the whole package, without docstrings.
         statements_of_kernel: of `KERNEL`.
-        statements_of_api: of what `import shardwise.api` imports.
+        statements_of_api: of what `import shardwise.kernel.api` imports.
         record_types: dataclasses, structs, named tuples and typed dicts.
         names_of_parts_in_kernel: distinct names that the kernel imports from parts.
         names_of_kernel_in_parts: distinct names that parts import from the kernel, besides the
@@ -86,9 +74,11 @@ def trees() -> dict[str, ast.Module]:
 
 
 def package_of(module: str) -> str:
-    """The top package of a module; the modules of the top level form one package."""
-    first = module.split(".")[0]
-    return first if (SOURCE / first).is_dir() else ""
+    """The package of a module: `kernel.plan`, `parts.memory`, `data`; "" for the top level."""
+    first, *others = module.split(".")
+    if first in ("kernel", "parts") and others:
+        first = f"{first}.{others[0]}"
+    return first if (SOURCE / first.replace(".", "/")).is_dir() else first.partition(".")[0]
 
 
 def imported_names(module: str, *, at_import: bool = False) -> Iterator[tuple[str, str | None]]:
@@ -158,8 +148,6 @@ def names_from_other_packages(package: str, besides: str = "") -> set[Name]:
 
 def is_in(module: str, places: tuple[str, ...]) -> bool:
     """Whether a module is one of several modules, or in one of several packages."""
-    if module in ("adapters", "store"):  # what these packages export is the kernel's part of them
-        return module in {place.partition(".")[0] for place in places}
     return f"{module}.".startswith(tuple(f"{place}." for place in places))
 
 
@@ -183,7 +171,7 @@ def names_of_readers() -> set[Name]:
         for module in trees()
         if module.startswith(READERS)
         for base, name in used_names(module)
-        if not base.startswith(".".join(module.split(".")[:3]))
+        if not base.startswith(".".join(module.split(".")[:4]))
     }
 
 
@@ -231,7 +219,7 @@ def inner_imports_of(test: Path) -> list[str]:
 
 def measure() -> Figures:
     """Measure the package that is imported, and the tests beside this file."""
-    of_api = modules_imported_by("api")
+    of_api = modules_imported_by("kernel.api")
     classes = [
         node
         for tree in trees().values()

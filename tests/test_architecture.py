@@ -17,28 +17,28 @@ import shardwise
 # Imports go down, from a row to the rows below it, never between components of one row.
 LAYERS = (
     ("__main__",),
-    ("cli", "integrations"),
+    ("parts.cli", "integrations"),
     ("shardwise",),  # the package's __init__, which exports the public names
-    ("checkpointer", "convert", "data", "reporting"),
-    ("api",),
-    ("listing", "loading"),
-    ("checkpoint", "opening"),
-    ("saved_tensor",),
-    ("resizing", "telemetry"),
-    ("frameworks", "sharing"),
-    ("ports.module_binding",),
-    ("ports",),
-    ("formats.readers",),
-    ("memory", "formats"),
-    ("tiers",),
-    ("checks", "ranks", "retention"),
-    ("engine", "adapters"),
+    ("checkpointer", "data", "parts.convert", "parts.reporting"),
+    ("parts.listing", "parts.resizing", "parts.telemetry"),
+    ("parts.frameworks", "parts.sharing"),
+    ("parts.formats.readers",),
+    ("parts.formats", "parts.memory"),
+    ("parts.tiers",),
+    ("parts.checks", "parts.ranks", "parts.retention", "parts.stores", "parts.words"),
+    ("kernel.api",),
+    ("kernel.loading",),
+    ("kernel.checkpoint", "kernel.opening"),
+    ("kernel.saved_tensor",),
+    ("ports", "ports.module_binding"),
+    ("kernel.adapters", "kernel.engine"),
     ("ports.binding",),
-    ("plan", "state"),
-    ("manifest",),
-    ("boxes", "store"),
-    ("plugins", "ports.checks", "words"),
-    ("deadline", "decoding", "errors", "events", "ports.built_in", "version"),
+    ("kernel.plan", "kernel.state"),
+    ("kernel.manifest",),
+    ("kernel.boxes", "kernel.store"),
+    ("kernel.plugins", "ports.checks"),
+    ("kernel.deadline", "kernel.decoding", "kernel.errors", "kernel.events", "kernel.version"),
+    ("kernel", "parts", "ports.built_in"),
 )
 # The same within large packages.
 LAYERS_OF_MEMORY = (
@@ -77,10 +77,10 @@ LAYERS_OF_CHECKPOINTER = (
     ("handle", "signals"),
 )
 TESTING = "testing"  # may import anything, and nothing imports it
-AGENT = "memory.agent.process"  # runs in a separate process, which must stay small
-WITHOUT_TORCH = ("boxes", "manifest", "plan")
+AGENT = "parts.memory.agent.process"  # runs in a separate process, which must stay small
+WITHOUT_TORCH = ("kernel.boxes", "kernel.manifest", "kernel.plan")
 SUITES = "_suite"  # modules with tests for users, which may use assert
-MAY_PRINT = ("__main__", "cli")
+MAY_PRINT = ("__main__", "parts.cli")
 FORBIDDEN_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
 MOST_LINES_OF_FILE = 500
 MOST_LINES_OF_FUNCTION = 60
@@ -148,8 +148,8 @@ RANKS = {component: rank for rank, row in enumerate(LAYERS) for component in row
 WITHIN = {
     folder: {part: rank for rank, row in enumerate(layers) for part in row}
     for folder, layers in (
-        ("memory", LAYERS_OF_MEMORY),
-        ("formats", LAYERS_OF_FORMATS),
+        ("parts.memory", LAYERS_OF_MEMORY),
+        ("parts.formats", LAYERS_OF_FORMATS),
         ("checkpointer", LAYERS_OF_CHECKPOINTER),
     )
 }
@@ -217,8 +217,8 @@ PACKAGES = [
 
 def component_of(name: str) -> str:
     """The row of LAYERS to which a module or name below the package belongs."""
-    nested = [each for each in RANKS if "." in each and f"{name}.".startswith(f"{each}.")]
-    return nested[0] if nested else name.split(".")[0] or "shardwise"
+    nested = [each for each in RANKS if f"{name}.".startswith(f"{each}.")]
+    return max(nested, key=len) if nested else name.split(".")[0] or "shardwise"
 
 
 def called(node: ast.Call) -> str:
@@ -235,10 +235,10 @@ def wrong_imports(module: Module) -> list[str]:
 
 
 def wrong_imports_within(module: Module) -> list[str]:
-    folder, own, *_ = [*module.name.split("."), ""]
-    ranks = WITHIN[folder]
+    folder = next(each for each in WITHIN if f"{module.name}.".startswith(f"{each}."))
+    ranks, own = WITHIN[folder], part_of(folder, module.name)
     parts = [
-        (node, name.split(".")[2])
+        (node, part_of(f"shardwise.{folder}", name))
         for node, name in module.imports()
         if name.startswith(f"shardwise.{folder}.")
     ]
@@ -247,6 +247,11 @@ def wrong_imports_within(module: Module) -> list[str]:
         for node, part in parts
         if own and part != own and ranks.get(part, -1) <= ranks[own]
     ]
+
+
+def part_of(folder: str, name: str) -> str:
+    """The module or package directly in a folder to which a name belongs; "" for the folder."""
+    return name.removeprefix(folder).removeprefix(".").split(".")[0]
 
 
 def test_every_component_has_its_layer() -> None:
@@ -264,20 +269,32 @@ def test_imports_within_a_folder_go_one_way(folder: str) -> None:
         for module in MODULES
         if module.name.startswith(f"{folder}.") and module.component == folder
     ]
-    assert {module.name.split(".")[1] for module in modules} == WITHIN[folder].keys()
+    assert {part_of(folder, module.name) for module in modules} - {""} == WITHIN[folder].keys()
     assert not [wrong for module in modules for wrong in wrong_imports_within(module)]
 
 
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("memory/agent/lead.py", "from shardwise.memory.home import Home", 0),
-        ("memory/agent/lead.py", "from shardwise.memory.remote import snapshot_nodes", 0),
-        ("memory/agent/lead.py", "from shardwise.memory.trainer.slots import Slots", 1),
-        ("memory/agent/lead.py", "def late():\n    from ..trainer import slots", 1),
-        ("memory/agent/lead.py", "import shardwise.memory.surprise", 1),
-        ("formats/containers/pickles.py", "from shardwise.formats.foreign import Foreign", 0),
-        ("formats/containers/pickles.py", "from shardwise.formats.readers import dcp", 1),
+        ("parts/memory/agent/lead.py", "from shardwise.parts.memory.home import Home", 0),
+        (
+            "parts/memory/agent/lead.py",
+            "from shardwise.parts.memory.remote import snapshot_nodes",
+            0,
+        ),
+        ("parts/memory/agent/lead.py", "from shardwise.parts.memory.trainer.slots import Slots", 1),
+        ("parts/memory/agent/lead.py", "def late():\n    from ..trainer import slots", 1),
+        ("parts/memory/agent/lead.py", "import shardwise.parts.memory.surprise", 1),
+        (
+            "parts/formats/containers/pickles.py",
+            "from shardwise.parts.formats.foreign import Foreign",
+            0,
+        ),
+        (
+            "parts/formats/containers/pickles.py",
+            "from shardwise.parts.formats.readers import dcp",
+            1,
+        ),
     ],
 )
 def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int) -> None:
@@ -287,23 +304,27 @@ def test_a_wrong_import_within_a_folder_is_seen(path: str, text: str, wrong: int
 @pytest.mark.parametrize(
     ("path", "text", "wrong"),
     [
-        ("plan/save.py", "from shardwise.manifest.pieces import Pieces", 0),
-        ("plan/save.py", "from shardwise.plan.load import plan_load", 0),
-        ("plan/save.py", "from shardwise import errors", 0),
-        ("plan/save.py", "def late():\n    import shardwise.api", 1),
-        ("plan/save.py", "if TYPE_CHECKING:\n    from shardwise.engine.load import x", 1),
-        ("plan/save.py", "from ..engine import read", 1),
-        ("plan/save.py", "from .. import engine, errors", 1),
-        ("plan/__init__.py", "from .save import SavePlan", 0),
-        ("plan/save.py", "from shardwise import load", 1),
-        ("plan/save.py", "importlib.import_module('shardwise.cli')", 1),
-        ("boxes/box.py", "from shardwise.store import Store", 1),
-        ("store/url.py", "from shardwise.boxes import Box", 1),
-        ("events.py", "from shardwise.errors import StoreError", 1),
-        ("cli/main.py", "import shardwise as sw", 0),
-        ("cli/main.py", "from shardwise.testing import reader_suite", 1),
-        ("testing/reader_suite.py", "from shardwise.cli import main", 0),
-        ("__init__.py", "from shardwise.api import load", 0),
+        ("kernel/plan/save.py", "from shardwise.kernel.manifest.pieces import Pieces", 0),
+        ("kernel/plan/save.py", "from shardwise.kernel.plan.load import plan_load", 0),
+        ("kernel/plan/save.py", "from shardwise.kernel import errors", 0),
+        ("kernel/plan/save.py", "def late():\n    import shardwise.kernel.api", 1),
+        (
+            "kernel/plan/save.py",
+            "if TYPE_CHECKING:\n    from shardwise.kernel.engine.load import x",
+            1,
+        ),
+        ("kernel/plan/save.py", "from ..engine import read", 1),
+        ("kernel/plan/save.py", "from .. import engine, errors", 1),
+        ("kernel/plan/__init__.py", "from .save import SavePlan", 0),
+        ("kernel/plan/save.py", "from shardwise import load", 1),
+        ("kernel/plan/save.py", "importlib.import_module('shardwise.parts.cli')", 1),
+        ("kernel/boxes/box.py", "from shardwise.kernel.store import Store", 1),
+        ("kernel/store/url.py", "from shardwise.kernel.boxes import Box", 1),
+        ("kernel/events.py", "from shardwise.kernel.errors import StoreError", 1),
+        ("parts/cli/main.py", "import shardwise as sw", 0),
+        ("parts/cli/main.py", "from shardwise.testing import reader_suite", 1),
+        ("testing/reader_suite.py", "from shardwise.parts.cli import main", 0),
+        ("__init__.py", "from shardwise.kernel.api import load", 0),
     ],
 )
 def test_a_wrong_import_is_seen(path: str, text: str, wrong: int) -> None:

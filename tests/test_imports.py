@@ -38,11 +38,14 @@ def test_no_slow_module_is_imported(front: str, tmp_path: Path) -> None:
         check=True,
     )
     names = done.stdout.split()
-    assert "shardwise.api" in names
+    assert "shardwise.kernel.api" in names
     packages = {name.partition(".")[0] for name in names if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= EXTERNAL
-    small = {"shardwise.formats", "shardwise.formats.steps"}  # the step may be in the path
-    assert not [name for name in {*names} - small if name.startswith("shardwise.formats")]
+    small = {
+        "shardwise.parts.formats",
+        "shardwise.parts.formats.steps",
+    }  # the step may be in the path
+    assert not [name for name in {*names} - small if name.startswith("shardwise.parts.formats")]
 
 
 FOREIGN_SCRIPT = """
@@ -64,7 +67,7 @@ def test_a_foreign_checkpoint_needs_few_readers(tmp_path: Path) -> None:
         check=True,
     )
     names = done.stdout.split()
-    assert "shardwise.formats.readers.torch_save" in names
+    assert "shardwise.parts.formats.readers.torch_save" in names
     others = ("readers.deepspeed", "readers.megatron", "readers.fsdp_ranks", "language")
-    unwanted = tuple(f"shardwise.formats.{other}" for other in others)
+    unwanted = tuple(f"shardwise.parts.formats.{other}" for other in others)
     assert not [name for name in names if name.startswith(unwanted)]

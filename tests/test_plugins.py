@@ -204,7 +204,7 @@ def test_a_broken_reader_disturbs_no_other_format(
 
 
 FAILING_READER = """
-from shardwise.formats.reader import Reader
+from shardwise.parts.formats.reader import Reader
 def recognise(tree):
     raise {error}
 READER = Reader("odd", recognise, lambda tree, builder: None)

@@ -19,11 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.engine.root import CheckpointInfo, Root
-from shardwise.errors import StoreUnavailableError
-from shardwise.manifest.manifest import MANIFEST, decode_manifest, encode_manifest, step_directory
-from shardwise.retention import apply_retention
-from shardwise.store import LocalStore
+from shardwise.kernel.engine.root import CheckpointInfo, Root
+from shardwise.kernel.errors import StoreUnavailableError
+from shardwise.kernel.manifest.manifest import (
+    MANIFEST,
+    decode_manifest,
+    encode_manifest,
+    step_directory,
+)
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.retention import apply_retention
 
 HOUR = 3600.0
 

@@ -40,7 +40,7 @@ INNER = "integrations.dcp.partial_save"
 calls the stages of a save one by one, and they are no public names."""
 
 
-@pytest.mark.parametrize("package", ["cli", "integrations"])
+@pytest.mark.parametrize("package", ["parts.cli", "integrations"])
 def test_fronts_use_public_names(package: str) -> None:
     """The ports are public, too; and who prints may use what formats text."""
     inner = {
@@ -48,6 +48,8 @@ def test_fronts_use_public_names(package: str) -> None:
         for module, name in names_from_other_packages(package, besides=INNER)
         if name not in shardwise.__all__
         and not module.startswith("ports.")
-        and not (module in ("events", "words") and name.startswith(("format_", "parse_")))
+        and not (
+            module in ("kernel.events", "parts.words") and name.startswith(("format_", "parse_"))
+        )
     }
     assert not inner

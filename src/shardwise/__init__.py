@@ -8,122 +8,122 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from shardwise.engine.compile_and_gc import pause_gc
-from shardwise.version import VERSION
+from shardwise.kernel.engine.compile_and_gc import pause_gc
+from shardwise.kernel.version import VERSION
 
 if TYPE_CHECKING:
-    from shardwise.api import load as load
-    from shardwise.api import open as open  # noqa: A004
-    from shardwise.api import save as save
-    from shardwise.boxes import Box as Box
-    from shardwise.checkpoint import Checkpoint as Checkpoint
     from shardwise.checkpointer.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpointer.handle import SaveHandle as SaveHandle
-    from shardwise.checks.replica_check import Divergence as Divergence
-    from shardwise.convert.export import export as export
-    from shardwise.convert.write import ConversionReport as ConversionReport
-    from shardwise.engine.group import SoloGroup as SoloGroup
-    from shardwise.engine.load import LoadReport as LoadReport
-    from shardwise.engine.root import Best as Best
-    from shardwise.engine.save import SaveReport as SaveReport
-    from shardwise.errors import CheckpointExistsError as CheckpointExistsError
-    from shardwise.errors import CheckpointNotFoundError as CheckpointNotFoundError
-    from shardwise.errors import CorruptionError as CorruptionError
-    from shardwise.errors import FormatError as FormatError
-    from shardwise.errors import LayoutError as LayoutError
-    from shardwise.errors import LostRankError as LostRankError
-    from shardwise.errors import MismatchError as MismatchError
-    from shardwise.errors import RankError as RankError
-    from shardwise.errors import ShardwiseError as ShardwiseError
-    from shardwise.errors import SpecError as SpecError
-    from shardwise.errors import StateError as StateError
-    from shardwise.errors import StoreError as StoreError
-    from shardwise.events import Event as Event
-    from shardwise.formats.specification import spec as spec
-    from shardwise.frameworks.trainable import trainable as trainable
-    from shardwise.listing import ListedCheckpoint as ListedCheckpoint
-    from shardwise.listing import Listing as Listing
-    from shardwise.listing import list_checkpoints as list_checkpoints
-    from shardwise.listing import remove as remove
-    from shardwise.memory.agent.node_agent import NodeAgent as NodeAgent
-    from shardwise.memory.agent.status import NodeStatus as NodeStatus
-    from shardwise.memory.agent.status import RunStatus as RunStatus
-    from shardwise.memory.agent.status import SnapshotStatus as SnapshotStatus
-    from shardwise.memory.options import Memory as Memory
-    from shardwise.memory.options import Tls as Tls
-    from shardwise.memory.progress import RunProgress as RunProgress
+    from shardwise.kernel.api import load as load
+    from shardwise.kernel.api import open as open  # noqa: A004
+    from shardwise.kernel.api import save as save
+    from shardwise.kernel.boxes import Box as Box
+    from shardwise.kernel.checkpoint import Checkpoint as Checkpoint
+    from shardwise.kernel.engine.group import SoloGroup as SoloGroup
+    from shardwise.kernel.engine.load import LoadReport as LoadReport
+    from shardwise.kernel.engine.root import Best as Best
+    from shardwise.kernel.engine.save import SaveReport as SaveReport
+    from shardwise.kernel.errors import CheckpointExistsError as CheckpointExistsError
+    from shardwise.kernel.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from shardwise.kernel.errors import CorruptionError as CorruptionError
+    from shardwise.kernel.errors import FormatError as FormatError
+    from shardwise.kernel.errors import LayoutError as LayoutError
+    from shardwise.kernel.errors import LostRankError as LostRankError
+    from shardwise.kernel.errors import MismatchError as MismatchError
+    from shardwise.kernel.errors import RankError as RankError
+    from shardwise.kernel.errors import ShardwiseError as ShardwiseError
+    from shardwise.kernel.errors import SpecError as SpecError
+    from shardwise.kernel.errors import StateError as StateError
+    from shardwise.kernel.errors import StoreError as StoreError
+    from shardwise.kernel.events import Event as Event
+    from shardwise.kernel.saved_tensor import SavedTensor as SavedTensor
+    from shardwise.kernel.state.local_state import Shards as Shards
+    from shardwise.kernel.state.per_rank import PerRank as PerRank
+    from shardwise.kernel.state.rng import RngState as RngState
+    from shardwise.parts.checks.replica_check import Divergence as Divergence
+    from shardwise.parts.convert.export import export as export
+    from shardwise.parts.convert.write import ConversionReport as ConversionReport
+    from shardwise.parts.formats.specification import spec as spec
+    from shardwise.parts.frameworks.trainable import trainable as trainable
+    from shardwise.parts.listing import ListedCheckpoint as ListedCheckpoint
+    from shardwise.parts.listing import Listing as Listing
+    from shardwise.parts.listing import list_checkpoints as list_checkpoints
+    from shardwise.parts.listing import remove as remove
+    from shardwise.parts.memory.agent.node_agent import NodeAgent as NodeAgent
+    from shardwise.parts.memory.agent.status import NodeStatus as NodeStatus
+    from shardwise.parts.memory.agent.status import RunStatus as RunStatus
+    from shardwise.parts.memory.agent.status import SnapshotStatus as SnapshotStatus
+    from shardwise.parts.memory.options import Memory as Memory
+    from shardwise.parts.memory.options import Tls as Tls
+    from shardwise.parts.memory.progress import RunProgress as RunProgress
+    from shardwise.parts.ranks.tree import TreeGroup as TreeGroup
+    from shardwise.parts.reporting.report import Report as Report
+    from shardwise.parts.reporting.report import report as report
+    from shardwise.parts.retention import Keep as Keep
+    from shardwise.parts.tiers.options import Mirror as Mirror
     from shardwise.ports.checks import Comparison as Comparison
     from shardwise.ports.checks import Damage as Damage
     from shardwise.ports.checks import VerifyReport as VerifyReport
     from shardwise.ports.hooks import RestoreReport as RestoreReport
     from shardwise.ports.hooks import Run as Run
     from shardwise.ports.hooks import RunHook as RunHook
-    from shardwise.ranks.tree import TreeGroup as TreeGroup
-    from shardwise.reporting.report import Report as Report
-    from shardwise.reporting.report import report as report
-    from shardwise.retention import Keep as Keep
-    from shardwise.saved_tensor import SavedTensor as SavedTensor
-    from shardwise.state.local_state import Shards as Shards
-    from shardwise.state.per_rank import PerRank as PerRank
-    from shardwise.state.rng import RngState as RngState
-    from shardwise.tiers.options import Mirror as Mirror
 
 _MODULE_OF_NAME = {
-    "Best": "engine.root",
-    "Box": "boxes",
-    "Checkpoint": "checkpoint",
-    "CheckpointExistsError": "errors",
-    "CheckpointNotFoundError": "errors",
+    "Best": "kernel.engine.root",
+    "Box": "kernel.boxes",
+    "Checkpoint": "kernel.checkpoint",
+    "CheckpointExistsError": "kernel.errors",
+    "CheckpointNotFoundError": "kernel.errors",
     "Checkpointer": "checkpointer.checkpointer",
     "Comparison": "ports.checks",
-    "ConversionReport": "convert.write",
-    "CorruptionError": "errors",
+    "ConversionReport": "parts.convert.write",
+    "CorruptionError": "kernel.errors",
     "Damage": "ports.checks",
-    "Divergence": "checks.replica_check",
-    "Event": "events",
-    "FormatError": "errors",
-    "Keep": "retention",
-    "LayoutError": "errors",
-    "ListedCheckpoint": "listing",
-    "Listing": "listing",
-    "LoadReport": "engine.load",
-    "LostRankError": "errors",
-    "MismatchError": "errors",
-    "NodeAgent": "memory.agent.node_agent",
-    "NodeStatus": "memory.agent.status",
-    "PerRank": "state.per_rank",
-    "RankError": "errors",
-    "Report": "reporting.report",
+    "Divergence": "parts.checks.replica_check",
+    "Event": "kernel.events",
+    "FormatError": "kernel.errors",
+    "Keep": "parts.retention",
+    "LayoutError": "kernel.errors",
+    "ListedCheckpoint": "parts.listing",
+    "Listing": "parts.listing",
+    "LoadReport": "kernel.engine.load",
+    "LostRankError": "kernel.errors",
+    "MismatchError": "kernel.errors",
+    "NodeAgent": "parts.memory.agent.node_agent",
+    "NodeStatus": "parts.memory.agent.status",
+    "PerRank": "kernel.state.per_rank",
+    "RankError": "kernel.errors",
+    "Report": "parts.reporting.report",
     "RestoreReport": "ports.hooks",
-    "RngState": "state.rng",
+    "RngState": "kernel.state.rng",
     "Run": "ports.hooks",
     "RunHook": "ports.hooks",
-    "RunProgress": "memory.progress",
-    "RunStatus": "memory.agent.status",
+    "RunProgress": "parts.memory.progress",
+    "RunStatus": "parts.memory.agent.status",
     "SaveHandle": "checkpointer.handle",
-    "Memory": "memory.options",
-    "Mirror": "tiers.options",
-    "SaveReport": "engine.save",
-    "SavedTensor": "saved_tensor",
-    "Shards": "state.local_state",
-    "ShardwiseError": "errors",
-    "SnapshotStatus": "memory.agent.status",
-    "SoloGroup": "engine.group",
-    "TreeGroup": "ranks.tree",
-    "SpecError": "errors",
-    "StateError": "errors",
-    "StoreError": "errors",
-    "Tls": "memory.options",
+    "Memory": "parts.memory.options",
+    "Mirror": "parts.tiers.options",
+    "SaveReport": "kernel.engine.save",
+    "SavedTensor": "kernel.saved_tensor",
+    "Shards": "kernel.state.local_state",
+    "ShardwiseError": "kernel.errors",
+    "SnapshotStatus": "parts.memory.agent.status",
+    "SoloGroup": "kernel.engine.group",
+    "TreeGroup": "parts.ranks.tree",
+    "SpecError": "kernel.errors",
+    "StateError": "kernel.errors",
+    "StoreError": "kernel.errors",
+    "Tls": "parts.memory.options",
     "VerifyReport": "ports.checks",
-    "export": "convert.export",
-    "list_checkpoints": "listing",
-    "load": "api",
-    "open": "api",
-    "remove": "listing",
-    "report": "reporting.report",
-    "save": "api",
-    "spec": "formats.specification",
-    "trainable": "frameworks.trainable",
+    "export": "parts.convert.export",
+    "list_checkpoints": "parts.listing",
+    "load": "kernel.api",
+    "open": "kernel.api",
+    "remove": "parts.listing",
+    "report": "parts.reporting.report",
+    "save": "kernel.api",
+    "spec": "parts.formats.specification",
+    "trainable": "parts.frameworks.trainable",
 }
 
 __all__ = sorted(_MODULE_OF_NAME)  # noqa: PLE0605 - a list, sorted from the one place that names them

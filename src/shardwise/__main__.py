@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cli import main
+from shardwise.parts.cli import main
 
 if __name__ == "__main__":
     main()

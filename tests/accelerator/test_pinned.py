@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.boxes import Box
-from shardwise.engine.write_file import FileSource
-from shardwise.memory.home import Home, new_run_id
-from shardwise.memory.trainer.copying import BYTES_AT_ONCE
-from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
-from shardwise.memory.trainer.slots import Slots
-from shardwise.plan.save import PieceTable
-from shardwise.state.local_state import Fragment
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.engine.write_file import FileSource
+from shardwise.kernel.plan.save import PieceTable
+from shardwise.kernel.state.local_state import Fragment
+from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.memory.trainer.copying import BYTES_AT_ONCE
+from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
+from shardwise.parts.memory.trainer.slots import Slots
 from tests.accelerator.streams import occupy
 
 NBYTES = 1 << 30

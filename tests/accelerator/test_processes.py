@@ -44,7 +44,7 @@ def uses_device(process: int) -> bool:
 
 IMPORT = """
 import sys, torch
-import shardwise as sw, shardwise.cli, shardwise.data
+import shardwise as sw, shardwise.parts.cli, shardwise.data
 sw.Checkpointer, sw.save, sw.load, sw.open, sw.export
 assert not torch.cuda.is_initialized()
 """
@@ -66,7 +66,7 @@ assert not torch.cuda.is_initialized(), "a context on the device was created"
 )
 COMMAND = """
 import sys, torch
-from shardwise.cli import main
+from shardwise.parts.cli import main
 sys.argv = ["shardwise", *sys.argv[1:]]
 try:
     main()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise.boxes import (
+from shardwise.kernel.boxes import (
     Box,
     Split,
     batch_boxes,
@@ -30,7 +30,7 @@ from shardwise.boxes import (
     split_into_batches,
     split_into_boxes,
 )
-from shardwise.errors import LayoutError
+from shardwise.kernel.errors import LayoutError
 from tests.breadth import OLD_TORCH
 
 # Flattened ranges as boxes, against numpy's row-major order.

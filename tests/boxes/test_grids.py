@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.boxes import coverage
-from shardwise.boxes.box import IntArray, distinct_rows
-from shardwise.boxes.coverage import find_unfilled_files
-from shardwise.boxes.grids import (
+from shardwise.kernel.boxes import coverage
+from shardwise.kernel.boxes.box import IntArray, distinct_rows
+from shardwise.kernel.boxes.coverage import find_unfilled_files
+from shardwise.kernel.boxes.grids import (
     advance,
     count_boxes,
     expand_grids,
@@ -22,7 +22,7 @@ from shardwise.boxes.grids import (
     grid_bounds,
     merge_axes,
 )
-from shardwise.errors import FormatError
+from shardwise.kernel.errors import FormatError
 
 Grids = tuple[IntArray, IntArray, IntArray, IntArray]
 Point = tuple[int, ...]

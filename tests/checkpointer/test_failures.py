@@ -106,7 +106,7 @@ def test_a_disk_that_fills_up_while_it_is_written(
     background: bool,
 ) -> None:
     caplog.set_level(logging.WARNING, "shardwise")
-    monkeypatch.setattr("shardwise.engine.planning.free_bytes", lambda store: None)
+    monkeypatch.setattr("shardwise.kernel.engine.planning.free_bytes", lambda store: None)
     memory = sw.Memory(dir=str(shm), snapshot_every=0, slots=1, wait=20.0) if background else None
     root = small / "run"
     root.mkdir()

@@ -633,7 +633,7 @@ def test_a_package_that_binds_values_is_imported_later(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sw.trainable(nn.Linear(1, 1))  # imports the module that binds it
-    state, name = make_state(), "shardwise.frameworks.trainable"
+    state, name = make_state(), "shardwise.parts.frameworks.trainable"
     module = sys.modules[name]
     monkeypatch.delitem(sys.modules, name)
     for _ in range(2):

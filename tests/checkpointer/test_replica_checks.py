@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import MismatchError
+from shardwise.kernel.errors import MismatchError
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import memory_of, shm
 from tests.tools.gang import Gang

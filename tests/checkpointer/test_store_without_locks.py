@@ -15,15 +15,21 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.checkpoint_directory import CheckpointDirectory
-from shardwise.engine.group import SoloGroup
-from shardwise.engine.root import Root
-from shardwise.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import MANIFEST, REMOVED, data_file, lock_file, step_directory
-from shardwise.memory.lineage import read_or_create_lineage, resume_from
-from shardwise.store import LocalStore
-from shardwise.store.remote import RetryingStore
-from shardwise.store.retry import Retry
+from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.kernel.engine.group import SoloGroup
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.errors import CheckpointNotFoundError, StoreError, StoreUnavailableError
+from shardwise.kernel.manifest.manifest import (
+    MANIFEST,
+    REMOVED,
+    data_file,
+    lock_file,
+    step_directory,
+)
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
+from shardwise.parts.stores.remote import RetryingStore
+from shardwise.parts.stores.retry import Retry
 from tests.memory_store import MemoryStore, Server
 from tests.tools.wrapped_store import WrappedStore
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.ranks.process_groups import connect_process_group
+from shardwise.parts.ranks.process_groups import connect_process_group
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import shm
 from tests.memory_store import MemoryStore

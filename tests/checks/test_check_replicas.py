@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.checkpointer import replica_checks
 from shardwise.checkpointer.replica_checks import LARGEST_SHARE, ReplicaChecks
-from shardwise.checks import replica_check
-from shardwise.checks.bit_sums import BLOCK_WORDS, BitSums
-from shardwise.checks.replica_check import DivergencePolicy
+from shardwise.parts.checks import replica_check
+from shardwise.parts.checks.bit_sums import BLOCK_WORDS, BitSums
+from shardwise.parts.checks.replica_check import DivergencePolicy
 from tests.tools.divisions import DTYPES_HERE
 
 RANKS, TENSORS = 8, 100

@@ -12,20 +12,20 @@ import pytest
 from rich.console import Console
 
 import shardwise as sw
-from shardwise.cli.agent_tables import show_runs, show_status
-from shardwise.manifest.manifest import MANIFEST, FileEntry, Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, new_run_id
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import (
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, Manifest, encode_manifest
+from shardwise.parts.cli.agent_tables import show_runs, show_status
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
     Retry,
     StagedFile,
     StageOutcome,
 )
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.tiers.options import StorageTask
 from tests.cli.conftest import Run
 
 SAVE = "0123456789abcdef"

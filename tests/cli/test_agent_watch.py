@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import shardwise as sw
-from shardwise.cli.agent_watch import draw, watch
-from shardwise.memory.progress import RankProgress, RunProgress
+from shardwise.parts.cli.agent_watch import draw, watch
+from shardwise.parts.memory.progress import RankProgress, RunProgress
 
 SLOW = RankProgress(17, True, "save", 100, "write", False, 12.34)
 

@@ -142,8 +142,8 @@ def test_differences_are_counted_in_elements(
 def test_large_tensors_are_compared_in_parts(
     run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.checks.compare.MAX_BATCH_BYTES", 64)
-    monkeypatch.setattr("shardwise.checks.compare.MAX_CONVERTED_ELEMENTS", 3)
+    monkeypatch.setattr("shardwise.parts.checks.compare.MAX_BATCH_BYTES", 64)
+    monkeypatch.setattr("shardwise.parts.checks.compare.MAX_CONVERTED_ELEMENTS", 3)
     x = torch.arange(5 * 7 * 6, dtype=torch.float32).reshape(5, 7, 6)
     y = x.clone()
     y[::2, 1:, 3:] += torch.arange(1.0, 4.0)

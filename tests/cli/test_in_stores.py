@@ -79,7 +79,7 @@ def test_what_is_open_can_be_read_on_after_rm(
     with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):
         sw.open(below(root, "step-00000100"))
     later = time.time() + 3601
-    monkeypatch.setattr("shardwise.engine.checkpoint_directory.time.time", lambda: later)
+    monkeypatch.setattr("shardwise.kernel.engine.checkpoint_directory.time.time", lambda: later)
     assert run("rm", root, "--step", "100", "--yes").status == 0
     assert {key.partition("/")[0] for key in moto.keys(root)} == {"step-00000200"}
     with pytest.raises(sw.CheckpointNotFoundError, match="was removed by retention"):

@@ -101,7 +101,7 @@ def test_ranges_and_ages(
     left: list[int] | None,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("shardwise.engine.planning.datetime", Past)
+        patch.setattr("shardwise.kernel.engine.planning.datetime", Past)
         sw.save(root / "step-00000100", {"x": 1}, step=100, overwrite=True)
     for flag in ("--dry-run", "--yes"):
         assert steps(root) == [100, 200, 300]

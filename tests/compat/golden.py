@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.boxes import boxes_of_range
+from shardwise.kernel.boxes import boxes_of_range
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 VERSION_1 = Path(__file__).with_name("v1")

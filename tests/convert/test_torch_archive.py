@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.boxes import Box
-from shardwise.convert import write as writing
-from shardwise.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
-from shardwise.convert.targets.torch_file import ArchiveBuilder, add_torch_file
-from shardwise.formats.containers.ranges import FileRange
-from shardwise.formats.containers.zip_archive import read_directory
-from shardwise.manifest.checksums import crc32
-from shardwise.store import LocalStore
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.manifest.checksums import crc32
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.convert import write as writing
+from shardwise.parts.convert.plan import BytesFromChecksums, OutputFile, TensorPart, size_of
+from shardwise.parts.convert.targets.torch_file import ArchiveBuilder, add_torch_file
+from shardwise.parts.formats.containers.ranges import FileRange
+from shardwise.parts.formats.containers.zip_archive import read_directory
 
 
 def write(build: OutputFile, path: Path, data: bytes | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.docs.blocks import ROOT, Block, blocks_of, changed_by
 
 PAGE = "../CONTRIBUTING.md"
-FIXED = "src/shardwise/store/sequential.py"
+FIXED = "src/shardwise/ports/sequential.py"
 """The library has the change of this file already."""
 DAMAGED = "TestZarr::test_a_damaged_file_raises_nothing_else"
 """A test of many damaged files, which takes long."""

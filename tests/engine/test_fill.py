@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from shardwise.boxes import Box, boxes_of_range
-from shardwise.engine.tensors import ELEMENTS_AT_ONCE
-from shardwise.engine.write_file import FileSource
-from shardwise.manifest.manifest import FileEntry
-from shardwise.plan.save import PieceTable
-from shardwise.state.local_state import Fragment
+from shardwise.kernel.boxes import Box, boxes_of_range
+from shardwise.kernel.engine.tensors import ELEMENTS_AT_ONCE
+from shardwise.kernel.engine.write_file import FileSource
+from shardwise.kernel.manifest.manifest import FileEntry
+from shardwise.kernel.plan.save import PieceTable
+from shardwise.kernel.state.local_state import Fragment
 from tests.tools.divisions import DTYPES_HERE, shapes
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -118,7 +118,7 @@ def test_any_range_has_the_bytes_of_the_tensors(
     cuts = data.draw(st.lists(st.sampled_from(sorted(ends)), max_size=3))
     memory = np.full(len(expected) + misalignment, 7, np.uint8)
     out = memory[misalignment:]
-    with patch("shardwise.engine.tensors.ELEMENTS_AT_ONCE", most):
+    with patch("shardwise.kernel.engine.tensors.ELEMENTS_AT_ONCE", most):
         for low, high in itertools.pairwise(sorted([0, *cuts, len(expected)])):
             source.fill(low, high, out[low:high])
             assert out[:high].tobytes() == expected[:high]
@@ -151,7 +151,7 @@ def counted_reads() -> Iterator[list[int]]:
         found.append(out.nbytes)
         reading.temp_original(memory, index, out, wait=wait)
 
-    reading = patch("shardwise.engine.tensors.HostMemory.read", read)
+    reading = patch("shardwise.kernel.engine.tensors.HostMemory.read", read)
     with reading:
         yield found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.engine.buffers import HUGE_PAGE, allocate_pages, map_pages
+from shardwise.kernel.engine.buffers import HUGE_PAGE, allocate_pages, map_pages
 
 SIZE = 3 * HUGE_PAGE + 12_345
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from shardwise import MismatchError, RankError, ShardwiseError
-from shardwise.engine import shared_structures
-from shardwise.engine.shared_structures import encode_structure, share_structures
-from shardwise.plan.structure import (
+from shardwise.kernel.engine import shared_structures
+from shardwise.kernel.engine.shared_structures import encode_structure, share_structures
+from shardwise.kernel.plan.structure import (
     AxisSplit,
     Description,
     RanksOfStructure,

@@ -44,8 +44,8 @@ def test_a_state_that_changes_while_it_is_saved_passes_its_checksums(
             sizes.append(tensor.nbytes)
             tensor += 1
 
-    reading = patch("shardwise.engine.tensors.HostMemory.read", read_and_change)
-    copying = patch("shardwise.engine.tensors.BatchCopier.flush", copy_batch_and_change)
+    reading = patch("shardwise.kernel.engine.tensors.HostMemory.read", read_and_change)
+    copying = patch("shardwise.kernel.engine.tensors.BatchCopier.flush", copy_batch_and_change)
     if memory is not None:
         memory = sw.Memory(dir=str(tmp_path / "memory"))
     state = {"weights": torch.zeros(nbytes, dtype=torch.uint8)}
@@ -69,7 +69,7 @@ def damaged(wrong: str) -> Any:
         tensors = msgspec.Raw(json.dumps(entries).encode())
         return making.temp_original(msgspec.structs.replace(manifest, tensors=tensors))
 
-    making = patch("shardwise.engine.planning.encode_manifest", damage)
+    making = patch("shardwise.kernel.engine.planning.encode_manifest", damage)
     return making
 
 

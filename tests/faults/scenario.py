@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest, names_of_checkpoint
+from shardwise.kernel.manifest.manifest import decode_manifest, names_of_checkpoint
 from tests.tools.faulty_store import Fault, FaultyStore
 from tests.tools.waiting import wait_until
 

@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 import shardwise as sw
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.foreign_builder import Builder
-from shardwise.formats.opening import load_readers, read_foreign
-from shardwise.manifest.layout import Layout
-from shardwise.manifest.validate import validate_layout
+from shardwise.kernel.manifest.layout import Layout
+from shardwise.kernel.manifest.validate import validate_layout
+from shardwise.parts.formats.file_tree import FileTree
+from shardwise.parts.formats.foreign_builder import Builder
+from shardwise.parts.formats.opening import load_readers, read_foreign
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "foreign"
 

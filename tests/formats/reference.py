@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.formats.foreign import StoredArray
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.layout import Layout, StoredFile
+from shardwise.kernel.manifest.dtypes import DTYPES
+from shardwise.kernel.manifest.layout import Layout, StoredFile
+from shardwise.parts.formats.foreign import StoredArray
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.checkpoint import Checkpoint
-from shardwise.errors import FormatError
-from shardwise.formats import opening
-from shardwise.formats.foreign import StoredArray
-from shardwise.formats.merge_ranks import merge_ranks
-from shardwise.formats.opening import check_layout
-from shardwise.manifest.layout import Layout, StoredFile, decode_layout, encode_layout
-from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, Runs
-from shardwise.manifest.validate import validate_layout
-from shardwise.store import LocalStore
+from shardwise.kernel.checkpoint import Checkpoint
+from shardwise.kernel.errors import FormatError
+from shardwise.kernel.manifest.layout import Layout, StoredFile, decode_layout, encode_layout
+from shardwise.kernel.manifest.manifest import TensorEntry
+from shardwise.kernel.manifest.pieces import Pieces, Runs
+from shardwise.kernel.manifest.validate import validate_layout
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.formats import opening
+from shardwise.parts.formats.foreign import StoredArray
+from shardwise.parts.formats.merge_ranks import merge_ranks
+from shardwise.parts.formats.opening import check_layout
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.breadth import examples
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.formats.readers.fsdp_ranks.flat_units import find_flat_units
+from shardwise.parts.formats.readers.fsdp_ranks.flat_units import find_flat_units
 from tests.breadth import examples
 from tests.formats.altering import open_with_altered_pickle
 from tests.formats.comparing import assert_same

@@ -21,7 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.formats.reader import FileRange, FileTree, FormatError, StoredArray, read_header
+from shardwise.parts.formats.reader import (
+    FileRange,
+    FileTree,
+    FormatError,
+    StoredArray,
+    read_header,
+)
 from tests.breadth import examples
 
 MOST_MEMORY = 16 << 20
@@ -399,9 +405,9 @@ def test_one_wide_tensor_does_not_make_a_table_of_gigabytes(
     state = {f"x{i}": torch.zeros(1) for i in range(20)} | {"wide": torch.zeros([1] * 64)}
     torch.save({"model": state}, tmp_path / "wide.pt")
     safetensors.torch.save_file(state, tmp_path / "wide.safetensors")
-    monkeypatch.setattr("shardwise.boxes.box.MOST_INTEGERS", 21 * 64 - 1)
+    monkeypatch.setattr("shardwise.kernel.boxes.box.MOST_INTEGERS", 21 * 64 - 1)
     for name in ("wide.pt", "wide.safetensors"):
         with pytest.raises(FormatError, match="21 pieces or tensors of up to 64 dimensions"):
             sw.open(tmp_path / name)
-    monkeypatch.setattr("shardwise.boxes.box.MOST_INTEGERS", 21 * 64)
+    monkeypatch.setattr("shardwise.kernel.boxes.box.MOST_INTEGERS", 21 * 64)
     assert len(sw.open(tmp_path / "wide.pt")) == 21

@@ -23,18 +23,18 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.errors import FormatError
-from shardwise.formats.containers.pickle_opcodes import OPERATIONS
-from shardwise.formats.containers.pickle_values import (
+from shardwise.kernel.errors import FormatError
+from shardwise.parts.formats.containers.pickle_opcodes import OPERATIONS
+from shardwise.parts.formats.containers.pickle_values import (
     ALLOWED_NAMES,
     AllowedCallable,
     PickledInstance,
     UnknownObject,
 )
-from shardwise.formats.containers.pickles import unpickle
-from shardwise.formats.containers.torch_values import TORCH_NAMES
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.dcp.metadata import read_metadata
+from shardwise.parts.formats.containers.pickles import unpickle
+from shardwise.parts.formats.containers.torch_values import TORCH_NAMES
+from shardwise.parts.formats.file_tree import FileTree
+from shardwise.parts.formats.readers.dcp.metadata import read_metadata
 from tests.breadth import examples
 
 MOST_MEMORY = 16 << 20

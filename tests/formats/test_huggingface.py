@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import FormatError
+from shardwise.kernel.errors import FormatError
 from tests.formats.comparing import assert_same
 from tests.formats.foreign_goldens import opened
 from tests.formats.reference import read_tensors

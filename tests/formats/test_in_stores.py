@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise as sw
-from shardwise.engine.buffers import aligned_buffer
-from shardwise.store import LocalStore, Store, open_store, store_below
-from shardwise.store.object_store import ObjectReader
+from shardwise.kernel.engine.buffers import aligned_buffer
+from shardwise.kernel.store import LocalStore, Store, open_store, store_below
+from shardwise.parts.stores.object_store import ObjectReader
 from tests.breadth import mostly_long
 from tests.formats.foreign_goldens import unpacked
 from tests.formats.test_torchranks import save as save_ranks

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.formats.reader import FileTree, FormatError, PickledInstance, UnknownObject
+from shardwise.parts.formats.reader import FileTree, FormatError, PickledInstance, UnknownObject
 
 PROTOCOLS = range(2, 6)
 

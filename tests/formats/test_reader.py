@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardwise as sw
-from shardwise.formats.reader import Builder, FileTree, Reader, StoredArray
+from shardwise.parts.formats.reader import Builder, FileTree, Reader, StoredArray
 from shardwise.testing.reader_suite import (
     ReaderSuite,
     Tensors,
@@ -196,7 +196,7 @@ def test_a_step_is_a_number_of_steps(tmp_path: Path, step: object, expected: int
 
 
 RANGES_READER = """
-from shardwise.formats.reader import Reader, StoredArray
+from shardwise.parts.formats.reader import Reader, StoredArray
 
 def read(tree, builder):
     builder.add_tensor("w", "float32", (4, 6))

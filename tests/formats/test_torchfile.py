@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.formats.reader import FileTree, FormatError, StoredArray, UnknownObject
+from shardwise.parts.formats.reader import FileTree, FormatError, StoredArray, UnknownObject
 from tests.formats.comparing import assert_same
 from tests.formats.reference import read_array
 

@@ -87,7 +87,7 @@ def test_a_failed_save(tmp_path: Path, exporter: InMemorySpanExporter, tracer: T
     (span,) = exporter.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes is not None
-    assert span.attributes["error.type"] == "shardwise.errors.CheckpointExistsError"
+    assert span.attributes["error.type"] == "shardwise.kernel.errors.CheckpointExistsError"
     assert span.events[0].name == "exception"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise.manifest.checksums import crc32
+from shardwise.kernel.manifest.checksums import crc32
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 Document = dict[str, Any]

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box, find_uncovered_tensors
-from shardwise.errors import FormatError, StateError
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import (
+from shardwise.kernel.boxes import Box, find_uncovered_tensors
+from shardwise.kernel.errors import FormatError, StateError
+from shardwise.kernel.manifest.dtypes import DTYPES
+from shardwise.kernel.manifest.manifest import (
     FileEntry,
     Manifest,
     ObjectEntry,
@@ -26,8 +26,8 @@ from shardwise.manifest.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from shardwise.manifest.pieces import encode_tensors_with
-from shardwise.manifest.validate import layout_of_manifest
+from shardwise.kernel.manifest.pieces import encode_tensors_with
+from shardwise.kernel.manifest.validate import layout_of_manifest
 from tests.breadth import examples
 from tests.manifest.documents import Document, document_of, sealed
 
@@ -197,7 +197,7 @@ def test_a_manifest_that_would_not_be_read_is_not_written(
     pristine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = decode_manifest((pristine / "manifest.json").read_bytes())
-    monkeypatch.setattr("shardwise.manifest.manifest.LARGEST_MANIFEST", 1000)
+    monkeypatch.setattr("shardwise.kernel.manifest.manifest.LARGEST_MANIFEST", 1000)
     with pytest.raises(StateError, match="at most 1000 are read: save large plain values as"):
         encode_manifest(manifest)
 

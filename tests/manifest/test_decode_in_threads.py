@@ -9,7 +9,7 @@ CHILDREN = 100
 SCRIPT = f"""
 import os, sys, threading
 from msgspec import Raw
-from shardwise.manifest.manifest import Manifest, decode_manifest, encode_manifest
+from shardwise.kernel.manifest.manifest import Manifest, decode_manifest, encode_manifest
 
 data = encode_manifest(Manifest(save_id="0" * 16, created="", world_size=1, step=None,
     metrics={{}}, tensors=Raw(b"[]"), objects=(), per_rank=(), files=()))

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box
-from shardwise.boxes.box import IntArray
-from shardwise.errors import FormatError
-from shardwise.manifest import manifest as names
-from shardwise.manifest.checksums import (
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.boxes.box import IntArray
+from shardwise.kernel.errors import FormatError
+from shardwise.kernel.manifest import manifest as names
+from shardwise.kernel.manifest.checksums import (
     BLOCK,
     BlockTable,
     block_checksums,
     block_count,
     crc32,
 )
-from shardwise.manifest.data_files import FileEntry, FileTable, save_id_of_file
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import (
+from shardwise.kernel.manifest.data_files import FileEntry, FileTable, save_id_of_file
+from shardwise.kernel.manifest.dtypes import DTYPES
+from shardwise.kernel.manifest.manifest import (
     ALIGNMENT,
     CHECKSUMS_KEY,
     OBJECTS_KEY,
@@ -33,7 +33,7 @@ from shardwise.manifest.manifest import (
     encode_header_entries,
     lay_out_file,
 )
-from shardwise.manifest.pieces import (
+from shardwise.kernel.manifest.pieces import (
     SHORTEST_RUN,
     Pieces,
     Runs,

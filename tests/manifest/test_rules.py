@@ -13,16 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.boxes import row_major_strides
-from shardwise.boxes.box import IntArray
-from shardwise.errors import FormatError
-from shardwise.manifest.checksums import block_count
-from shardwise.manifest.data_files import FileTable
-from shardwise.manifest.layout import Layout
-from shardwise.manifest.manifest import Manifest, TensorEntry, decode_manifest, encode_manifest
-from shardwise.manifest.pieces import Pieces, Runs, encode_tensors, find_runs
-from shardwise.manifest.validate import layout_of_manifest
-from shardwise.plan.load import plan_load
+from shardwise.kernel.boxes import row_major_strides
+from shardwise.kernel.boxes.box import IntArray
+from shardwise.kernel.errors import FormatError
+from shardwise.kernel.manifest.checksums import block_count
+from shardwise.kernel.manifest.data_files import FileTable
+from shardwise.kernel.manifest.layout import Layout
+from shardwise.kernel.manifest.manifest import (
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from shardwise.kernel.manifest.pieces import Pieces, Runs, encode_tensors, find_runs
+from shardwise.kernel.manifest.validate import layout_of_manifest
+from shardwise.kernel.plan.load import plan_load
 from tests.breadth import examples
 
 SAVE_ID = "0123456789abcdef"

@@ -6,18 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from shardwise.deadline import Deadline
-from shardwise.memory import decide
-from shardwise.memory.agent.actions import free, look_up_root
-from shardwise.memory.agent.agent import Agent
-from shardwise.memory.agent.mirrors import Mirrors
-from shardwise.memory.agent.process import make_performers
-from shardwise.memory.decide import decide_run
-from shardwise.memory.files import listen_to_bell
-from shardwise.memory.home import Home, Run, SnapshotInUse
-from shardwise.memory.observe import Observer, read_run_view
-from shardwise.memory.reclaim import remove_if_unused
-from shardwise.memory.seal import MappedFiles
+from shardwise.kernel.deadline import Deadline
+from shardwise.parts.memory import decide
+from shardwise.parts.memory.agent.actions import free, look_up_root
+from shardwise.parts.memory.agent.agent import Agent
+from shardwise.parts.memory.agent.mirrors import Mirrors
+from shardwise.parts.memory.agent.process import make_performers
+from shardwise.parts.memory.decide import decide_run
+from shardwise.parts.memory.files import listen_to_bell
+from shardwise.parts.memory.home import Home, Run, SnapshotInUse
+from shardwise.parts.memory.observe import Observer, read_run_view
+from shardwise.parts.memory.reclaim import remove_if_unused
+from shardwise.parts.memory.seal import MappedFiles
 
 
 def free_decided(run: Run) -> bool:

@@ -15,21 +15,27 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import MANIFEST, FileEntry, decode_manifest, step_directory
-from shardwise.memory import records
-from shardwise.memory.agent.agent import Agent, Retries
-from shardwise.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage
-from shardwise.memory.agent.process import release_free_memory
-from shardwise.memory.decide import Action
-from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, Run, SnapshotDirectory
-from shardwise.memory.lineage import read_or_create_lineage, resume_from
-from shardwise.memory.observe import Observer
-from shardwise.memory.records import AgentInfo, PendingManifest, Retry, StagedFile, StageOutcome
-from shardwise.memory.replies import Replies
-from shardwise.store import LocalStore
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.errors import StoreError, StoreUnavailableError
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest, step_directory
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.agent import Agent, Retries
+from shardwise.parts.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage
+from shardwise.parts.memory.agent.process import release_free_memory
+from shardwise.parts.memory.decide import Action
+from shardwise.parts.memory.files import read_record, write_record
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
+from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
+from shardwise.parts.memory.observe import Observer
+from shardwise.parts.memory.records import (
+    AgentInfo,
+    PendingManifest,
+    Retry,
+    StagedFile,
+    StageOutcome,
+)
+from shardwise.parts.memory.replies import Replies
+from shardwise.parts.tiers.options import StorageTask
 from tests.soak.steadiness import anonymous
 
 SAVE = "0" * 16

@@ -211,5 +211,5 @@ def test_a_run_goes_on_without_a_node_that_is_lost(gang: Gang, tmp_path: Path, s
 
 
 def test_an_agent_needs_no_torch() -> None:
-    script = "import sys, shardwise.memory.agent.process; sys.exit('torch' in sys.modules)"
+    script = "import sys, shardwise.parts.memory.agent.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -19,18 +19,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import MANIFEST, FileEntry, Manifest, data_file, encode_manifest
-from shardwise.memory import records, registry
-from shardwise.memory.files import encode_record
-from shardwise.memory.home import MOST_EARLIER_NODES, Run
-from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.memory.registry import NEWEST_FILE, NODES_DIRECTORY, NewestNodes, NodeEntry
-from shardwise.memory.remote.search import NodeFiles, Search
-from shardwise.memory.trainer import recovery
-from shardwise.store import LocalStore, publish_private
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    data_file,
+    encode_manifest,
+)
+from shardwise.kernel.store import LocalStore, publish_private
+from shardwise.parts.memory import records, registry
+from shardwise.parts.memory.files import encode_record
+from shardwise.parts.memory.home import MOST_EARLIER_NODES, Run
+from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.memory.registry import NEWEST_FILE, NODES_DIRECTORY, NewestNodes, NodeEntry
+from shardwise.parts.memory.remote.search import NodeFiles, Search
+from shardwise.parts.memory.trainer import recovery
+from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples, mostly_long
 from tests.memory.test_server import RUN
 

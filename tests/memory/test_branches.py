@@ -13,27 +13,27 @@ import torch
 from msgspec import Raw
 
 import shardwise as sw
-from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import (
+from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.decide import (
     UNTIL_FREED,
     UNTIL_FREED_IF_STORED,
     UNTIL_REMOVED,
     is_superseded,
 )
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.identity import read_or_create_node_name
-from shardwise.memory.lineage import Lineage, read_or_create_lineage, resume_from
-from shardwise.memory.observe import RecordCache, read_snapshot
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.reclaim import discard_superseded, free_uncommittable
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
-from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer.slots import Slots
-from shardwise.store import LocalStore
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.identity import read_or_create_node_name
+from shardwise.parts.memory.lineage import Lineage, read_or_create_lineage, resume_from
+from shardwise.parts.memory.observe import RecordCache, read_snapshot
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.reclaim import discard_superseded, free_uncommittable
+from shardwise.parts.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.trainer.slots import Slots
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import Attendant
 from tests.memory.test_given_back import train
 from tests.memory.test_snapshots import shm

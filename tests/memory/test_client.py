@@ -22,12 +22,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.deadline import Deadline
-from shardwise.errors import StoreError
-from shardwise.memory.files import LARGEST_RECORD
-from shardwise.memory.options import Tls
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.client import AgentClient
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.errors import StoreError
+from shardwise.parts.memory.files import LARGEST_RECORD
+from shardwise.parts.memory.options import Tls
+from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.remote.client import AgentClient
 from shardwise.testing.store_suite import UNSAFE
 from tests.breadth import examples
 from tests.memory.certificates import Authority
@@ -45,7 +45,7 @@ CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.memory.agent.server import create_app, serve_connections
+from shardwise.parts.memory.agent.server import create_app, serve_connections
 
 async def main():
     app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)
@@ -238,7 +238,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
 
 def test_no_torch_and_no_aiohttp_to_talk_to_an_agent() -> None:
     script = (
-        "import sys; import shardwise.memory.remote.client; "
+        "import sys; import shardwise.parts.memory.remote.client; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

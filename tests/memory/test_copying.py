@@ -14,18 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.engine.tensors import HostMemory
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry, data_file, step_directory
-from shardwise.memory import records
-from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import Action
-from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import SnapshotDirectory
-from shardwise.memory.observe import read_snapshot
-from shardwise.memory.rank_liveness import RankLock, copying_ranks
-from shardwise.memory.reclaim import forget_copies
-from shardwise.memory.records import (
+from shardwise.kernel.engine.tensors import HostMemory
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import FileEntry, data_file, step_directory
+from shardwise.kernel.store import LocalStore, WritableFile
+from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.decide import Action
+from shardwise.parts.memory.files import read_record, write_record
+from shardwise.parts.memory.home import SnapshotDirectory
+from shardwise.parts.memory.observe import read_snapshot
+from shardwise.parts.memory.rank_liveness import RankLock, copying_ranks
+from shardwise.parts.memory.reclaim import forget_copies
+from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
     StagedFile,
@@ -33,12 +34,17 @@ from shardwise.memory.records import (
     StageRequest,
     SubtreeReply,
 )
-from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer.copying import SAVES_MEASURED, SLACK_SHARE, CopyProgress, Pace, Slack
-from shardwise.memory.view import StageState
-from shardwise.store import LocalStore, WritableFile
-from shardwise.tiers.copying import WRITE_THREADS, FileCopier
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.trainer.copying import (
+    SAVES_MEASURED,
+    SLACK_SHARE,
+    CopyProgress,
+    Pace,
+    Slack,
+)
+from shardwise.parts.memory.view import StageState
+from shardwise.parts.tiers.copying import WRITE_THREADS, FileCopier
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.test_staging import BOUND, SIZE, Trial, content_of
 from tests.memory.test_sweep import forked
 from tests.tools.agents import until
@@ -227,9 +233,9 @@ class Copy:
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
     """A copy in buckets of 4 KiB, each of which is written at once."""
-    monkeypatch.setattr("shardwise.memory.trainer.copying.BYTES_AT_ONCE", BUCKET)
-    monkeypatch.setattr("shardwise.memory.trainer.staging.BYTES_BETWEEN_RECORDS", BUCKET)
-    monkeypatch.setattr("shardwise.tiers.copying.CHUNK", BUCKET)
+    monkeypatch.setattr("shardwise.parts.memory.trainer.copying.BYTES_AT_ONCE", BUCKET)
+    monkeypatch.setattr("shardwise.parts.memory.trainer.staging.BYTES_BETWEEN_RECORDS", BUCKET)
+    monkeypatch.setattr("shardwise.parts.tiers.copying.CHUNK", BUCKET)
     trial = Trial(tmp_path / "memory")
     monkeypatch.setattr(trial.staging, "_slack", None)  # at full speed
     found = Copy(trial, tmp_path / "root")
@@ -376,7 +382,7 @@ def test_a_rank_that_ends_after_its_copy_is_not_lost(
     marker.touch()
     assert copying_ranks(copy.place, SAVE) == {0: False}
     monkeypatch.setattr(
-        "shardwise.memory.rank_liveness.is_rank_alive", lambda *_: bool(marker.unlink())
+        "shardwise.parts.memory.rank_liveness.is_rank_alive", lambda *_: bool(marker.unlink())
     )
     assert copying_ranks(copy.place, SAVE) == {}
 
@@ -470,7 +476,7 @@ def test_some_copies_say_nothing_of_how_far_they_are(
         monkeypatch.setattr(CopyProgress, "wait", lambda copying: True)  # as the test goes on
     written = []
     monkeypatch.setattr(
-        "shardwise.memory.trainer.staging.write_record",
+        "shardwise.parts.memory.trainer.staging.write_record",
         lambda path, record: written.append(record) or write_record(path, record),
     )
     copying = copy.begin()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.deadline import Deadline
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry, step_directory
-from shardwise.memory.agent.mirrors import read_mirror_task, set_mirror_task
-from shardwise.memory.files import decode_record, encode_record
-from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
-from shardwise.memory.observe import read_outcome
-from shardwise.memory.records import (
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import FileEntry, step_directory
+from shardwise.parts.memory.agent.mirrors import read_mirror_task, set_mirror_task
+from shardwise.parts.memory.files import decode_record, encode_record
+from shardwise.parts.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
+from shardwise.parts.memory.observe import read_outcome
+from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
     Retry,
@@ -28,10 +28,10 @@ from shardwise.memory.records import (
     StageRequest,
     SubtreeReply,
 )
-from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
-from shardwise.memory.spawn import running_agent
-from shardwise.memory.view import Failing
-from shardwise.tiers.options import MirrorRequest, StorageTask
+from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.spawn import running_agent
+from shardwise.parts.memory.view import Failing
+from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import TOKEN, serve
 from tests.memory.test_snapshots import shm

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.manifest.manifest import MANIFEST, FileEntry
-from shardwise.memory import decide
-from shardwise.memory.decide import (
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry
+from shardwise.parts.memory import decide
+from shardwise.parts.memory.decide import (
     FREE,
     FREE_RUN,
     LOOK_UP_ROOT,
@@ -26,11 +26,11 @@ from shardwise.memory.decide import (
     find_superseded,
     kept_steps,
 )
-from shardwise.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import REMOVE_OLD, PendingManifest, StagedFile
-from shardwise.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
+from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.records import REMOVE_OLD, PendingManifest, StagedFile
+from shardwise.parts.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
+from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 
 RUN = Run(Path("/nowhere/0123456789abcdef"))

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.deadline import Deadline
-from shardwise.memory.files import (
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.store.local_files import write_atomically
+from shardwise.parts.memory.files import (
     encode_record,
     listen_to_bell,
     lock_directory,
@@ -24,12 +25,16 @@ from shardwise.memory.files import (
     try_lock,
     write_record,
 )
-from shardwise.memory.home import Home, Run, new_run_id
-from shardwise.memory.observe import RecordCache
-from shardwise.memory.rank_liveness import RankLock, forget_lost_ranks, is_rank_alive, lost_ranks
-from shardwise.memory.records import Retry
-from shardwise.memory.seal import map_file
-from shardwise.store.local_files import write_atomically
+from shardwise.parts.memory.home import Home, Run, new_run_id
+from shardwise.parts.memory.observe import RecordCache
+from shardwise.parts.memory.rank_liveness import (
+    RankLock,
+    forget_lost_ranks,
+    is_rank_alive,
+    lost_ranks,
+)
+from shardwise.parts.memory.records import Retry
+from shardwise.parts.memory.seal import map_file
 from tests.memory.test_irregular import KINDS, replace
 
 # Waits with a deadline on a clock of the test, atomic writes, locks and bells.
@@ -225,8 +230,8 @@ def test_a_child_does_not_keep_its_parent_alive(run: Run) -> None:
 TAKE = """
 import sys
 from pathlib import Path
-from shardwise.memory import rank_liveness
-from shardwise.memory.home import Run
+from shardwise.parts.memory import rank_liveness
+from shardwise.parts.memory.home import Run
 rank_liveness.LOCK_TIMEOUT = 0.1
 rank_liveness.RankLock(Run(Path(sys.argv[1])), 0)
 """

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 import shardwise as sw
-from shardwise.manifest.manifest import Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.files import encode_record
-from shardwise.memory.home import Run
-from shardwise.memory.lineage import (
+from shardwise.kernel.manifest.manifest import Manifest, encode_manifest
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import encode_record
+from shardwise.parts.memory.home import Run
+from shardwise.parts.memory.lineage import (
     MOST_RESUMPTIONS,
     Lineage,
     Resumption,
     read_or_create_lineage,
     resume_from,
 )
-from shardwise.memory.remote.search import NodeFiles, Search
-from shardwise.store import LocalStore
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.remote.search import NodeFiles, Search
+from shardwise.parts.tiers.options import StorageTask
 
 RUN_FILE = "0" * 16
 steps = st.one_of(st.none(), st.integers(0, 12))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.memory.agent.metrics import read_metrics
-from shardwise.memory.home import Home
-from shardwise.memory.identity import METRICS_SCOPE, make_run_token
-from shardwise.memory.progress import make_watcher
-from shardwise.memory.rank_liveness import RankLock
+from shardwise.parts.memory.agent.metrics import read_metrics
+from shardwise.parts.memory.home import Home
+from shardwise.parts.memory.identity import METRICS_SCOPE, make_run_token
+from shardwise.parts.memory.progress import make_watcher
+from shardwise.parts.memory.rank_liveness import RankLock
 from tests.cli.test_agent import home
 from tests.memory.test_server import FILE, RUN, TOKEN, serve
 
@@ -72,7 +72,7 @@ def test_its_own_token_reads_metrics_only(tmp_path: Path) -> None:
 
 
 def test_labels_are_escaped(tmp_path: Path) -> None:
-    from shardwise.memory.agent.metrics import _format, _Sample
+    from shardwise.parts.memory.agent.metrics import _format, _Sample
 
     text = _format([_Sample("mirror_step", 3, (("mirror", 'a"b\\c\nd'),))])
     (family,) = parser.text_string_to_metric_families(text)

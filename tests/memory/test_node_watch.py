@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.trainer.node_watch import MOST_WATCHED, choose_watched
+from shardwise.parts.memory.trainer.node_watch import MOST_WATCHED, choose_watched
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import memory_of, rows, shm
 from tests.tools.agents import signal_agents

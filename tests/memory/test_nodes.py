@@ -15,17 +15,17 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 import shardwise as sw
-from shardwise.deadline import Deadline
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import MANIFEST, Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.files import encode_record, listen_to_bell, write_record
-from shardwise.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.lineage import Lineage, Resumption
-from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.memory.redundancy.parity import encode_parity
-from shardwise.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
-from shardwise.memory.remote.search import (
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import MANIFEST, Manifest, encode_manifest
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import encode_record, listen_to_bell, write_record
+from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.lineage import Lineage, Resumption
+from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.memory.redundancy.parity import encode_parity
+from shardwise.parts.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
+from shardwise.parts.memory.remote.search import (
     CONNECT_TIMEOUT,
     READ_TIMEOUT,
     SEARCH_TIMEOUT,
@@ -33,11 +33,11 @@ from shardwise.memory.remote.search import (
     Search,
     list_own_files,
 )
-from shardwise.memory.remote.snapshot_nodes import Nodes
-from shardwise.memory.remote.subtrees import RequestSender, connect, request_for_stage
-from shardwise.memory.replies import Replies
-from shardwise.memory.trainer import node_watch
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.remote.snapshot_nodes import Nodes
+from shardwise.parts.memory.remote.subtrees import RequestSender, connect, request_for_stage
+from shardwise.parts.memory.replies import Replies
+from shardwise.parts.memory.trainer import node_watch
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, Served, serve, served
 

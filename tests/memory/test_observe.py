@@ -12,18 +12,18 @@ import pytest
 from msgspec import Raw
 
 import shardwise as sw
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import decide, observe, records
-from shardwise.memory.agent.actions import Follower
-from shardwise.memory.agent.lead import Leader
-from shardwise.memory.agent.protect import claim_ring_file
-from shardwise.memory.decide import Action, decide_run
-from shardwise.memory.files import read_record, write_record
-from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.parts.memory import decide, observe, records
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.agent.lead import Leader
+from shardwise.parts.memory.agent.protect import claim_ring_file
+from shardwise.parts.memory.decide import Action, decide_run
+from shardwise.parts.memory.files import read_record, write_record
+from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
     RingFile,
@@ -31,9 +31,9 @@ from shardwise.memory.records import (
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.memory.seal import MappedFiles
-from shardwise.memory.view import StageState
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.view import StageState
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN

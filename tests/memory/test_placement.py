@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import FileEntry
-from shardwise.memory.lineage import Lineage
-from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.memory.redundancy.placement import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import FileEntry
+from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.memory.redundancy.placement import (
     Member,
     Protection,
     ProtectionGroup,
@@ -30,10 +30,10 @@ from shardwise.memory.redundancy.placement import (
     parity_file_size,
     plan_protection,
 )
-from shardwise.memory.trainer.agents import Membership
-from shardwise.memory.trainer.rings import HeldTable, Ring, form_rings
+from shardwise.parts.memory.trainer.agents import Membership
+from shardwise.parts.memory.trainer.rings import HeldTable, Ring, form_rings
+from shardwise.parts.tiers.options import StorageTask
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from shardwise.tiers.options import StorageTask
 from tests.breadth import examples
 
 SAVE = "0123456789abcdef"

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.errors import StoreError
-from shardwise.events import Recorder
-from shardwise.memory.agent.watch import ProgressWatch
-from shardwise.memory.home import Home, Run
-from shardwise.memory.progress import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.events import Recorder
+from shardwise.parts.memory.agent.watch import ProgressWatch
+from shardwise.parts.memory.home import Home, Run
+from shardwise.parts.memory.progress import (
     NodeProgress,
     RankProgress,
     make_watcher,
     read_progress,
     summarize,
 )
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.client import AgentClient
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.remote.client import AgentClient
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import until

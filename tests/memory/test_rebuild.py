@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import CorruptionError, StoreError
-from shardwise.manifest.checksums import BLOCK, crc32
-from shardwise.memory.redundancy.parity import (
+from shardwise.kernel.errors import CorruptionError, StoreError
+from shardwise.kernel.manifest.checksums import BLOCK, crc32
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.redundancy.parity import (
     ReadRange,
     add_checksums,
     bytes_per_read,
     encode_parity,
 )
-from shardwise.memory.redundancy.placement import (
+from shardwise.parts.memory.redundancy.placement import (
     Member,
     Protection,
     form_groups,
@@ -30,8 +31,7 @@ from shardwise.memory.redundancy.placement import (
     parity_file_name,
     parity_file_size,
 )
-from shardwise.memory.redundancy.rebuild import Rebuilder, find_unreadable_files
-from shardwise.store.store import Buffer
+from shardwise.parts.memory.redundancy.rebuild import Rebuilder, find_unreadable_files
 from tests.breadth import examples, mostly_long
 
 SAVE = "0123456789abcdef"

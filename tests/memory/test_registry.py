@@ -15,12 +15,13 @@ from msgspec.structs import replace
 
 import shardwise as sw
 from shardwise.checkpointer.restoring import _describe_first_nodes
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import MANIFEST, FileEntry, data_file
-from shardwise.memory.files import decode_record, write_record
-from shardwise.memory.home import Home, SnapshotDirectory
-from shardwise.memory.identity import make_run_token, read_or_create_node_name
-from shardwise.memory.records import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, data_file
+from shardwise.kernel.store import LocalStore, publish_private
+from shardwise.parts.memory.files import decode_record, write_record
+from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.identity import make_run_token, read_or_create_node_name
+from shardwise.parts.memory.records import (
     PENDING_KINDS,
     AgentInfo,
     PendingManifest,
@@ -28,7 +29,7 @@ from shardwise.memory.records import (
     file_record,
     save_record,
 )
-from shardwise.memory.registry import (
+from shardwise.parts.memory.registry import (
     LONGEST_AGE,
     MOST_EARLIER,
     MOST_NEWEST,
@@ -43,9 +44,8 @@ from shardwise.memory.registry import (
     read_newest_nodes,
     remove_earlier,
 )
-from shardwise.memory.remote.client import AgentClient
-from shardwise.store import LocalStore, publish_private
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import end_agents, until
 

@@ -14,25 +14,25 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.deadline import Deadline
-from shardwise.engine.checkpoint_directory import CheckpointDirectory
-from shardwise.engine.root import Root
-from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
-from shardwise.memory import records
-from shardwise.memory.agent.actions import Follower
-from shardwise.memory.decide import Action, decide_run
-from shardwise.memory.files import write_record
-from shardwise.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
-from shardwise.memory.observe import read_run_view
-from shardwise.memory.reclaim import discard, free
-from shardwise.memory.records import StageOutcome
-from shardwise.memory.remote.lost_agents import SaveAgents
-from shardwise.memory.seal import MappedFiles
-from shardwise.memory.trainer import pending_saves
-from shardwise.memory.trainer.pending_saves import PendingSave, PendingSaves
-from shardwise.store.local import LocalStore
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.errors import StoreError, StoreUnavailableError
+from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
+from shardwise.kernel.store.local import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.decide import Action, decide_run
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.observe import read_run_view
+from shardwise.parts.memory.reclaim import discard, free
+from shardwise.parts.memory.records import StageOutcome
+from shardwise.parts.memory.remote.lost_agents import SaveAgents
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.trainer import pending_saves
+from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
+from shardwise.parts.tiers.options import StorageTask
 from tests.faults.memory.scenario import Cluster, begin
 from tests.memory.test_snapshots import shm
 from tests.tools.gang import Gang

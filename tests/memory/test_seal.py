@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.errors import CorruptionError
-from shardwise.manifest.checksums import BLOCK, block_checksums, block_count, crc32
-from shardwise.manifest.manifest import FileEntry
-from shardwise.memory import seal as seal_module
-from shardwise.memory.seal import MappedFiles, map_file, seal
-from shardwise.store.store import Buffer
+from shardwise.kernel.errors import CorruptionError
+from shardwise.kernel.manifest.checksums import BLOCK, block_checksums, block_count, crc32
+from shardwise.kernel.manifest.manifest import FileEntry
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory import seal as seal_module
+from shardwise.parts.memory.seal import MappedFiles, map_file, seal
 from tests.breadth import mostly_long
 
 # Files that stay mapped: they are the same memory again, and go when they are removed.

@@ -22,13 +22,13 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from shardwise.errors import StoreError
-from shardwise.memory.agent import server
-from shardwise.memory.agent.server import create_app, serve_connections
-from shardwise.memory.files import LARGEST_RECORD, read_record, write_record
-from shardwise.memory.records import PendingManifest
-from shardwise.memory.view import Failing
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.errors import StoreError
+from shardwise.parts.memory.agent import server
+from shardwise.parts.memory.agent.server import create_app, serve_connections
+from shardwise.parts.memory.files import LARGEST_RECORD, read_record, write_record
+from shardwise.parts.memory.records import PendingManifest
+from shardwise.parts.memory.view import Failing
+from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 from tests.memory.certificates import Authority
 

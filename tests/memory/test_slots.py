@@ -13,11 +13,11 @@ import pytest
 from msgspec import Raw
 
 import shardwise as sw
-from shardwise.engine.buffers import HUGE_PAGE
-from shardwise.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.memory import records
-from shardwise.memory.files import write_record
-from shardwise.memory.home import (
+from shardwise.kernel.engine.buffers import HUGE_PAGE
+from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import (
     OUTCOMES_DIRECTORY,
     Home,
     Run,
@@ -25,7 +25,7 @@ from shardwise.memory.home import (
     SnapshotInUse,
     new_run_id,
 )
-from shardwise.memory.reclaim import (
+from shardwise.parts.memory.reclaim import (
     add_spare,
     bytes_needed_for_others,
     bytes_stored_for_others,
@@ -35,10 +35,10 @@ from shardwise.memory.reclaim import (
     list_spares,
     reuse_spare,
 )
-from shardwise.memory.records import PendingManifest, StagedFile, StageOutcome
-from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
-from shardwise.tiers.copying import FileCopier
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.parts.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.parts.tiers.copying import FileCopier
+from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import free_decided
 
 

@@ -20,28 +20,33 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.boxes import Box
-from shardwise.deadline import Deadline
-from shardwise.engine.planning import PlannedSave
-from shardwise.engine.tensors import JOINED_BYTES, HostMemory, TensorMemory, TorchMemory
-from shardwise.engine.write_file import FileSource
-from shardwise.manifest.manifest import FileEntry, data_file, encode_header_entries, lay_out_file
-from shardwise.memory import records
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.observe import read_snapshot
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo, PendingManifest, StagedFile
-from shardwise.memory.remote import lost_agents
-from shardwise.memory.remote.lost_agents import AgentWatch, SaveAgents
-from shardwise.memory.trainer import device as device_module
-from shardwise.memory.trainer.copying import CopyProgress, Slack
-from shardwise.memory.trainer.device import CopyStreams, TorchAccelerator
-from shardwise.memory.trainer.slots import PAGE_SIZE, Slots
-from shardwise.memory.trainer.staging import SnapshotPart, Staging
-from shardwise.memory.view import StageState
-from shardwise.plan.save import PieceTable
-from shardwise.state.local_state import Fragment
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.engine.planning import PlannedSave
+from shardwise.kernel.engine.tensors import JOINED_BYTES, HostMemory, TensorMemory, TorchMemory
+from shardwise.kernel.engine.write_file import FileSource
+from shardwise.kernel.manifest.manifest import (
+    FileEntry,
+    data_file,
+    encode_header_entries,
+    lay_out_file,
+)
+from shardwise.kernel.plan.save import PieceTable
+from shardwise.kernel.state.local_state import Fragment
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.observe import read_snapshot
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, StagedFile
+from shardwise.parts.memory.remote import lost_agents
+from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.trainer import device as device_module
+from shardwise.parts.memory.trainer.copying import CopyProgress, Slack
+from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
+from shardwise.parts.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.parts.memory.trainer.staging import SnapshotPart, Staging
+from shardwise.parts.memory.view import StageState
 
 CARD = torch.device("meta", 0)
 OTHER = torch.device("meta", 1)
@@ -271,7 +276,7 @@ class Trial:
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     """Staging in buckets of 4 KiB, beside a training."""
     for name in ("BYTES_AT_ONCE", "BYTES_AT_ONCE_FROM_DEVICES"):
-        monkeypatch.setattr(f"shardwise.memory.trainer.copying.{name}", 4096)
+        monkeypatch.setattr(f"shardwise.parts.memory.trainer.copying.{name}", 4096)
     found = Trial(tmp_path)
     yield found
     found.staging.close()

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import StoreError
-from shardwise.memory.redundancy.stripes import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.redundancy.stripes import (
     CHUNK_MULTIPLE,
     chunk_size,
     index_of_data_stripe,
@@ -22,7 +23,6 @@ from shardwise.memory.redundancy.stripes import (
     make_erasure_code,
     stripes_of_group,
 )
-from shardwise.store.store import Buffer
 from tests.breadth import examples
 
 sizes_of_groups = st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1)))

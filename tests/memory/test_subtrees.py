@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 from msgspec.structs import replace
 
-from shardwise.errors import StoreError
-from shardwise.manifest.manifest import (
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -27,21 +27,26 @@ from shardwise.manifest.manifest import (
     encode_manifest,
     lay_out_file,
 )
-from shardwise.memory import records
-from shardwise.memory.files import decode_record, encode_record, write_record
-from shardwise.memory.home import Home, SnapshotDirectory
-from shardwise.memory.node_tree import NodeTree, tree_of_run, tree_of_stage
-from shardwise.memory.observe import read_outcome
-from shardwise.memory.records import (
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import decode_record, encode_record, write_record
+from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.node_tree import NodeTree, tree_of_run, tree_of_stage
+from shardwise.parts.memory.observe import read_outcome
+from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
     StagedFile,
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.memory.remote.subtrees import NextStep, RequestSender, decide_next, request_for_stage
-from shardwise.memory.replies import MOST_REASONS, Replies, combine_replies
-from shardwise.tiers.options import StorageTask
+from shardwise.parts.memory.remote.subtrees import (
+    NextStep,
+    RequestSender,
+    decide_next,
+    request_for_stage,
+)
+from shardwise.parts.memory.replies import MOST_REASONS, Replies, combine_replies
+from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples, mostly_long
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_server import RUN, TOKEN, serve

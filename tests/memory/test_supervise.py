@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 import shardwise as sw
-from shardwise.memory import identity, spawn
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, new_run_id
-from shardwise.memory.identity import (
+from shardwise.parts.memory import identity, spawn
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.memory.identity import (
     previous_port,
     read_or_create_node_name,
     read_or_create_secret,
@@ -27,13 +27,13 @@ from shardwise.memory.identity import (
     refuse_unreachable_agents,
     resolve_interface,
 )
-from shardwise.memory.options import Memory
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.client import AgentClient
-from shardwise.memory.spawn import ensure_agent, running_agent
-from shardwise.memory.trainer import agents
-from shardwise.memory.trainer.agents import AgentSupervisor
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.spawn import ensure_agent, running_agent
+from shardwise.parts.memory.trainer import agents
+from shardwise.parts.memory.trainer.agents import AgentSupervisor
 from tests.memory.certificates import Authority
 from tests.tools.agents import end_agents
 

@@ -19,18 +19,18 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.tensors import Array, HostMemory, Slices
-from shardwise.engine.write_file import FileSource
-from shardwise.manifest.checksums import BLOCK
-from shardwise.manifest.manifest import FileEntry, data_file, step_directory
-from shardwise.memory import records
-from shardwise.memory.files import write_record
-from shardwise.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.memory.reclaim import discard
-from shardwise.memory.redundancy.placement import make_ring_group
-from shardwise.memory.trainer.rings import Ring, protect_ring
-from shardwise.memory.trainer.slots import Slot, Slots
-from shardwise.store.store import Buffer
+from shardwise.kernel.engine.tensors import Array, HostMemory, Slices
+from shardwise.kernel.engine.write_file import FileSource
+from shardwise.kernel.manifest.checksums import BLOCK
+from shardwise.kernel.manifest.manifest import FileEntry, data_file, step_directory
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.reclaim import discard
+from shardwise.parts.memory.redundancy.placement import make_ring_group
+from shardwise.parts.memory.trainer.rings import Ring, protect_ring
+from shardwise.parts.memory.trainer.slots import Slot, Slots
 from tests.breadth import mostly_long
 from tests.memory.test_staging import SIZE, Trial, content_of
 
@@ -247,7 +247,7 @@ def test_a_record_that_cannot_be_written_costs_one_save(
             raise OSError(errno.ENOSPC, "No space left on device")
         write_record(path, value)
 
-    monkeypatch.setattr("shardwise.memory.trainer.staging.write_record", write_unless_full)
+    monkeypatch.setattr("shardwise.parts.memory.trainer.staging.write_record", write_unless_full)
     trial, content = trial_of(exact, new_run_id())
     trial.begin(content, 1)
     with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):

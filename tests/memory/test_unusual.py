@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import CheckpointExistsError, StoreError
+from shardwise.kernel.errors import CheckpointExistsError, StoreError
 from tests.memory.test_snapshots import shm
 from tests.memory.test_sweep import forked
 from tests.tools.agents import end_agents, signal_agents

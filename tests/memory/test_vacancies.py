@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.manifest.manifest import MANIFEST, step_directory
-from shardwise.memory import reclaim, records
-from shardwise.memory.agent import process
-from shardwise.memory.agent.mirrors import Mirrors, set_mirror_task
-from shardwise.memory.files import lock_directory, write_record
-from shardwise.memory.home import Home, Run, SnapshotDirectory, new_run_id
-from shardwise.memory.rank_liveness import RankLock, is_rank_alive
-from shardwise.memory.records import AgentInfo, PendingManifest
-from shardwise.tiers.options import MirrorRequest, StorageTask
+from shardwise.kernel.manifest.manifest import MANIFEST, step_directory
+from shardwise.parts.memory import reclaim, records
+from shardwise.parts.memory.agent import process
+from shardwise.parts.memory.agent.mirrors import Mirrors, set_mirror_task
+from shardwise.parts.memory.files import lock_directory, write_record
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.rank_liveness import RankLock, is_rank_alive
+from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.reconciling import Attendant
 from tests.memory.test_server import serve
 from tests.tiers.test_mirror import state

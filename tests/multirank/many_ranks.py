@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine import save as engine_save
-from shardwise.engine import tree
+from shardwise.kernel.engine import save as engine_save
+from shardwise.kernel.engine import tree
 from tests import preloaded  # noqa: F401 - forked processes need not import
 
 Act = Callable[[sw.TreeGroup], None]

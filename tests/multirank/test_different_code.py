@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.engine import planning
-from shardwise.plan.save import SavePlan, plan_save
+from shardwise.kernel.engine import planning
+from shardwise.kernel.plan.save import SavePlan, plan_save
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 from tests.conftest import SOURCE
 from tests.tools.gang import Gang

@@ -40,7 +40,7 @@ def load(path: str) -> Heard:
     """What a read strategy hears during a load."""
     sw.save(path, {"t": 1})
     strategy = Talking()
-    with patch("shardwise.loading._choose_strategy", lambda *_: strategy):
+    with patch("shardwise.kernel.loading._choose_strategy", lambda *_: strategy):
         sw.load(path, {"t": 0})
     return strategy.heard
 

@@ -46,7 +46,7 @@ def timed(operation: Callable[[], object], path: str, ranks: int) -> tuple[str, 
 
 def connecting_within(seconds: float) -> AbstractContextManager[object]:
     """Ranks that have met are connected in that time."""
-    return patch("shardwise.ranks.process_groups.CONNECT_TIMEOUT", timedelta(seconds=seconds))
+    return patch("shardwise.parts.ranks.process_groups.CONNECT_TIMEOUT", timedelta(seconds=seconds))
 
 
 def train_wrongly(path: str) -> None:
@@ -100,7 +100,8 @@ def die_while_making(path: str) -> tuple[str, float]:
     dist.barrier()
     if dist.get_rank() == 1:
         die = patch(
-            "shardwise.ranks.tree.connect_upwards", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            "shardwise.parts.ranks.tree.connect_upwards",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
         )
         die.start()
     with connecting_within(2.0):

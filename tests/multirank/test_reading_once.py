@@ -32,7 +32,7 @@ FAST = 20e9
 STAGING = 4 << 20
 SOON = 40.0  # on a busy machine
 PATIENT = {"timeout": 120.0, "group_timeout": 60.0}  # longer than SOON
-READ = "shardwise.engine.data_reader.DataReader.read"
+READ = "shardwise.kernel.engine.data_reader.DataReader.read"
 Fault = Callable[[], AbstractContextManager[object]]
 Part = Callable[[int, int], sw.Box]
 
@@ -85,7 +85,7 @@ def _fragment(state: dict[str, object], i: int) -> torch.Tensor:
 def on_nodes(per_node: int) -> AbstractContextManager[object]:
     """Let this process take part as if every `per_node` ranks ran on a node of their own."""
     name = f"node {dist.get_rank() // per_node}"
-    return patch("shardwise.sharing.node_ranks.node_name", lambda: name)
+    return patch("shardwise.parts.sharing.node_ranks.node_name", lambda: name)
 
 
 def open_files() -> dict[str, str]:
@@ -189,7 +189,7 @@ def test_nodes_read_alone_on_request(gang: Gang, saved: str) -> None:
 
 
 def load_by_default(path: str) -> int:
-    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
+    with patch("shardwise.parts.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=None)[2]
 
 
@@ -199,7 +199,7 @@ def test_nodes_share_by_default_what_all_read_from_storage(gang: Gang, saved: st
 
 def load_from_disk(path: str) -> int:
     _, state = state_of(whole)
-    with on_nodes(1), patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
+    with on_nodes(1), patch("shardwise.parts.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return sw.load(path, state).bytes_received
 
 
@@ -232,7 +232,7 @@ def load_in_circles(
     path: str, part: Part, fault: tuple[int, Fault] | None = None
 ) -> tuple[int, int]:
     """Load while at most two nodes share their reads. Bytes that this rank reads and receives."""
-    with patch("shardwise.sharing.node_ranks.MOST_NODES", 2):
+    with patch("shardwise.parts.sharing.node_ranks.MOST_NODES", 2):
         read, _, received = load_parts(path, part, fault=fault)
     return read, received
 
@@ -348,7 +348,7 @@ def change_what_is_received() -> AbstractContextManager[object]:
             self.slot(read)[100] ^= 1
         patched.temp_original(self, read, checksum)
 
-    patched = patch("shardwise.sharing.shared_buffers.SharedBuffers.publish", publish)
+    patched = patch("shardwise.parts.sharing.shared_buffers.SharedBuffers.publish", publish)
     return patched
 
 
@@ -390,7 +390,7 @@ def refuse_connections() -> AbstractContextManager[object]:
         raise ConnectionRefusedError("refused by the test")
 
     refusing_socket = SimpleNamespace(**{**vars(socket), "create_connection": refusing})
-    return patch("shardwise.sharing.links.socket", refusing_socket)
+    return patch("shardwise.parts.sharing.links.socket", refusing_socket)
 
 
 def plan_other_reads() -> AbstractContextManager[object]:
@@ -399,7 +399,7 @@ def plan_other_reads() -> AbstractContextManager[object]:
     def in_small_reads(*wanted: object, **options: object) -> object:
         return patched.temp_original(*wanted, **{**options, "largest_read": BLOCK})
 
-    patched = patch("shardwise.sharing.agreement.share_between_nodes", in_small_reads)
+    patched = patch("shardwise.parts.sharing.agreement.share_between_nodes", in_small_reads)
     return patched
 
 
@@ -533,12 +533,12 @@ def test_a_restore_goes_back_to_an_intact_checkpoint(gang: Gang, tmp_path: Path)
 
 def load_refused(path: str, once: bool | None) -> int:
     fault = 1, refuse_connections
-    with patch("shardwise.sharing.agreement.FEWEST_BYTES_SPARED", 1):
+    with patch("shardwise.parts.sharing.agreement.FEWEST_BYTES_SPARED", 1):
         return load_parts(path, whole, once=once, fault=fault)[2]
 
 
 def test_nodes_that_cannot_connect_read_alone(gang: Gang, saved: str) -> None:
-    with patch("shardwise.sharing.agreement.CONNECT_SECONDS", 2.0):
+    with patch("shardwise.parts.sharing.agreement.CONNECT_SECONDS", 2.0):
         assert gang.run(load_refused, saved, None, world=2, group_timeout=3.0) == [0, 0]
 
 

@@ -19,7 +19,7 @@ import shardwise as sw
 from tests.tools.gang import Gang
 
 ROWS, COLUMNS = 64, 4096
-READ = "shardwise.engine.data_reader.DataReader.read"
+READ = "shardwise.kernel.engine.data_reader.DataReader.read"
 
 
 def reference(i: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def change_what_is_passed_on() -> AbstractContextManager[object]:
         self.slot(read)[100] ^= 1
         patched.temp_original(self, read, checksum)
 
-    patched = patch("shardwise.sharing.shared_buffers.SharedBuffers.publish", publish)
+    patched = patch("shardwise.parts.sharing.shared_buffers.SharedBuffers.publish", publish)
     return patched
 
 
@@ -156,7 +156,7 @@ def plan_other_reads() -> AbstractContextManager[object]:
     def in_small_reads(*wanted: object, **options: object) -> object:
         return patched.temp_original(*wanted, **{**options, "largest_read": 65536})
 
-    patched = patch("shardwise.sharing.strategy.share_reads", in_small_reads)
+    patched = patch("shardwise.parts.sharing.strategy.share_reads", in_small_reads)
     return patched
 
 

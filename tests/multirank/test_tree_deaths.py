@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.engine.rounds import Round
-from shardwise.ranks import tree, tree_rendezvous
-from shardwise.ranks.tree_links import Link
-from shardwise.ranks.tree_rendezvous import RankListener
+from shardwise.kernel.engine.rounds import Round
+from shardwise.parts.ranks import tree, tree_rendezvous
+from shardwise.parts.ranks.tree_links import Link
+from shardwise.parts.ranks.tree_rendezvous import RankListener
 from tests.breadth import mostly_long
 from tests.tools.gang import Gang
 

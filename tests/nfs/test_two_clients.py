@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.buffers import aligned_buffer
-from shardwise.engine.checkpoint_directory import CheckpointDirectory
-from shardwise.engine.root import Root
-from shardwise.errors import ShardwiseError
-from shardwise.store import LocalStore
+from shardwise.kernel.engine.buffers import aligned_buffer
+from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.errors import ShardwiseError
+from shardwise.kernel.store import LocalStore
 from shardwise.testing.store_suite import KEY, content, write_file
 
 CLIENTS = [Path(path) for path in os.environ.get("SHARDWISE_TESTS_NFS", "").split(":") if path]
@@ -64,7 +64,7 @@ def test_a_lock_of_one_client_holds_for_the_other(folders: tuple[Path, Path]) ->
 
 def test_a_killed_process_loses_its_lock(folders: tuple[Path, Path]) -> None:
     program = (
-        "import sys, time\nfrom shardwise.store import LocalStore\n"
+        "import sys, time\nfrom shardwise.kernel.store import LocalStore\n"
         "with LocalStore(sys.argv[1]).lock('lock') as held:\n"
         "    print(held, flush=True)\n    time.sleep(100)\n"
     )
@@ -106,7 +106,7 @@ def test_a_lock_that_the_other_client_deletes_before_it_is_locked_is_not_held(
 
     with here.lock("lock") as held:
         assert held
-    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", deleted_first)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.fcntl.flock", deleted_first)
     with here.lock("lock") as held:
         assert not held
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plan.save import PlanCache, plan_save
-from shardwise.plan.structure import Description, RanksOfStructure, Structure
+from shardwise.kernel.plan.save import PlanCache, plan_save
+from shardwise.kernel.plan.structure import Description, RanksOfStructure, Structure
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 WORLD = 2

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box, row_major_strides
-from shardwise.manifest.layout import Layout, StoredFile
-from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, Runs
-from shardwise.plan.load import Ranges, assign_transfers, plan_load
-from shardwise.sharing.reads import share_reads
+from shardwise.kernel.boxes import Box, row_major_strides
+from shardwise.kernel.manifest.layout import Layout, StoredFile
+from shardwise.kernel.manifest.manifest import TensorEntry
+from shardwise.kernel.manifest.pieces import Pieces, Runs
+from shardwise.kernel.plan.load import Ranges, assign_transfers, plan_load
+from shardwise.parts.sharing.reads import share_reads
 
 BLOCK = 64
 DIMS = 3

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box, Sharding, ShardPlacement, shard_boxes, splits_of
-from shardwise.boxes.box import padded_rows
-from shardwise.errors import LayoutError, MismatchError
-from shardwise.manifest.dtypes import DTYPES
-from shardwise.manifest.manifest import TensorEntry
-from shardwise.manifest.pieces import Pieces, decode_tensors
-from shardwise.plan.replicas import divide_replicas, water_fill
-from shardwise.plan.save import SavePlan, plan_save
-from shardwise.plan.structure import (
+from shardwise.kernel.boxes import Box, Sharding, ShardPlacement, shard_boxes, splits_of
+from shardwise.kernel.boxes.box import padded_rows
+from shardwise.kernel.errors import LayoutError, MismatchError
+from shardwise.kernel.manifest.dtypes import DTYPES
+from shardwise.kernel.manifest.manifest import TensorEntry
+from shardwise.kernel.manifest.pieces import Pieces, decode_tensors
+from shardwise.kernel.plan.replicas import divide_replicas, water_fill
+from shardwise.kernel.plan.save import SavePlan, plan_save
+from shardwise.kernel.plan.structure import (
     Description,
     RanksOfStructure,
     Structure,

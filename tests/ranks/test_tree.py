@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import LostRankError, RankError, StateError, TreeGroup
-from shardwise.engine.rounds import Round
-from shardwise.ranks import connections, tree, tree_links, tree_rendezvous
-from shardwise.ranks.tree import FAN_OUT, children_of, descendants_of, parent_of
-from shardwise.ranks.tree_links import MOST_BYTES, Kind, Link
+from shardwise.kernel.engine.rounds import Round
+from shardwise.parts.ranks import connections, tree, tree_links, tree_rendezvous
+from shardwise.parts.ranks.tree import FAN_OUT, children_of, descendants_of, parent_of
+from shardwise.parts.ranks.tree_links import MOST_BYTES, Kind, Link
 from tests.breadth import mostly_long
 
 TIMEOUT = timedelta(seconds=20)

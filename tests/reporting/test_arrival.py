@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.events import Event, OperationRecord
-from shardwise.telemetry.records import Telemetry
-from shardwise.telemetry.rows import Operation, align, combine, row_of
+from shardwise.kernel.events import Event, OperationRecord
+from shardwise.parts.telemetry.records import Telemetry
+from shardwise.parts.telemetry.rows import Operation, align, combine, row_of
 from tests.memory.test_snapshots import shm
 from tests.tools.gang import Gang
 from tests.tools.telemetry_runs import report_of, save_of, write_telemetry

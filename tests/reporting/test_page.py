@@ -181,7 +181,7 @@ def test_few_operations_of_very_many_ranks_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for three saves of 16 ranks with four stages."""
-    monkeypatch.setattr("shardwise.reporting.report.MOST_CELLS", 3 * 3 * 16 * 4)
+    monkeypatch.setattr("shardwise.parts.reporting.report.MOST_CELLS", 3 * 3 * 16 * 4)
     saves = [save_of(16, step=step, started=f"2026-11-{step}") for step in range(11, 17)]
     write_run(tmp_path / "run", saves)
     shown = page_of(tmp_path / "run").data["operations"]
@@ -202,7 +202,7 @@ def test_the_phases_of_a_recovery_add_up(tmp_path: Path) -> None:
 
 
 def test_the_charts_show_the_newest_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.reporting.sections.MOST_BARS", 2)
+    monkeypatch.setattr("shardwise.parts.reporting.sections.MOST_BARS", 2)
     saves = [save_of(2, step=step, started=f"2026-11-{step}") for step in (11, 12, 13)]
     write_run(tmp_path / "run", saves)
     html = page_of(tmp_path / "run").html

@@ -137,7 +137,7 @@ def test_damaged_telemetry_is_named_and_the_rest_is_used(
 def test_a_run_with_very_many_records_is_read_in_part(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.reporting.collect.MOST_RECORDS", 20)
+    monkeypatch.setattr("shardwise.parts.reporting.collect.MOST_RECORDS", 20)
     report = sw.report(root)
     assert [each.step for each in report.operations] == [300, 400]
     assert report.problems == (

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan.load import Ranges
-from shardwise.sharing.node_ranks import MOST_NODES, nodes_sharing_reads
-from shardwise.sharing.reads import (
+from shardwise.kernel.plan.load import Ranges
+from shardwise.parts.sharing.node_ranks import MOST_NODES, nodes_sharing_reads
+from shardwise.parts.sharing.reads import (
     NO_RANK,
     Reads,
     share_between_nodes,

@@ -9,9 +9,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from shardwise.ranks.connections import TOKEN_SIZE, listen
-from shardwise.sharing import links
-from shardwise.sharing.links import connect
+from shardwise.parts.ranks.connections import TOKEN_SIZE, listen
+from shardwise.parts.sharing import links
+from shardwise.parts.sharing.links import connect
 
 TOKEN = b"t" * TOKEN_SIZE
 

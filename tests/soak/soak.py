@@ -203,7 +203,7 @@ def only_lost_ended_ranks(text: str, lines: list[Line]) -> bool:
 
 def is_expected(outcome: Outcome, text: str) -> bool:
     """Return whether a rank was killed or failed because another one was lost."""
-    return outcome.signal is not None or "shardwise.errors." in text
+    return outcome.signal is not None or "shardwise.kernel.errors." in text
 
 
 def report(soak: Soak, seed: int, seconds: float) -> bool:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import FormatError, StateError
+from shardwise.kernel.errors import FormatError, StateError
 from shardwise.ports.binding import decode
 from tests.breadth import examples
 

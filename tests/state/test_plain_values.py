@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shardwise as sw
-from shardwise.errors import StateError
+from shardwise.kernel.errors import StateError
 from shardwise.ports.binding import decode, encode
 from shardwise.testing.thread_group import ThreadGroup, run_ranks_and_catch
 

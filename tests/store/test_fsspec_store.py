@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.ports.store import Store, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, write_file
 from tests.store.remote_files_suite import RemoteFilesSuite
@@ -62,7 +62,7 @@ def test_unknown_schemes_and_options_are_refused() -> None:
 def test_a_file_system_without_times_cannot_lock(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.store.fsspec_store._TIME_KEYS", ())
+    monkeypatch.setattr("shardwise.parts.stores.fsspec_store._TIME_KEYS", ())
     store = open_store(place)
     with pytest.raises(StoreError, match="does not tell when"), store.lock("lock"):
         pass

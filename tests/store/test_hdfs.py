@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError, StoreUnavailableError
+from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.ports.store import open_store
 from shardwise.testing.store_suite import KEY, content, read_file, write_file
 from tests.store.hdfs_server import Hdfs, find_jars, running_hdfs
@@ -141,7 +141,7 @@ def test_a_server_that_hangs_is_an_error_and_its_files_are_there_afterwards(
 ) -> None:
     """Each request is bounded. The store is usable when the server goes on."""
     write_file(open_store(place), KEY, content(5000))
-    monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.request_timeout", 1.0)
+    monkeypatch.setattr("shardwise.parts.stores.hdfs.HdfsStore.request_timeout", 1.0)
     store = open_store(f"{place}?retry=0")
     assert store.list() == [KEY]
     hdfs.namenode.send_signal(signal.SIGSTOP)

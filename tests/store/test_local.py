@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError
+from shardwise.kernel.errors import StoreError
 from shardwise.ports.store import Store, exists, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file, write_file
 from tests.tools.faulty_store import Fault, FaultyStore
@@ -221,7 +221,7 @@ def test_a_lock_that_was_deleted_before_it_was_locked_is_not_held(
             (tmp_path / "lock").unlink()
         lock(fd, operation)
 
-    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", deleted_first)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.fcntl.flock", deleted_first)
     with open_store(tmp_path).lock("lock") as held:
         assert not held
 
@@ -232,7 +232,7 @@ def test_a_lock_of_a_deleted_file_of_another_client_is_not_held(
     def lock(fd: int, operation: int) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr("shardwise.store.local_files.fcntl.flock", lock)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.fcntl.flock", lock)
     with open_store(tmp_path).lock("lock") as held:
         assert not held
 
@@ -250,7 +250,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
             raise OSError(errno.ESTALE, "Stale file handle")
         return fstat(fd)
 
-    monkeypatch.setattr("shardwise.store.local_files.os.fstat", stale_first)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.os.fstat", stale_first)
     assert store.read("manifest.json", limit=100) == b"content"
     failures[0] = 10
     with pytest.raises(OSError, match="Stale"):
@@ -267,7 +267,7 @@ def test_a_file_that_another_client_deleted_while_it_was_read_is_named(
     def stale(*_: object) -> int:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr("shardwise.store.local_files.os.preadv", stale)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.os.preadv", stale)
     with pytest.raises(FileNotFoundError, match=rf"deleted or replaced.*{KEY}"):
         reader.read_at(0, np.zeros(5000, np.uint8))
     reader.close()
@@ -283,7 +283,7 @@ def test_a_link_that_was_made_although_its_answer_was_lost_is_a_success(
         link(source, target)
         raise FileExistsError(target)
 
-    monkeypatch.setattr("shardwise.store.local_files.os.link", linked_before)
+    monkeypatch.setattr("shardwise.kernel.store.local_files.os.link", linked_before)
     store = open_store(tmp_path)
     store.publish("manifest.json", b"one", replace=False)
     assert store.read("manifest.json", limit=3) == b"one"

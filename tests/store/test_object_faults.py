@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError, StoreUnavailableError
+from shardwise.kernel.errors import ShardwiseError, StoreUnavailableError
 from shardwise.ports.store import Buffer, is_lease, open_store
 from tests.breadth import mostly_long
 from tests.store.azurite_server import AzureServer

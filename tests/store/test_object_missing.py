@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreUnavailableError
+from shardwise.kernel.errors import StoreUnavailableError
 from shardwise.ports.store import Store, is_file, open_store
 from tests.breadth import mostly_long
 from tests.store.servers import moto  # noqa: F401 - a fixture

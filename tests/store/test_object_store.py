@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError
-from shardwise.store import Store, abort_uploads, name_of, open_store, parent_of, uploads
-from shardwise.store.object_store import SMALLEST_WINDOW
-from shardwise.store.store import Buffer
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.store import Store, abort_uploads, name_of, open_store, parent_of
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.stores import uploads
+from shardwise.parts.stores.object_store import SMALLEST_WINDOW
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.breadth import mostly_long
 from tests.store.servers import (  # noqa: F401 - fixtures

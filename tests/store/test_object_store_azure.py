@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreError
+from shardwise.kernel.errors import StoreError
 from shardwise.ports.store import Store, exists, open_store
 from shardwise.testing.store_suite import KEY, StoreSuite, content, read_file
 from tests.store.azurite_server import CONTAINER, AzureServer, azurite  # noqa: F401 - a fixture

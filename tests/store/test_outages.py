@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreUnavailableError
+from shardwise.kernel.errors import StoreUnavailableError
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.fault_proxy import FaultKind, FaultProxy, HttpFault
 from tests.tools.faulty_store import Fault, FaultyStore
@@ -55,7 +55,7 @@ def test_a_silent_namenode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hdfs_native", reason="stores in HDFS need hdfs-native")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"hdfs://127.0.0.1:{silent.getsockname()[1]}"
-        monkeypatch.setattr("shardwise.store.hdfs.HdfsStore.request_timeout", 0.4)
+        monkeypatch.setattr("shardwise.parts.stores.hdfs.HdfsStore.request_timeout", 0.4)
         for _ in range(2):
             with pytest.raises(StoreUnavailableError, match=f"{url}/run: HDFS has not answered"):
                 sw.list_checkpoints(f"{url}/run?retry=0")

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from shardwise.errors import StoreError
-from shardwise.store import sequential
-from shardwise.store.sequential import LARGEST_BACKLOG, SequentialWriter
+from shardwise.kernel.errors import StoreError
+from shardwise.ports import sequential
+from shardwise.ports.sequential import LARGEST_BACKLOG, SequentialWriter
 
 
 class Recorded:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import StoreError
-from shardwise.store.remote import open_absolute
+from shardwise.kernel.errors import StoreError
+from shardwise.parts.stores.remote import open_absolute
 
 
 @pytest.fixture

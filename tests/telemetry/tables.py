@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import numpy as np
 
-from shardwise.telemetry.records import NOT_RUN, StageColumns, Telemetry
+from shardwise.parts.telemetry.records import NOT_RUN, StageColumns, Telemetry
 
 
 def table_of(ranks: range, world_size: int, **fields: object) -> Telemetry:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import FormatError
-from shardwise.telemetry.encoding import decode, decode_file, encode, encode_file
-from shardwise.telemetry.records import StageColumns
+from shardwise.kernel.errors import FormatError
+from shardwise.parts.telemetry.encoding import decode, decode_file, encode, encode_file
+from shardwise.parts.telemetry.records import StageColumns
 from tests.telemetry.tables import same, table_of
 
 Document = dict[str, Any]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.manifest.manifest import decode_manifest, telemetry_file
-from shardwise.store import LocalStore, Store
-from shardwise.telemetry import files
+from shardwise.kernel.manifest.manifest import decode_manifest, telemetry_file
+from shardwise.kernel.store import LocalStore, Store
+from shardwise.parts.telemetry import files
 from tests.memory_store import MemoryStore, Server
 from tests.telemetry.tables import same, table_of
 

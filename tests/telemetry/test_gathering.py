@@ -12,16 +12,22 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.events import Event, OperationRecord
-from shardwise.manifest.manifest import telemetry_file
+from shardwise.kernel.events import Event, OperationRecord
+from shardwise.kernel.manifest.manifest import telemetry_file
+from shardwise.kernel.store import LocalStore, Store
+from shardwise.parts.telemetry import files
+from shardwise.parts.telemetry.encoding import encode
+from shardwise.parts.telemetry.hook import MOST_WAITING, TelemetryHook
+from shardwise.parts.telemetry.records import Telemetry
+from shardwise.parts.telemetry.rows import (
+    Operation,
+    align,
+    combine_messages,
+    decode_message,
+    row_of,
+)
+from shardwise.parts.telemetry.storing import KEPT_TABLES, TelemetryWriter, describe, summarize
 from shardwise.ports.hooks import RestoreReport, Run
-from shardwise.store import LocalStore, Store
-from shardwise.telemetry import files
-from shardwise.telemetry.encoding import encode
-from shardwise.telemetry.hook import MOST_WAITING, TelemetryHook
-from shardwise.telemetry.records import Telemetry
-from shardwise.telemetry.rows import Operation, align, combine_messages, decode_message, row_of
-from shardwise.telemetry.storing import KEPT_TABLES, TelemetryWriter, describe, summarize
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 from tests.memory_store import MemoryStore, Server
 from tests.tools.waiting import wait_until
@@ -105,7 +111,7 @@ def test_clocks_that_are_off_do_not_move_the_stages() -> None:
 
 
 def test_large_messages_are_combined_by_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.telemetry.rows.LARGEST_COMBINED", 100)
+    monkeypatch.setattr("shardwise.parts.telemetry.rows.LARGEST_COMBINED", 100)
     parts = [encode(each) for each in rows()]
     message = combine_messages([combine_messages(parts[:2]), combine_messages(parts[2:])])
     assert message.count(b"\n") == 4

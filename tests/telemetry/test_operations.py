@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.errors import StoreUnavailableError
-from shardwise.manifest.manifest import decode_manifest, telemetry_file
-from shardwise.store import LocalStore, Store, open_store
-from shardwise.store.remote import RetryingStore
-from shardwise.store.retry import Retry
-from shardwise.telemetry import files
-from shardwise.telemetry.hook import TelemetryHook
-from shardwise.telemetry.records import NOT_RUN, Telemetry
+from shardwise.kernel.errors import StoreUnavailableError
+from shardwise.kernel.manifest.manifest import decode_manifest, telemetry_file
+from shardwise.kernel.store import LocalStore, Store, open_store
+from shardwise.parts.stores.remote import RetryingStore
+from shardwise.parts.stores.retry import Retry
+from shardwise.parts.telemetry import files
+from shardwise.parts.telemetry.hook import TelemetryHook
+from shardwise.parts.telemetry.records import NOT_RUN, Telemetry
 from tests.memory.test_snapshots import shm
 from tests.tools.faulty_store import Fault, FaultyStore
 from tests.tools.gang import Gang

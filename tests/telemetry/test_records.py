@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from shardwise.telemetry.records import NOT_RUN, Telemetry, combine
+from shardwise.parts.telemetry.records import NOT_RUN, Telemetry, combine
 from tests.telemetry.tables import same, table_of
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.engine.root import CheckpointInfo
-from shardwise.tiers.decide import TierPlan, decide_tiers
+from shardwise.kernel.engine.root import CheckpointInfo
+from shardwise.parts.tiers.decide import TierPlan, decide_tiers
 
 ALL = sw.Keep()
 

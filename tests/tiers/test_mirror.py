@@ -14,13 +14,18 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine.root import Root
-from shardwise.manifest.manifest import MANIFEST, MIRROR_FILE, decode_manifest, step_directory
-from shardwise.store import LocalStore
-from shardwise.tiers.mirror_watch import MirrorWatch
-from shardwise.tiers.mirroring import Mirroring, MirrorWorker
-from shardwise.tiers.record import MirrorRecord
-from shardwise.tiers.store import TieredStore
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.manifest.manifest import (
+    MANIFEST,
+    MIRROR_FILE,
+    decode_manifest,
+    step_directory,
+)
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.tiers.mirror_watch import MirrorWatch
+from shardwise.parts.tiers.mirroring import Mirroring, MirrorWorker
+from shardwise.parts.tiers.record import MirrorRecord
+from shardwise.parts.tiers.store import TieredStore
 from tests.tools.faulty_store import FULL_DISK, Fault, FaultyStore
 
 COUNT = 400_000  # elements of a tensor: 1.6 MB, 25 blocks

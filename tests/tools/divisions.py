@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box, Split, boxes_of_range, shard_boxes
-from shardwise.manifest.dtypes import DTYPES
+from shardwise.kernel.boxes import Box, Split, boxes_of_range, shard_boxes
+from shardwise.kernel.manifest.dtypes import DTYPES
 
 BoxesByRank = tuple[tuple[Box, ...], ...]
 """For each rank, the boxes of a tensor that it holds."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from unittest import mock
 
+from shardwise.kernel.store import LocalStore
 from shardwise.ports.store import Store, open_store
-from shardwise.store import LocalStore
 from tests.tools.wrapped_store import WrappedStore
 
 T = TypeVar("T")

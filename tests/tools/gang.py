@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from shardwise.errors import ShardwiseError
+from shardwise.kernel.errors import ShardwiseError
 from tests.tools.gang_worker import DISMISS, READY, STACKS_SIGNAL, Outcome, Task, serve_calls
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 import shardwise as sw
-from shardwise.store import open_store
-from shardwise.telemetry.files import write_of_save, write_operation
-from shardwise.telemetry.records import NOT_RUN, StageColumns, Telemetry
+from shardwise.kernel.store import open_store
+from shardwise.parts.telemetry.files import write_of_save, write_operation
+from shardwise.parts.telemetry.records import NOT_RUN, StageColumns, Telemetry
 
 SECONDS = {"describe": 0.12, "plan": 0.3, "write": 8.0, "publish": 0.4}
 """The stages of a save, with the seconds that a rank usually needs."""

@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.store import LocalStore, StoreTraits
-from shardwise.store.local_files import LocalReader
-from shardwise.store.store import Buffer
+from shardwise.kernel.store import LocalStore, StoreTraits
+from shardwise.kernel.store.local_files import LocalReader
+from shardwise.kernel.store.store import Buffer
 
 _METER_STATE = struct.Struct("<dQ")  # the time at which the last read ends; the bytes of all reads
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.stores.object_store import ObjectStore
+from shardwise.parts.stores.remote import RetryingStore
+from shardwise.parts.stores.retry import Retry
 from shardwise.ports.store import Buffer, ReadableFile, Store
-from shardwise.store import LocalStore
-from shardwise.store.object_store import ObjectStore
-from shardwise.store.remote import RetryingStore
-from shardwise.store.retry import Retry
 
 BLOCK = 64 * 1024
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from shardwise.store.store import (
+from shardwise.kernel.store.store import (
     Buffer,
     FileStatus,
     ReadableFile,

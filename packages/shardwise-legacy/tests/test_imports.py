@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.formats import reader
+from shardwise.parts.formats import reader
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = sorted((PACKAGE / "src").rglob("*.py"))
 PORT = {
-    "shardwise.formats.reader": {*reader.__all__},
-    "shardwise.formats.specification": {"add_by_specification"},
+    "shardwise.parts.formats.reader": {*reader.__all__},
+    "shardwise.parts.formats.specification": {"add_by_specification"},
     "shardwise": {*shardwise.__all__},
 }
 """The modules that a reader may import names from, and these names."""
@@ -51,15 +51,15 @@ def test_it_imports_the_port_and_public_names_only(path: Path) -> None:
     ("text", "is_wrong"),
     [
         ("import shardwise as sw\nsw.spec('a -> b')", False),
-        ("from shardwise.formats.reader import Builder", False),
-        ("from shardwise.formats.specification import add_by_specification", False),
-        ("from shardwise.formats.reader import Path", True),
-        ("from shardwise.formats.masters import part_of_run", True),
-        ("from shardwise.formats import reader", True),
-        ("import shardwise.store", True),
+        ("from shardwise.parts.formats.reader import Builder", False),
+        ("from shardwise.parts.formats.specification import add_by_specification", False),
+        ("from shardwise.parts.formats.reader import Path", True),
+        ("from shardwise.parts.formats.masters import part_of_run", True),
+        ("from shardwise.parts.formats import reader", True),
+        ("import shardwise.kernel.store", True),
         ("import shardwise as sw\nsw.opening.agree_to_open", True),
         ("def read(tree, builder):\n    builder._tensors", True),
-        ("from importlib import import_module\nimport_module('shardwise.store')", True),
+        ("from importlib import import_module\nimport_module('shardwise.kernel.store')", True),
     ],
 )
 def test_a_wrong_import_is_seen(text: str, is_wrong: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.formats.reader import Reader
+from shardwise.parts.formats.reader import Reader
 from shardwise.testing.reader_suite import ReaderSuite, Tensors, Write
 from shardwise_legacy.torchsnapshot import READER
 from tests.commands import run_command

@@ -14,7 +14,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from shardwise import api
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks, make_hooks_of_others
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
@@ -33,30 +32,31 @@ from shardwise.checkpointer.settings import (
 )
 from shardwise.checkpointer.signals import AfterSignal, Signals
 from shardwise.checkpointer.start_from import StartFrom, start
-from shardwise.checks.replica_check import Divergence, DivergencePolicy, OnDivergence
-from shardwise.engine.check_numbers import check_integer
-from shardwise.engine.compile_and_gc import skip_compile
-from shardwise.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
-from shardwise.engine.load import LoadReport
-from shardwise.engine.root import Choice, Root, parse_choice
-from shardwise.engine.rounds import Round
-from shardwise.errors import CheckpointNotFoundError, ShardwiseError, StoreError
-from shardwise.events import OperationRecord, Recorder, Sink
-from shardwise.loading import LoadOptions, State
-from shardwise.memory.lineage import RootClaim
-from shardwise.memory.options import Memory
-from shardwise.plan.save import PlanCache
+from shardwise.kernel import api
+from shardwise.kernel.engine.check_numbers import check_integer
+from shardwise.kernel.engine.compile_and_gc import skip_compile
+from shardwise.kernel.engine.group import TIMEOUT, Group, SoloGroup, TimedGroup
+from shardwise.kernel.engine.load import LoadReport
+from shardwise.kernel.engine.root import Choice, Root, parse_choice
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.errors import CheckpointNotFoundError, ShardwiseError, StoreError
+from shardwise.kernel.events import OperationRecord, Recorder, Sink
+from shardwise.kernel.loading import LoadOptions, State
+from shardwise.kernel.plan.save import PlanCache
+from shardwise.kernel.state.name_lookup import Rename
+from shardwise.parts.checks.replica_check import Divergence, DivergencePolicy, OnDivergence
+from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.ranks.process_groups import connect_default_group
+from shardwise.parts.ranks.tree import TreeGroup
+from shardwise.parts.retention import Keep
+from shardwise.parts.telemetry.hook import TelemetryHook
+from shardwise.parts.tiers.mirror_watch import MirrorWatch
+from shardwise.parts.tiers.options import Mirror
 from shardwise.ports.hooks import MakeHook, RestoreReport, Run
-from shardwise.ranks.process_groups import connect_default_group
-from shardwise.ranks.tree import TreeGroup
-from shardwise.retention import Keep
-from shardwise.state.name_lookup import Rename
-from shardwise.telemetry.hook import TelemetryHook
-from shardwise.tiers.mirror_watch import MirrorWatch
-from shardwise.tiers.options import Mirror
 
 if TYPE_CHECKING:
-    from shardwise.formats.specification import Specification
+    from shardwise.parts.formats.specification import Specification
 
 STAGING_ONLY = Memory(snapshot_every=0, slots=1)
 """Saves in the background without snapshots: memory holds each save until it is persisted."""

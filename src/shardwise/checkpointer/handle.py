@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.engine.save import SaveReport
-from shardwise.errors import StoreError
-from shardwise.memory.trainer.pending_saves import PendingSave
-from shardwise.tiers.mirror_watch import MirrorWatch
+from shardwise.kernel.engine.save import SaveReport
+from shardwise.kernel.errors import StoreError
+from shardwise.parts.memory.trainer.pending_saves import PendingSave
+from shardwise.parts.tiers.mirror_watch import MirrorWatch
 
 
 class SaveHandle:

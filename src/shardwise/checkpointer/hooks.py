@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from shardwise.errors import ShardwiseError
-from shardwise.plugins import PluginError, call_plugin, find_plugins, ignore_failure
+from shardwise.kernel.errors import ShardwiseError
+from shardwise.kernel.plugins import PluginError, call_plugin, find_plugins, ignore_failure
 from shardwise.ports.hooks import GROUP, MakeHook, Run, RunHook
 
 log = logging.getLogger("shardwise")

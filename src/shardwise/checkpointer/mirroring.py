@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable
 
 from shardwise.checkpointer.settings import Settings
-from shardwise.engine.group import Group
-from shardwise.engine.save import SaveReport
-from shardwise.errors import add_note
-from shardwise.events import Recorder
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.save import SaveReport
+from shardwise.kernel.errors import add_note
+from shardwise.kernel.events import Recorder
+from shardwise.kernel.store import Store
+from shardwise.parts.stores.remote import is_writable
+from shardwise.parts.tiers.mirror_watch import MirrorWatch
+from shardwise.parts.tiers.mirroring import MirrorWorker
+from shardwise.parts.tiers.options import StorageTask
 from shardwise.ports.hooks import RunHook
-from shardwise.store import Store
-from shardwise.store.remote import is_writable
-from shardwise.tiers.mirror_watch import MirrorWatch
-from shardwise.tiers.mirroring import MirrorWorker
-from shardwise.tiers.options import StorageTask
 
 STOP_TIMEOUT = 10.0
 log = logging.getLogger("shardwise")

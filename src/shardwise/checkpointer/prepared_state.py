@@ -24,14 +24,14 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
-from shardwise.adapters.bind import bind_state, bind_value, binders, is_nested_state, unite
-from shardwise.adapters.values import PerRankBinding, TensorBinding
-from shardwise.engine.describe import BoundState, Described, Recipes, StateToSave
-from shardwise.loading import State
+from shardwise.kernel.adapters.bind import bind_state, bind_value, binders, is_nested_state, unite
+from shardwise.kernel.adapters.values import PerRankBinding, TensorBinding
+from shardwise.kernel.engine.describe import BoundState, Described, Recipes, StateToSave
+from shardwise.kernel.loading import State
+from shardwise.kernel.state.stated_geometry import ATTRIBUTES, METHODS
+from shardwise.kernel.state.tensors import local_tensor
 from shardwise.ports.binding import Binding, Cells, Fragment, LocalState
 from shardwise.ports.module_binding import ObjectBinding, is_dtensor, modules_in
-from shardwise.state.stated_geometry import ATTRIBUTES, METHODS
-from shardwise.state.tensors import local_tensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (ObjectBinding, PerRankBinding, TensorBinding)

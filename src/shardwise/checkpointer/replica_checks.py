@@ -6,14 +6,14 @@ import logging
 import time
 
 from shardwise.checkpointer.settings import Settings
-from shardwise.checks.replica_check import (
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.planning import PlannedSave
+from shardwise.kernel.errors import MismatchError
+from shardwise.parts.checks.replica_check import (
     Divergence,
     find_divergences,
     refuse_divergences,
 )
-from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave
-from shardwise.errors import MismatchError
 
 LARGEST_SHARE = 0.01
 """Without `check_replicas_every`, comparisons take at most this share of the time of saves."""

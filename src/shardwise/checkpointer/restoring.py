@@ -16,22 +16,22 @@ import msgspec
 
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
-from shardwise.decoding import prepare_decoding
-from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport
-from shardwise.engine.root import Best, Choice, Root, parse_choice
-from shardwise.engine.rounds import MOST_FAILURES, Round, unite
-from shardwise.errors import (
+from shardwise.kernel.decoding import prepare_decoding
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.load import LoadReport
+from shardwise.kernel.engine.root import Best, Choice, Root, parse_choice
+from shardwise.kernel.engine.rounds import MOST_FAILURES, Round, unite
+from shardwise.kernel.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     RankError,
     describe_error,
 )
-from shardwise.events import Recorder
-from shardwise.memory.lineage import RootClaim
+from shardwise.kernel.events import Recorder
+from shardwise.kernel.store import Store
+from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.tiers.store import TieredStore
 from shardwise.ports.hooks import ORIGINS, RestoreReport
-from shardwise.store import Store
-from shardwise.tiers.store import TieredStore
 
 MOST_NODES_SHOWN = 3
 ROOT, MIRROR = TieredStore.names

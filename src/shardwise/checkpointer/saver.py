@@ -6,20 +6,20 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from shardwise.checkpointer.handle import SaveHandle
-from shardwise.engine.group import Group
-from shardwise.engine.planning import PlannedSave, SaveRequest, plan_together
-from shardwise.engine.rounds import Round
-from shardwise.engine.save import SaveReport, Storage
-from shardwise.errors import StoreError
-from shardwise.events import Event, Recorder, Watcher
-from shardwise.memory.options import Memory
-from shardwise.memory.trainer.pending_saves import PendingSave
-from shardwise.memory.trainer.recovery import FoundSnapshots
-from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.plan.save import PlanCache
-from shardwise.store import Store
-from shardwise.tiers.mirror_watch import MirrorWatch
-from shardwise.tiers.options import StorageTask
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.planning import PlannedSave, SaveRequest, plan_together
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.engine.save import SaveReport, Storage
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.events import Event, Recorder, Watcher
+from shardwise.kernel.plan.save import PlanCache
+from shardwise.kernel.store import Store
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.trainer.pending_saves import PendingSave
+from shardwise.parts.memory.trainer.recovery import FoundSnapshots
+from shardwise.parts.memory.trainer.snapshots import Snapshots
+from shardwise.parts.tiers.mirror_watch import MirrorWatch
+from shardwise.parts.tiers.options import StorageTask
 
 
 class ToStorage(Storage):

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.handle import SaveHandle
 from shardwise.checkpointer.hooks import RunHooks
 from shardwise.checkpointer.prepared_state import StateBinder
@@ -21,20 +20,21 @@ from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.settings import Settings
 from shardwise.checkpointer.start_from import refuse_steps_of_another_run
-from shardwise.engine.buffers import Arena
-from shardwise.engine.check_numbers import check_step
-from shardwise.engine.compile_and_gc import pause_gc
-from shardwise.engine.describe import StateToSave
-from shardwise.engine.group import Group, TimedGroup
-from shardwise.engine.planning import SaveRequest, plan_together
-from shardwise.engine.root import Root
-from shardwise.engine.rounds import Round
-from shardwise.engine.save import complete_save
-from shardwise.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
-from shardwise.events import Recorder
-from shardwise.loading import State
-from shardwise.memory.lineage import RootClaim
-from shardwise.plan.save import PlanCache
+from shardwise.kernel.adapters import torch_optimizers_in
+from shardwise.kernel.engine.buffers import Arena
+from shardwise.kernel.engine.check_numbers import check_step
+from shardwise.kernel.engine.compile_and_gc import pause_gc
+from shardwise.kernel.engine.describe import StateToSave
+from shardwise.kernel.engine.group import Group, TimedGroup
+from shardwise.kernel.engine.planning import SaveRequest, plan_together
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.engine.save import complete_save
+from shardwise.kernel.errors import LostRankError, RankError, ShardwiseError, StateError, StoreError
+from shardwise.kernel.events import Recorder
+from shardwise.kernel.loading import State
+from shardwise.kernel.plan.save import PlanCache
+from shardwise.parts.memory.lineage import RootClaim
 
 LONGEST_LAST_SAVE = 600.0  # seconds
 

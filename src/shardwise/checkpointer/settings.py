@@ -10,24 +10,24 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from shardwise import api
 from shardwise.checkpointer.signals import AfterSignal, Signals
-from shardwise.checks.replica_check import DivergencePolicy
-from shardwise.engine.check_numbers import check_integer, is_due
-from shardwise.engine.group import Group
-from shardwise.engine.root import Root
-from shardwise.engine.rounds import Round
-from shardwise.errors import StateError, StoreError, StoreUnavailableError
-from shardwise.events import Sink
-from shardwise.memory.lineage import RootClaim
-from shardwise.memory.options import Memory
-from shardwise.memory.trainer.snapshots import Snapshots
-from shardwise.opening import steps_in_root
-from shardwise.retention import Keep
-from shardwise.store import Store, open_store
-from shardwise.store.remote import can_be_reopened, is_writable, open_absolute
-from shardwise.tiers.options import Mirror, StorageTask
-from shardwise.tiers.store import TieredStore
+from shardwise.kernel import api
+from shardwise.kernel.engine.check_numbers import check_integer, is_due
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.errors import StateError, StoreError, StoreUnavailableError
+from shardwise.kernel.events import Sink
+from shardwise.kernel.opening import steps_in_root
+from shardwise.kernel.store import Store, open_store
+from shardwise.parts.checks.replica_check import DivergencePolicy
+from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.trainer.snapshots import Snapshots
+from shardwise.parts.retention import Keep
+from shardwise.parts.stores.remote import can_be_reopened, is_writable, open_absolute
+from shardwise.parts.tiers.options import Mirror, StorageTask
+from shardwise.parts.tiers.store import TieredStore
 
 log = logging.getLogger("shardwise")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
-from shardwise.engine.group import Group
-from shardwise.engine.rounds import Round
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.rounds import Round
 
 AfterSignal = Literal["deliver", "requeue", "return"]
 """The action after the save that a signal caused: see `Checkpointer(after_signal=…)`."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise import api
-from shardwise.adapters import torch_optimizers_in
 from shardwise.checkpointer.restoring import START, with_all_origins
-from shardwise.engine.group import Group
-from shardwise.engine.load import LoadReport
-from shardwise.engine.rounds import Round
-from shardwise.errors import CheckpointExistsError, StateError, add_note
-from shardwise.formats.steps import newest_first
-from shardwise.loading import State, refuse_unknown_step
-from shardwise.opening import foreign_formats_at
+from shardwise.kernel import api
+from shardwise.kernel.adapters import torch_optimizers_in
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.load import LoadReport
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.errors import CheckpointExistsError, StateError, add_note
+from shardwise.kernel.loading import State, refuse_unknown_step
+from shardwise.kernel.opening import foreign_formats_at
+from shardwise.kernel.store import Store
+from shardwise.parts.formats.steps import newest_first
 from shardwise.ports.hooks import RestoreReport
-from shardwise.store import Store
 
 StartFrom = api.Place | Callable[[State], LoadReport]
 """`Checkpointer(start_from=…)`: a checkpoint, the root of another run, or a function that loads."""

@@ -11,8 +11,8 @@ from torch.utils.data import Sampler
 
 from shardwise.data.random_order import MOST_ITEMS, ORDER_VERSION, Positions, permute
 from shardwise.data.shares import MOST_BATCHES_AHEAD, data_rank, share_of
-from shardwise.engine.check_numbers import check_integer
-from shardwise.errors import StateError
+from shardwise.kernel.engine.check_numbers import check_integer
+from shardwise.kernel.errors import StateError
 
 log = logging.getLogger("shardwise")
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from shardwise.engine.check_numbers import check_integer
+from shardwise.kernel.engine.check_numbers import check_integer
 
 Tokens: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shardwise.data.shares import data_rank
-from shardwise.errors import StateError
+from shardwise.kernel.errors import StateError
 
 _WHAT_TO_DO = (
     "Load with the same numbers, or leave the loader's state out with skip=, which begins its "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardwise.engine.check_numbers import check_integer
+from shardwise.kernel.engine.check_numbers import check_integer
 
 MOST_BATCHES_AHEAD = 4096
 """If a training loop takes more batches than this without `advance()`, the call is missing."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.data.random_order import permute
-from shardwise.errors import StateError
+from shardwise.kernel.errors import StateError
 
 
 class Source(Protocol):

@@ -17,8 +17,8 @@ from shardwise.data.streams import (
     StreamState,
     produce_parts,
 )
-from shardwise.engine.check_numbers import check_integer
-from shardwise.errors import StateError
+from shardwise.kernel.engine.check_numbers import check_integer
+from shardwise.kernel.errors import StateError
 
 
 class ElasticStreamLoader:

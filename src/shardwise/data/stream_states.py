@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from shardwise.boxes import Box
 from shardwise.data.packing import Tokens
 from shardwise.data.random_order import ORDER_VERSION
 from shardwise.data.sources import Place
 from shardwise.data.streams import ElasticStreamDataset, StreamState
-from shardwise.errors import StateError
-from shardwise.state.local_state import Shards
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.errors import StateError
+from shardwise.kernel.state.local_state import Shards
 
 _COUNTS = 4
 """The first columns of `cursors`: the number of samples, used tokens and buffered tokens; and the

@@ -16,8 +16,8 @@ import numpy as np
 
 from shardwise.data.packing import Packer, Tokens
 from shardwise.data.sources import Place, Source, SourceReader
-from shardwise.engine.check_numbers import check_integer
-from shardwise.errors import StateError, add_note
+from shardwise.kernel.engine.check_numbers import check_integer
+from shardwise.kernel.errors import StateError, add_note
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio. Its multiples are spread evenly over 2⁶⁴."""

@@ -12,9 +12,9 @@ from opentelemetry import trace as otel
 from opentelemetry.trace import Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
-from shardwise.engine.load import LoadReport
-from shardwise.engine.save import SaveReport
-from shardwise.events import Event
+from shardwise.kernel.engine.load import LoadReport
+from shardwise.kernel.engine.save import SaveReport
+from shardwise.kernel.events import Event
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 
 Attributes = Mapping[str, AttributeValue]

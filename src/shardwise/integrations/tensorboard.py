@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shardwise.engine.save import SaveReport
+from shardwise.kernel.engine.save import SaveReport
 from shardwise.ports.hooks import RestoreReport, Run, RunHook
 
 

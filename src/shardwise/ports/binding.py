@@ -14,19 +14,19 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
-from shardwise.boxes import Box
-from shardwise.state.local_state import (
+from shardwise.kernel.boxes import Box
+from shardwise.kernel.state.local_state import (
     Fragment,
     LocalState,
     ParameterOrder,
     Shards,
     TensorLeaf,
 )
-from shardwise.state.name_lookup import SavedNames, Selection
-from shardwise.state.parameters import FlatRange, Parameter
-from shardwise.state.plain_values import JsonValue, decode, encode
-from shardwise.state.stated_geometry import copy_statements
-from shardwise.state.tensors import is_shard, tensor_leaf
+from shardwise.kernel.state.name_lookup import SavedNames, Selection
+from shardwise.kernel.state.parameters import FlatRange, Parameter
+from shardwise.kernel.state.plain_values import JsonValue, decode, encode
+from shardwise.kernel.state.stated_geometry import copy_statements
+from shardwise.kernel.state.tensors import is_shard, tensor_leaf
 
 __all__ = [
     "Bind",

@@ -11,43 +11,43 @@ from collections.abc import Mapping
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Which part binds the types of a module of Python; tried in this order.
     "shardwise.bindings": {
-        "shardwise.frameworks.trainable": "shardwise.frameworks.trainable:bind",
-        "deepspeed": "shardwise.frameworks.deepspeed:bind",
-        "megatron": "shardwise.frameworks.megatron:bind",
-        "torch.distributed.fsdp": "shardwise.frameworks.fsdp1:bind",
+        "shardwise.parts.frameworks.trainable": "shardwise.parts.frameworks.trainable:bind",
+        "deepspeed": "shardwise.parts.frameworks.deepspeed:bind",
+        "megatron": "shardwise.parts.frameworks.megatron:bind",
+        "torch.distributed.fsdp": "shardwise.parts.frameworks.fsdp1:bind",
     },
     # Which part knows the layers of a module of Python whose state dicts lack something.
     "shardwise.layers": {
-        "bitsandbytes": "shardwise.frameworks.bitsandbytes:find_layers",
+        "bitsandbytes": "shardwise.parts.frameworks.bitsandbytes:find_layers",
     },
     "shardwise.stores": {
-        "remote": "shardwise.store.remote:open_remote",
-        "mirrored": "shardwise.tiers.record:open_with_mirror",
+        "remote": "shardwise.parts.stores.remote:open_remote",
+        "mirrored": "shardwise.parts.tiers.record:open_with_mirror",
     },
     "shardwise.groups": {
-        "torch.distributed": "shardwise.ranks.process_groups:connect_process_group",
+        "torch.distributed": "shardwise.parts.ranks.process_groups:connect_process_group",
     },
     "shardwise.foreign": {
-        "specification": "shardwise.formats.specification:Specification",
-        "formats_at": "shardwise.formats.opening:formats_at",
-        "find_directory": "shardwise.formats.steps:find_directory",
-        "step_in_path": "shardwise.formats.steps:step_in_path",
-        "read_layout": "shardwise.formats.opening:read_layout",
-        "check_layout": "shardwise.formats.opening:check_layout",
-        "checksums_of": "shardwise.formats.file_tree:checksums_of",
+        "specification": "shardwise.parts.formats.specification:Specification",
+        "formats_at": "shardwise.parts.formats.opening:formats_at",
+        "find_directory": "shardwise.parts.formats.steps:find_directory",
+        "step_in_path": "shardwise.parts.formats.steps:step_in_path",
+        "read_layout": "shardwise.parts.formats.opening:read_layout",
+        "check_layout": "shardwise.parts.formats.opening:check_layout",
+        "checksums_of": "shardwise.parts.formats.file_tree:checksums_of",
     },
     "shardwise.checks": {
-        "find_damage": "shardwise.checks.verify:find_damage",
-        "refuse_damage": "shardwise.checks.verify:refuse_damage",
-        "compare": "shardwise.checks.compare:compare",
-        "replicas": "shardwise.checks.replica_check:refuse_differing_replicas",
-        "names": "shardwise.checks.rename_hints:suggest",
+        "find_damage": "shardwise.parts.checks.verify:find_damage",
+        "refuse_damage": "shardwise.parts.checks.verify:refuse_damage",
+        "compare": "shardwise.parts.checks.compare:compare",
+        "replicas": "shardwise.parts.checks.replica_check:refuse_differing_replicas",
+        "names": "shardwise.parts.checks.rename_hints:suggest",
     },
     "shardwise.resizing": {
-        "resize": "shardwise.resizing:Resizing.from_patterns",
+        "resize": "shardwise.parts.resizing:Resizing.from_patterns",
     },
     "shardwise.read_strategies": {
-        "read_once": "shardwise.sharing.strategy:read_together",
+        "read_once": "shardwise.parts.sharing.strategy:read_together",
     },
 }
 """Objects (`module:name`) by group and name."""

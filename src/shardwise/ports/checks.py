@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.events import format_bytes, format_count
+from shardwise.kernel.events import format_bytes, format_count
 
 GROUP = "shardwise.checks"
 

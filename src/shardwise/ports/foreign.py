@@ -1,7 +1,7 @@
 """Checkpoints that shardwise has not written: what the kernel asks the part that knows formats.
 
-Each function imports this part (`shardwise.formats`) when it is called. Readers of other packages
-join by the port `shardwise.ports.reader`, without the kernel.
+Each function imports this part (`shardwise.parts.formats`) when it is called. Readers of other
+packages join by the port of readers (docs/ports/reader.md), without the kernel.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
-from shardwise.manifest.checksums import FileChecksums
-from shardwise.manifest.layout import Layout
-from shardwise.plugins import load_built_in
-from shardwise.store import Files, Store
+from shardwise.kernel.manifest.checksums import FileChecksums
+from shardwise.kernel.manifest.layout import Layout
+from shardwise.kernel.plugins import load_built_in
+from shardwise.kernel.store import Files, Store
 
 _load = partial(load_built_in, "shardwise.foreign")
 

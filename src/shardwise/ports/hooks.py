@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shardwise.engine.load import LoadReport
-from shardwise.engine.save import SaveReport
-from shardwise.events import OperationRecord
-from shardwise.store import Store
+from shardwise.kernel.engine.load import LoadReport
+from shardwise.kernel.engine.save import SaveReport
+from shardwise.kernel.events import OperationRecord
+from shardwise.kernel.store import Store
 
 GROUP = "shardwise.hooks"
 ORIGINS = ("local memory", "other nodes", "decoded", "root", "mirror", "start")

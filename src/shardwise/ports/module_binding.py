@@ -2,12 +2,12 @@
 
 A framework often wraps torch's modules and optimizers, for example to flatten their parameters. Its
 binding derives from the one of torch, and changes what the framework changes; see
-`shardwise.frameworks.fsdp1` for a short example.
+`shardwise.parts.frameworks.fsdp1` for a short example.
 """
 
 from __future__ import annotations
 
-from shardwise.adapters.modules import (
+from shardwise.kernel.adapters.modules import (
     ModuleBinding,
     Part,
     buffers_of,
@@ -15,11 +15,11 @@ from shardwise.adapters.modules import (
     has_class,
     modules_in,
 )
-from shardwise.adapters.optimizer_groups import STEP, Group
-from shardwise.adapters.optimizers import OptimizerBinding
-from shardwise.adapters.values import ObjectBinding
-from shardwise.state.local_state import view_for_numpy
-from shardwise.state.tensors import detach_checked, is_dtensor, is_instance
+from shardwise.kernel.adapters.optimizer_groups import STEP, Group
+from shardwise.kernel.adapters.optimizers import OptimizerBinding
+from shardwise.kernel.adapters.values import ObjectBinding
+from shardwise.kernel.state.local_state import view_for_numpy
+from shardwise.kernel.state.tensors import detach_checked, is_dtensor, is_instance
 
 __all__ = [
     "STEP",

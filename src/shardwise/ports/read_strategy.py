@@ -2,7 +2,7 @@
 
 A load plans which byte ranges each rank needs. A read strategy decides which rank reads them, and
 how they get from one rank to another. `ReadAlone` is the simplest one: each rank reads all
-that it needs. `shardwise.sharing` lets one rank read what several need.
+that it needs. `shardwise.parts.sharing` lets one rank read what several need.
 
 A package provides a strategy by an entry point of the group `shardwise.read_strategies`: a function
 that takes the group of ranks and the user's choice of `read_once`, and returns a `ReadStrategy`, or
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
-from shardwise.engine.group import Group as Group
-from shardwise.engine.load import RankReads as RankReads
-from shardwise.engine.load import ReadAlone as ReadAlone
-from shardwise.engine.rounds import Round as Round
+from shardwise.kernel.engine.group import Group as Group
+from shardwise.kernel.engine.load import RankReads as RankReads
+from shardwise.kernel.engine.load import ReadAlone as ReadAlone
+from shardwise.kernel.engine.rounds import Round as Round
 
 GROUP = "shardwise.read_strategies"
 

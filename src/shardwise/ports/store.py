@@ -6,8 +6,8 @@ names a function that opens the store at a URL; see docs/ports/store.md.
 
 from __future__ import annotations
 
-from shardwise.errors import StoreError, StoreUnavailableError
-from shardwise.store import (
+from shardwise.kernel.errors import StoreError, StoreUnavailableError
+from shardwise.kernel.store import (
     FileStatus,
     ReadableFile,
     Store,
@@ -18,10 +18,16 @@ from shardwise.store import (
     is_file,
     open_store,
 )
-from shardwise.store.lease_locks import LeaseDirectory, is_lease
-from shardwise.store.names import StoreUrl, check_name, check_name_to_write, check_path, parse_url
-from shardwise.store.sequential import SequentialWriter, Stream
-from shardwise.store.store import Buffer
+from shardwise.kernel.store.names import (
+    StoreUrl,
+    check_name,
+    check_name_to_write,
+    check_path,
+    parse_url,
+)
+from shardwise.kernel.store.store import Buffer
+from shardwise.ports.lease_locks import LeaseDirectory, is_lease
+from shardwise.ports.sequential import SequentialWriter, Stream
 
 __all__ = [
     "Buffer",

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.adapters import bind_state
-from shardwise.errors import MismatchError
-from shardwise.state.local_state import view_for_numpy
+from shardwise.kernel.adapters import bind_state
+from shardwise.kernel.errors import MismatchError
+from shardwise.kernel.state.local_state import view_for_numpy
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 State = dict[str, Any]

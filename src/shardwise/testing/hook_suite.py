@@ -13,9 +13,9 @@ import torch
 
 from shardwise.checkpointer import hooks
 from shardwise.checkpointer.checkpointer import Checkpointer
-from shardwise.errors import CheckpointExistsError
+from shardwise.kernel.errors import CheckpointExistsError
+from shardwise.kernel.store import open_store
 from shardwise.ports.hooks import MakeHook, Run, RunHook
-from shardwise.store import open_store
 
 
 class HookSuite:

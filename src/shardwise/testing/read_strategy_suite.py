@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
+from shardwise.kernel.errors import ShardwiseError
 from shardwise.ports.read_strategy import Group, ReadStrategy
 from shardwise.testing.thread_group import ThreadGroup, run_ranks, run_ranks_and_catch
 
@@ -63,7 +63,7 @@ class ReadStrategySuite:
             return report
 
         entry = SimpleNamespace(load=lambda: lambda group, read_once: self.strategy(group))
-        with patch("shardwise.loading.find_plugins", lambda _: [entry]):
+        with patch("shardwise.kernel.loading.find_plugins", lambda _: [entry]):
             return run_ranks_and_catch(RANKS, load_rank)
 
     @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.formats import opening
-from shardwise.formats.reader import FileRange, FileTree, Reader
+from shardwise.parts.formats import opening
+from shardwise.parts.formats.reader import FileRange, FileTree, Reader
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
 
 KEY = "reader-under-test"

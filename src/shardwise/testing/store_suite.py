@@ -11,10 +11,10 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from shardwise.engine.buffers import aligned_buffer
-from shardwise.errors import StoreError
-from shardwise.store import Store, name_of
-from shardwise.store.store import Buffer
+from shardwise.kernel.engine.buffers import aligned_buffer
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.store import Store, name_of
+from shardwise.kernel.store.store import Buffer
 
 KEY = "r00000-0123456789abcdef.safetensors"
 UNSAFE = ["", ".", "..", "a/b", "../a", "/a", "a\0", "a" * 256]

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import TypeVar
 
-from shardwise.engine.group import Combine, Decode
-from shardwise.errors import LostRankError, RankError
+from shardwise.kernel.engine.group import Combine, Decode
+from shardwise.kernel.errors import LostRankError, RankError
 
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds
@@ -67,7 +67,7 @@ class _SharedTable:
 
 
 class ThreadGroup:
-    """One rank of a group of threads; implements `shardwise.engine.group.Group`.
+    """One rank of a group of threads; implements `shardwise.kernel.engine.group.Group`.
 
     Every operation raises `LostRankError` if another rank has ended or does not call it within the
     timeout. `reduce` combines few messages at a time, in an order that changes from call to call,

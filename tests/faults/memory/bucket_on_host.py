@@ -12,9 +12,9 @@ import signal
 import sys
 
 import shardwise as sw
-from shardwise.engine.root import Root
-from shardwise.manifest.manifest import MANIFEST, step_directory, step_of_directory
-from shardwise.store import open_store
+from shardwise.kernel.engine.root import Root
+from shardwise.kernel.manifest.manifest import MANIFEST, step_directory, step_of_directory
+from shardwise.kernel.store import open_store
 from tests.store.servers import BUCKET, s3_client
 
 

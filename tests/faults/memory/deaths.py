@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from shardwise.engine.write_file import FileSource
-    from shardwise.store.store import Buffer
+    from shardwise.kernel.engine.write_file import FileSource
+    from shardwise.kernel.store.store import Buffer
 
 When = Literal["before", "within", "after"]
 
@@ -28,7 +28,7 @@ def die() -> None:
 
 def die_at_bucket(number: int) -> None:
     """From now on, die in the middle of the copy of this bucket."""
-    from shardwise.engine.write_file import FileSource
+    from shardwise.kernel.engine.write_file import FileSource
 
     fill = FileSource.fill
     seen = iter(range(number + 1))
@@ -50,7 +50,7 @@ def die_at_note(pattern: str, when: When) -> None:
         when: "before" the record is written; "within" the write, when it is not yet in place; or
             "after" it.
     """
-    from shardwise.memory.files import write_record
+    from shardwise.parts.memory.files import write_record
 
     def dying(path: Path, note: object) -> None:
         if not re.search(pattern, path.name):
@@ -62,13 +62,13 @@ def die_at_note(pattern: str, when: When) -> None:
         return die()
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("shardwise.memory.") and hasattr(module, "write_record"):
+        if name.startswith("shardwise.parts.memory.") and hasattr(module, "write_record"):
             module.write_record = dying  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    import shardwise.memory.agent.process  # noqa: F401  # so that its records are watched too
-    from shardwise.cli import main
+    import shardwise.parts.memory.agent.process  # noqa: F401  # so that its records are watched too
+    from shardwise.parts.cli import main
 
     die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]
     main()

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
-from shardwise.memory.records import MOST_FAN_OUT
-from shardwise.memory.trainer import snapshots
+from shardwise.parts.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
+from shardwise.parts.memory.records import MOST_FAN_OUT
+from shardwise.parts.memory.trainer import snapshots
 from tests.tools.agents import until
 
 ROWS, COLUMNS = 48, 1024

@@ -123,7 +123,7 @@ def restore_before_all_answer(cluster: Cluster, by: str) -> tuple[int | None, in
             time.sleep(0.5)
         return held
 
-    asking = mock.patch("shardwise.memory.remote.search.Search._list_files", answer_late)
+    asking = mock.patch("shardwise.parts.memory.remote.search.Search._list_files", answer_late)
     with asking:
         return restore(cluster, by)
 

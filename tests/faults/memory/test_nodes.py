@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.memory.files import read_record
-from shardwise.memory.home import Run
-from shardwise.memory.rank_liveness import RankLock
-from shardwise.memory.records import AgentInfo
-from shardwise.memory.remote.snapshot_nodes import Nodes
-from shardwise.store.store import Buffer
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.files import read_record
+from shardwise.parts.memory.home import Run
+from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.remote.snapshot_nodes import Nodes
 from tests.breadth import mostly_long
 from tests.faults.memory.scenario import Cluster, Went, assert_tidy, begin, go_on, strays, train
 from tests.tools.agents import lose, signal_agents

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import StoreUnavailableError
+from shardwise.kernel.errors import StoreUnavailableError
 from tests.breadth import mostly_long
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.agents import signal_agents, until

@@ -118,7 +118,7 @@ def test_a_state_that_outgrows_the_memory_is_an_error_and_no_bus_error(
 def persist_to_a_full_disk(cluster: Cluster) -> tuple[list[str], list[int]]:
     """Save every step, every second of them to a disk that takes but one; what is said, and of
     which steps there are snapshots. The file system does not say how full it is."""
-    with patch("shardwise.engine.planning.free_bytes", lambda store: None):
+    with patch("shardwise.kernel.engine.planning.free_bytes", lambda store: None):
         return _persist_to_a_full_disk(cluster)
 
 

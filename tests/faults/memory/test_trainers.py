@@ -134,7 +134,7 @@ def stop_in_mid_copy(seconds: float) -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         fill(*args)
 
-    filling = mock.patch("shardwise.engine.write_file.FileSource.fill", stopping)
+    filling = mock.patch("shardwise.kernel.engine.write_file.FileSource.fill", stopping)
     filling.start()
     fill = filling.temp_original
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import FormatError
-from shardwise.formats.readers.deepspeed.without_zero import Group, Slot, assign_members
-from shardwise.formats.readers.deepspeed.zero import (
+from shardwise.kernel.errors import FormatError
+from shardwise.parts.formats.readers.deepspeed.without_zero import Group, Slot, assign_members
+from shardwise.parts.formats.readers.deepspeed.zero import (
     FlatRanges,
     ranges_of_partitions,
     ranges_of_slices,

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import FormatError
-from shardwise.formats.file_tree import FileTree
-from shardwise.formats.readers.deepspeed import reader
-from shardwise.formats.readers.deepspeed.tensor_parallel import Placement, parse_placement_rule
-from shardwise.manifest.layout import Layout
-from shardwise.manifest.validate import validate_layout
+from shardwise.kernel.errors import FormatError
+from shardwise.kernel.manifest.layout import Layout
+from shardwise.kernel.manifest.validate import validate_layout
+from shardwise.parts.formats.file_tree import FileTree
+from shardwise.parts.formats.readers.deepspeed import reader
+from shardwise.parts.formats.readers.deepspeed.tensor_parallel import (
+    Placement,
+    parse_placement_rule,
+)
 from tests.formats.deepspeed.test_native import same
 from tests.formats.foreign_goldens import describe
 from tests.formats.reference import read_tensors, read_terms

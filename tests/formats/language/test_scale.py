@@ -6,8 +6,8 @@ import time
 from itertools import product
 from pathlib import Path
 
-from shardwise.formats.reader import Builder, FileTree, StoredArray
-from shardwise.formats.specification import add_by_specification
+from shardwise.parts.formats.reader import Builder, FileTree, StoredArray
+from shardwise.parts.formats.specification import add_by_specification
 
 TP, PP, DP = 8, 64, 8
 WIDTH, HEADS, GROUPS, DIM, INNER, VOCAB = 25600, 160, 8, 160, 65536, 128000

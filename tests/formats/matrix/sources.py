@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
-from shardwise.formats.readers import (
+from shardwise.parts.formats.readers import (
     accelerate,
     bytecheckpoint,
     huggingface,
@@ -30,10 +30,10 @@ from shardwise.formats.readers import (
     megatron,
     torch_save,
 )
-from shardwise.formats.readers.dcp import reader as dcp
-from shardwise.formats.readers.deepspeed import reader as deepspeed
-from shardwise.formats.readers.deepspeed import universal
-from shardwise.formats.readers.fsdp_ranks import reader as fsdp_ranks
+from shardwise.parts.formats.readers.dcp import reader as dcp
+from shardwise.parts.formats.readers.deepspeed import reader as deepspeed
+from shardwise.parts.formats.readers.deepspeed import universal
+from shardwise.parts.formats.readers.fsdp_ranks import reader as fsdp_ranks
 from tests.breadth import OLD_TORCH
 from tests.formats.conftest import Checkpoints
 from tests.formats.dcp_checkpoints import named, settings_of, torch_loads

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.adapters import local_state_of
-from shardwise.adapters.optimizer_groups import NOT_HYPERPARAMETERS
+from shardwise.kernel.adapters import local_state_of
+from shardwise.kernel.adapters.optimizer_groups import NOT_HYPERPARAMETERS
 from shardwise.ports.binding import decode
 from tests.formats.comparing import assert_same
 from tests.formats.matrix.wanted import Wanted

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from shardwise.formats.reader import (
+from shardwise.parts.formats.reader import (
     Builder,
     FileTree,
     FormatError,

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from shardwise import StateError
-from shardwise.errors import ShardwiseError
 from shardwise.integrations.dcp.reader import StorageReader
 from shardwise.integrations.dcp.writer import StorageWriter
+from shardwise.kernel.errors import ShardwiseError
 from shardwise.ports.binding import copy_statements
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import shardwise as sw
-import shardwise.formats.reader as port
+import shardwise.parts.formats.reader as port
 from shardwise import FormatError, StateError
 
 Path: TypeAlias = tuple[str | int, ...]

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 import shardwise as sw
-from shardwise.engine.buffers import Arena
-from shardwise.engine.checkpoint_directory import CheckpointDirectory
-from shardwise.engine.describe import BoundState, describe_tensors
-from shardwise.engine.planning import SaveRequest
-from shardwise.engine.save import prepare_place
-from shardwise.engine.shared_values import merge_values
-from shardwise.engine.write_file import FileSource, write_data_file
-from shardwise.manifest.manifest import (
+from shardwise.kernel.engine.buffers import Arena
+from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.kernel.engine.describe import BoundState, describe_tensors
+from shardwise.kernel.engine.planning import SaveRequest
+from shardwise.kernel.engine.save import prepare_place
+from shardwise.kernel.engine.shared_values import merge_values
+from shardwise.kernel.engine.write_file import FileSource, write_data_file
+from shardwise.kernel.manifest.manifest import (
     FileEntry,
     Manifest,
     ObjectEntry,
@@ -36,15 +36,15 @@ from shardwise.manifest.manifest import (
     encode_manifest,
     lay_out_file,
 )
-from shardwise.manifest.pieces import encode_tensors_with
-from shardwise.manifest.validate import layout_of_manifest
-from shardwise.opening import refuse_as_destination
-from shardwise.plan.save import piece_table
+from shardwise.kernel.manifest.pieces import encode_tensors_with
+from shardwise.kernel.manifest.validate import layout_of_manifest
+from shardwise.kernel.opening import refuse_as_destination
+from shardwise.kernel.plan.save import piece_table
+from shardwise.kernel.state.local_state import LocalState, TensorLeaf
+from shardwise.kernel.state.plain_values import JsonValue, encode
+from shardwise.kernel.state.tensors import tensor_of_array
+from shardwise.kernel.store import Store, open_store
 from shardwise.ports.binding import is_shard, tensor_leaf
-from shardwise.state.local_state import LocalState, TensorLeaf
-from shardwise.state.plain_values import JsonValue, encode
-from shardwise.state.tensors import tensor_of_array
-from shardwise.store import Store, open_store
 
 DIFFERENT_VALUES = (
     "processes wrote different values with the same name; write each value in one process, or "

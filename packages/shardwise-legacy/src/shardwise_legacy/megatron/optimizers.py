@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeAlias
 
-from shardwise.formats.reader import FormatError, StoredArray
+from shardwise.parts.formats.reader import FormatError, StoredArray
 from shardwise_legacy.megatron.ranks import (
     EMBEDDING,
     OUTPUT,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shardwise.formats.reader import (
+from shardwise.parts.formats.reader import (
     CheckpointNotFoundError,
     FileTree,
     FormatError,

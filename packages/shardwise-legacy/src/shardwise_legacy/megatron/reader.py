@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import shardwise as sw
-from shardwise.formats.reader import (
+from shardwise.parts.formats.reader import (
     Builder,
     FileTree,
     FormatError,
@@ -69,7 +69,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         MismatchError: the specification does not know the model.
     """
     # Late, because this module is imported for checkpoints of other formats, too.
-    from shardwise.formats.specification import add_by_specification
+    from shardwise.parts.formats.specification import add_by_specification
 
     files = find_files(tree)
     require_files(tree, files)

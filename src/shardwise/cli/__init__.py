@@ -1,5 +1,0 @@
-"""The `shardwise` command line: one module for each command, and the modules that they share."""
-
-from shardwise.cli.app import main
-
-__all__ = ["main"]

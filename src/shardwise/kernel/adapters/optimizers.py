@@ -1,0 +1,499 @@
+"""The binding of optimizers: state and hyperparameters, under the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from shardwise.kernel.adapters.cells import optimizer_cells
+from shardwise.kernel.adapters.optimizer_groups import (
+    ENTRIES,
+    FORMATS,
+    GROUPS,
+    SHARED,
+    STEP,
+    Group,
+    as_saved,
+    claim_shards,
+    dimension_order,
+    find_group_problems,
+    find_prefix_problems,
+    hyperparameters_of,
+    in_order,
+    orders_of,
+    settings_by_member,
+    settings_by_position,
+    steps_are_in,
+    with_frozen_members,
+)
+from shardwise.kernel.adapters.optimizer_views import View, groups_of, steps_of, view_of
+from shardwise.kernel.adapters.values import ComparedBinding, missing_inside, tensors_inside
+from shardwise.kernel.errors import StateError
+from shardwise.kernel.manifest.manifest import TensorEntry
+from shardwise.kernel.state.local_state import LocalState, ParameterOrder
+from shardwise.kernel.state.name_lookup import SavedNames, Selection
+from shardwise.kernel.state.parameters import LOCAL, SHARD, Parameter
+from shardwise.kernel.state.plain_values import JsonValue, decode, encode
+from shardwise.kernel.state.tensors import is_dtensor, tensor_of_array
+from shardwise.ports.binding import Binding, Cells, Context
+
+
+class OptimizerBinding(Binding):
+    """One optimizer, or several that share the parameters of a model."""
+
+    kind = "optimizer"
+    is_inside_framework: ClassVar[bool] = False
+    """Whether a framework holds the optimizer, and its state is read from attributes only."""
+
+    def __init__(self, name: str, optimizers: Sequence[Optimizer], context: Context) -> None:
+        self.name = name
+        self.optimizers = [step for each in optimizers for step in steps_of(each)]
+        self._given = optimizers
+        self._bindings = context.bindings
+        self._allow_pickle = context.allow_pickle
+        self._groups_name = f"{name}.{GROUPS}"
+        self._formats_name = f"{name}.{FORMATS}"
+        # The order of the dimensions of state tensors in memory, by parameter and key.
+        self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._views: list[View] = []
+        self._saved = LocalState()  # what `local_state` returned last
+        self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
+        # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
+        # parameter's state and whether the optimizer lacks some of it, the saved hyperparameters,
+        # and new tensors inside values.
+        self._others: list[ComparedBinding] = []
+        self._removed: list[ComparedBinding] = []
+        self._is_loaded = False
+        self._groups: Sequence[Group] = ()
+        self._states: list[tuple[Group, Parameter, dict[str, object], bool]] = []
+        self._settings: Mapping[str, JsonValue] = {}
+        self._by_position: Mapping[int, Sequence[JsonValue]] = {}
+        self._tensors_in_values: dict[str, torch.Tensor] = {}
+
+    def local_state(self) -> LocalState:
+        """Return the state, sharded like the parameters, and the hyperparameters."""
+        local_state = LocalState()
+        groups = self.find_groups()
+        self._formats = {}
+        for group in groups:
+            for parameter in group.with_state:
+                if parameter.is_copy:
+                    continue
+                is_empty = parameter.is_empty
+                for key, value in group.read_state(parameter.tensor).items():
+                    # A rank without elements may have another step count, so leave out its scalars.
+                    if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
+                        self._add_value(local_state, parameter, key, value)
+        local_state.join_parts(to_fill=False)
+        grouped: list[tuple[tuple[str, ...], JsonValue]] = []
+        for group in groups:
+            settings = hyperparameters_of(group.settings, group.other_keys)
+            value = encode(settings, self._groups_name, allow_pickle=self._allow_pickle)
+            grouped.append((group.names, value))
+        local_state.grouped[self._groups_name] = grouped
+        if self._formats:
+            alike: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
+            for name, orders in self._formats.items():
+                alike.setdefault(tuple(orders.items()), []).append(name)
+            local_state.grouped[self._formats_name] = [
+                (tuple(names), {key: list(order) for key, order in orders})
+                for orders, names in alike.items()
+            ]
+        for other in self._other_values():
+            if other.value:
+                local_state.add(other.local_state())
+        self._saved = local_state
+        return local_state
+
+    def cells(self) -> Cells | None:
+        """Return where the optimizers keep their tensors, if these are all their state."""
+        if type(self) is not OptimizerBinding:
+            return None
+        name, allow_pickle = self._groups_name, self._allow_pickle
+        return optimizer_cells(self._views, self._saved, name, allow_pickle=allow_pickle)
+
+    def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
+        """Return the state to load. State that does not exist yet is created.
+
+        The optimizer does not change until `restore` gives it the created state.
+        """
+        local_state, values = LocalState(), LocalState()
+        self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
+        self._formats = {}
+        if saved.has_object(self._formats_name):
+            orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
+            self._formats = {each: orders_of(value) for each, value in orders.items()}
+        for group in self._groups:
+            for parameter in group.with_state:
+                prefix = f"{self.name}.{parameter.representative_name}"
+                local_state.problems += group.find_object_problems(prefix, saved)
+                claim_shards(local_state, prefix, parameter, saved, selection)
+                current = group.read_state(parameter.tensor)
+                state = self._fit_to_checkpoint(prefix, group, parameter, current, saved, selection)
+                is_new = state is not current or group.steps_are_in != "tensors"
+                self._states.append((group, parameter, state, is_new))
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) or not saved.has_object(f"{prefix}.{key}"):
+                        self._add_value(local_state, parameter, key, value)
+                    else:
+                        self._add_saved_value(values, group, parameter, key, saved, selection)
+        for each in (local_state, values):
+            each.tensors = [as_saved(leaf, saved) for leaf in each.tensors]
+            each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
+            each.join_parts(to_fill=True)
+        local_state.grouped[self._groups_name] = []  # a load needs only the name
+        if saved.has_object(self._formats_name):
+            local_state.grouped[self._formats_name] = []
+        if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
+            saved_groups = saved.object(self._groups_name)
+            settings = settings_by_member(self._groups_name, saved_groups)
+            self._settings = with_frozen_members(settings, self._groups)
+            self._by_position = settings_by_position(saved_groups, len(self._groups))
+            problems = [*find_group_problems(self._groups_name, self._groups, self._settings)]
+            if problems:
+                problems += find_prefix_problems(
+                    saved.saved_name(self._groups_name), self._groups, self._settings
+                )
+            for position, group in enumerate(self._groups):
+                if not group.names and len(self._by_position.get(position, ())) > 1:
+                    problems.append(
+                        f"{self._groups_name}: group {position} has no parameters here, and ranks "
+                        "saved it with different settings: to keep the current ones, use "
+                        f"skip=[{self._groups_name!r}]"
+                    )
+            local_state.problems += problems
+        selected = selection.select_from(local_state)
+        selected.add(values)
+        self._removed = []
+        self._others = self._others_to_load(saved, selection)
+        for other in self._others:
+            selected.add(other.targets(saved, selection))
+        self._is_loaded = bool(self._removed) or any(True for _ in selected.names())
+        return selected
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set created state, plain state and hyperparameters, after the tensors are filled."""
+        for group, parameter, state, is_new in self._states:
+            plain_state: dict[str, object] = {}
+            prefix = f"{self.name}.{parameter.representative_name}"
+            for key, value in state.items():
+                name = f"{prefix}.{key}"
+                if not isinstance(value, torch.Tensor) and name in values:
+                    plain_state[key] = decode(
+                        values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
+                    )
+            if plain_state or is_new:
+                group.write_state(parameter.tensor, state | plain_state)
+            if not group.states.get(parameter.tensor):
+                group.states.pop(parameter.tensor, None)
+        for position, group in enumerate(self._groups):
+            if group.steps_are_in == "groups" and not any(
+                group.states.get(each.tensor) for each in group.parameters
+            ):
+                group.settings.pop(STEP, None)
+            if self._groups_name in values:
+                self._set_hyperparameters(group, position)
+        for other in self._others:
+            other.restore(values)
+        for other in self._removed:
+            other.set_value({})
+        for view in self._views if self._is_loaded else ():
+            view.finish()
+
+    def parameter_order(self) -> ParameterOrder | None:
+        """Return the names and shapes of the parameters of each group.
+
+        Return None if there are several optimizers or flattened parameters: their order is unknown.
+        """
+        groups = self.find_groups() if len(self._given) == 1 else []
+        if any(len(parameter.flat) > 1 for group in groups for parameter in group.parameters):
+            return None
+        return [[each.name_and_shape for each in group.parameters] for group in groups] or None
+
+    def find_groups(self) -> list[Group]:
+        """Return the param groups, and find their parameters in the state's modules.
+
+        Names are relative to the module if one module has all parameters, and to the state
+        otherwise.
+        """
+        ids: set[int] = set()
+        self._views = []
+        for optimizer in self._given:
+            simple = self.is_inside_framework or steps_are_in(optimizer) != "tensors"
+            view = view_of(self.name, optimizer, simple=simple)
+            self._views.append(view)
+            for settings in view.groups:
+                if not isinstance(settings["params"], list):
+                    raise StateError(
+                        f"{self.name}: the entry 'params' of a param group is a "
+                        f"{type(settings['params']).__name__}: expected a list of parameters, as "
+                        "torch's optimizers make it"
+                    )
+                ids.update(map(id, settings["params"]))
+        found: dict[str, dict[int, Parameter]] = {}
+        for binding in self._bindings:
+            for parameter in binding.parameters() if binding.kind == "module" else ():
+                if id(parameter.tensor) in ids:
+                    found.setdefault(binding.name, {}).setdefault(id(parameter.tensor), parameter)
+        parameters: dict[int, Parameter] = {}
+        self._model_names = {}
+        for module, of_module in reversed(found.items()):
+            for key, parameter in of_module.items():
+                parameters[key] = parameter if len(found) == 1 else parameter.add_prefix(module)
+                name = parameters[key].representative_name
+                self._model_names[name] = f"{module}.{name}" if len(found) == 1 else name
+        groups = []
+        for view in self._views:
+            for settings in view.groups:
+                members = []
+                for tensor in settings["params"]:
+                    if id(tensor) not in parameters:
+                        raise StateError(
+                            f"{self.name}: no module in the state has the optimizer's parameter of "
+                            f"shape {list(tensor.shape)}, so its name is unknown: put the module, "
+                            "or its engine, into the state too. If it is there, create the "
+                            "optimizer after all that replaces parameters, such as fully_shard"
+                        )
+                    members.append(parameters[id(tensor)])
+                groups.append(Group(view.optimizer, settings, members, view.states, view.owned))
+            if not self.is_inside_framework:
+                view.refuse_stray_state()
+        return groups
+
+    def _other_values(self) -> Iterator[ComparedBinding]:
+        """Yield the bindings of what belongs to no single parameter."""
+        for index, view in enumerate(self._views):
+            suffix = f".{index}" if len(self._views) > 1 else ""
+            tensors = (tensor for group in groups_of(view.optimizer) for tensor in group["params"])
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            found: list[tuple[str, dict[Any, Any], Callable[[object], None]]]
+            found = [(SHARED, view.shared, view.set_shared)]
+            if view.entries is not None:
+                found.append((ENTRIES, view.entries, view.set_entries))
+            for key, value, set_value in found:
+                name = f"{self.name}.{key}{suffix}"
+                yield ComparedBinding(
+                    name, value, set_value, device, allow_pickle=self._allow_pickle
+                )
+
+    def _others_to_load(self, saved: SavedNames, selection: Selection) -> list[ComparedBinding]:
+        """Return those that the target or the checkpoint have.
+
+        If the checkpoint is from before the first step, `restore` removes shared state.
+        """
+        found = []
+        is_trained = any(not key.startswith(GROUPS) for key in saved.names_below(self.name))
+        for each in self._other_values():
+            is_state = not each.name.startswith(f"{self.name}.{ENTRIES}")
+            if saved.has_object(each.name) or (each.value and (is_trained or not is_state)):
+                found.append(each)
+            elif each.value and selection.selects(each.name):
+                self._removed.append(each)
+        return found
+
+    def _add_value(
+        self, local_state: LocalState, parameter: Parameter, key: str, value: object
+    ) -> None:
+        """Add a value of a parameter's state: a tensor, or a plain value and the tensors inside it.
+
+        The tensors inside a value, such as the history of LBFGS, are saved like all others. Their
+        names have the indices and keys of the value: `optimizer.weight.old_dirs.3`.
+
+        Raises:
+            StateError: the value cannot be saved.
+        """
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(local_state, parameter, key, value)
+            return
+        found: dict[str, Any] = {}
+        for name in parameter.names:
+            full_name = f"{self.name}.{name}.{key}"
+            found = {}
+            local_state.objects[full_name] = encode(
+                value, full_name, found.__setitem__, allow_pickle=self._allow_pickle
+            )
+        prefix = f"{self.name}.{parameter.names[-1]}."
+        for name, each in found.items():
+            tensor = tensor_of_array(name, each) if isinstance(each, np.ndarray) else each
+            if not isinstance(tensor, torch.Tensor):
+                raise StateError(
+                    f"{name}: a {type(tensor).__name__} cannot be part of an optimizer's state: "
+                    "keep a tensor or a DTensor"
+                )
+            self._add_tensor(local_state, parameter, name.removeprefix(prefix), tensor)
+
+    def _add_tensor(
+        self, local_state: LocalState, parameter: Parameter, key: str, value: torch.Tensor
+    ) -> None:
+        """Add a tensor of a parameter's state, and whether it is plain though sharded."""
+        self._note_format(parameter, key, value)
+        leaves = parameter.leaves(self.name, key, value)
+        local_state.tensors += leaves
+        if is_dtensor(parameter.tensor) and not is_dtensor(value) and not parameter.flat:
+            name = f"{self.name}.{parameter.name}.{key}"
+            if value.dim():
+                local_state.objects[name + LOCAL] = True
+
+    def _note_format(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
+        """Note in which order the dimensions of a state tensor lie in memory, if it is unusual.
+
+        The order decides in which order an optimizer adds numbers, and so how they are rounded.
+        """
+        if parameter.flat or is_dtensor(value) or value.dim() < 2:
+            return
+        like = parameter.tensor if parameter.tensor.shape == value.shape else None
+        if value.is_contiguous() and (like is None or like.is_contiguous()):
+            return
+        order = dimension_order(value)
+        if order != (dimension_order(like) if like is not None else (*range(value.dim()),)):
+            self._formats.setdefault(parameter.name, {})[key] = order
+
+    def _add_saved_value(
+        self,
+        local_state: LocalState,
+        group: Group,
+        parameter: Parameter,
+        key: str,
+        saved: SavedNames,
+        selection: Selection,
+    ) -> None:
+        """Add a saved value of a parameter's state, and new tensors for those inside it.
+
+        A value and its tensors are selected together.
+        """
+        prefix = f"{self.name}.{parameter.representative_name}."
+        inside = tensors_inside(prefix + key, saved)
+        if not selection.selects(prefix + key, *inside):
+            local_state.unselected += [prefix + key, *inside]
+            return
+        local_state.objects |= {f"{self.name}.{name}.{key}": None for name in parameter.names}
+        for name, saved_name in inside.items():
+            full_name = name if saved.tensor(name) is not None else name + parameter.shard
+            entry = saved.tensor(full_name)
+            if entry is None:
+                local_state.problems.append(missing_inside(name, prefix + key))
+                continue
+            inner_key = name.removeprefix(prefix)
+            tensor = self._allocate_state(parameter, group, inner_key, entry, saved)
+            self._tensors_in_values[saved_name] = tensor
+            local_state.tensors += parameter.leaves(self.name, inner_key, tensor)
+
+    def _fit_to_checkpoint(
+        self,
+        name: str,
+        group: Group,
+        parameter: Parameter,
+        state: dict[str, object],
+        saved: SavedNames,
+        selection: Selection,
+    ) -> dict[str, object]:
+        """Return a parameter's state, with new tensors for state that only the checkpoint has.
+
+        For example, a new Adam has no state, and the checkpoint has `exp_avg`, `exp_avg_sq` and
+        `step`: the result has three new tensors. A plain value of the checkpoint is None in the
+        result until `restore` sets it; tensors inside such a value, as LBFGS has, are left out. If
+        the checkpoint has no state of the parameter, the selected state is removed.
+        """
+        keys = [key for key in saved.names_below(name) if not key.endswith(LOCAL)]
+        if not keys:
+            unselected = {k: v for k, v in state.items() if not selection.selects(f"{name}.{k}")}
+            return unselected if len(unselected) < len(state) else state
+        inside: dict[str, Mapping[str, str]] = {}  # the tensors in each plain value
+        left_out: set[str] = set()
+        for key in keys:
+            if saved.has_object(f"{name}.{key}"):
+                inside[key] = tensors_inside(f"{name}.{key}", saved)
+                left_out.update(inside[key])
+        for saved_key in () if parameter.is_empty else keys:
+            key, _, shard = saved_key.partition(SHARD)
+            if shard and SHARD + shard != parameter.shard:
+                continue  # another rank loads it
+            saved_name, entry = f"{name}.{saved_key}", saved.tensor(f"{name}.{saved_key}")
+            if f"{name}.{key}" in left_out or (entry is None and key not in inside):
+                continue
+            fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
+            if not fits and selection.selects(saved_name, *inside.get(key, ())):
+                new = None
+                if entry is not None:
+                    new = self._allocate_state(parameter, group, saved_key, entry, saved)
+                state = {**state, key: new}
+        return state
+
+    def _allocate_state(
+        self,
+        parameter: Parameter,
+        group: Group,
+        saved_key: str,
+        entry: TensorEntry,
+        saved: SavedNames,
+    ) -> torch.Tensor:
+        """Allocate a state tensor as the optimizer itself would create it.
+
+        A tensor that had the dtype of its parameter at the save has that of the parameter now. Step
+        counts, and other scalars that are not moments of scalar parameters, keep their dtype.
+        """
+        key, _, shard = saved_key.partition(SHARD)
+        counts_on_device = group.settings.get("capturable") or group.settings.get("fused")
+        on_host = key == STEP and not counts_on_device
+        device = torch.device("cpu") if on_host else parameter.tensor.device
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        is_scalar = entry.shape == () and self._is_count(saved_key, parameter, group, saved)
+        if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
+            of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
+            if of_parameter is not None and of_parameter.dtype == entry.dtype:
+                dtype = parameter.tensor.dtype
+        if shard:
+            return torch.zeros(entry.shape, dtype=dtype, device=device)
+        name = f"{self.name}.{parameter.representative_name}.{saved_key}"
+        is_plain = saved.has_object(name + LOCAL)
+        allocated = parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)
+        order = self._formats.get(parameter.name, {}).get(key, ())
+        return in_order(allocated, order)
+
+    def _is_count(self, key: str, parameter: Parameter, group: Group, saved: SavedNames) -> bool:
+        """Return whether the state of this key is a scalar for parameters that are none."""
+        for each in (parameter, *group.parameters):
+            if each.name_and_shape[1] != ():
+                entry = saved.tensor(f"{self.name}.{each.representative_name}.{key}")
+                return entry is not None and entry.shape == ()
+        return False
+
+    def _tensor_in_value(self, name: str) -> torch.Tensor:
+        if name not in self._tensors_in_values:
+            raise StateError(
+                f"{name}: a value of the optimizer {self.name} contains this tensor, which was not "
+                f"loaded: leave the optimizer out with skip=[{f'{self.name}.*'!r}]"
+            )
+        return self._tensors_in_values[name]
+
+    def _set_hyperparameters(self, group: Group, position: int) -> None:
+        """Set the hyperparameters of a group to the saved ones of its first parameter.
+
+        A group without parameters gets those of its position, if they were saved.
+        """
+        if group.names:
+            name = f"{self._groups_name}.{group.names[0]}"
+            encoded = self._settings[group.names[0]]
+        elif position in self._by_position:
+            name = f"{self._groups_name}.{position}"
+            encoded = self._by_position[position][0]
+        else:
+            return
+        settings = decode(encoded, name, allow_pickle=self._allow_pickle)
+        if not isinstance(settings, dict):
+            raise StateError(
+                f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
+                f"{type(settings).__name__}: leave the optimizer out with "
+                f"skip=[{f'{self.name}.*'!r}]"
+            )
+        for key, value in hyperparameters_of(settings, group.other_keys).items():
+            current = group.settings.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+                with torch.no_grad():
+                    current.copy_(torch.as_tensor(value, device=current.device))
+            else:
+                group.settings[key] = value

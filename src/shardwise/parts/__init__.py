@@ -1,0 +1,1 @@
+"""What users add to the kernel. Parts reach it through the ports."""

@@ -1,0 +1,202 @@
+"""Export a checkpoint: check the options, open it, select, plan the files, write."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch.distributed as dist
+
+from shardwise.kernel.api import Place, open_place, resolved_group
+from shardwise.kernel.checkpoint import Checkpoint
+from shardwise.kernel.engine.compile_and_gc import pause_gc
+from shardwise.kernel.engine.group import Group
+from shardwise.kernel.engine.root import Choice
+from shardwise.kernel.engine.rounds import Round
+from shardwise.kernel.errors import StateError
+from shardwise.kernel.events import Recorder, Sink
+from shardwise.kernel.manifest.layout import Layout, encode_layout
+from shardwise.kernel.manifest.quantized import REMEDY, find_quantized
+from shardwise.kernel.opening import OpenOptions, agree_to_open
+from shardwise.kernel.store import Files, open_store
+from shardwise.parts.checks.compare import check_all_together
+from shardwise.parts.convert.plan import ExportContents, TargetTensor, describe_empty_model
+from shardwise.parts.convert.targets import TARGETS
+from shardwise.parts.convert.write import ConversionReport, write_files
+from shardwise.ports.binding import Selection
+from shardwise.ports.foreign import Specification
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The options of an export: see `shardwise.export`."""
+
+    target: str | os.PathLike[str]
+    to: str
+    only: Sequence[str]
+    skip: Sequence[str]
+    model_key: str
+    dtype: str | None
+    verify: bool
+    max_file: int
+
+    @property
+    def settings(self) -> str:
+        """The options as text, which must be equal on all ranks."""
+        target = open_store(self.target)
+        return (
+            f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
+            f"{self.max_file}"
+        )
+
+    def check(self) -> None:
+        """Check the values of all options.
+
+        Raises:
+            StateError: a value is invalid.
+            StoreError: the target is not a path or URL.
+        """
+        open_store(self.target)
+        if self.to not in TARGETS:
+            raise StateError(f"to={self.to!r}: unknown format; choose one of {', '.join(TARGETS)}")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
+        if type(self.max_file) is not int or self.max_file < 1:
+            raise StateError(f"max_file={self.max_file!r}: expected a number of bytes, at least 1")
+
+
+def export(
+    place: Place,
+    target: str | os.PathLike[str],
+    *,
+    to: str = "hf",
+    step: Choice = "newest",
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    model_key: str = "model",
+    dtype: str | None = None,
+    verify: bool = True,
+    spec: Specification | None = None,
+    skip_unknown: bool = False,
+    format: str | None = None,  # noqa: A002 - the usual name
+    max_file: int = 5 << 30,
+    group: dist.ProcessGroup | Group | None = None,
+    on_event: Sink | None = None,
+) -> ConversionReport:
+    """Write a checkpoint in another format. All ranks call this function and share the work.
+
+    Written files are read back and compared.
+
+    Args:
+        place: a checkpoint in any format, or the root of a run.
+        target: a new directory.
+        to: `"hf"` (safetensors), `"peft"` (the adapters of a model of PEFT), `"dcp"`
+            (torch.distributed.checkpoint), `"torch"` (one file of torch.save),
+            `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
+        only, skip: shell patterns of the names to write, as for `load`.
+        model_key: the key of the model in the state, for formats that hold only a model; "" if the
+            checkpoint is only a model.
+        dtype: the dtype to convert the model's floats to; an error for quantized tensors.
+        step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
+        max_file: the most bytes of tensors in a file.
+        group, on_event: as for `load`.
+
+    Raises:
+        CheckpointExistsError: the target holds something else, or another process writes there.
+        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
+            whole model and the checkpoint has only the trained part.
+        MismatchError: the source stores a tensor several times, and the copies differ.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
+    """
+    options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
+        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
+    how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
+    recorder = Recorder(on_event)
+    with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
+        with recorder.stage("open"):
+            with Round(ranks, "opening a checkpoint") as all_ranks:
+                options.check()
+                store, settings = open_place(place), options.settings
+                check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
+            source, layout = check()
+        return write_export(options, source, layout, ranks, recorder)
+
+
+def write_export(
+    options: ExportOptions, source: Files, layout: Layout, group: Group, recorder: Recorder
+) -> ConversionReport:
+    """Write the selected tensors and values of a checkpoint. All ranks call it together.
+
+    Raises:
+        CheckpointExistsError: the target holds something else, or another process writes there.
+        StateError: nothing is selected, or the format cannot hold a name that is selected.
+        MismatchError: the source stores a tensor several times, and the copies differ.
+        CorruptionError: the source is damaged, or a written file does not read back as written.
+    """
+    selected, tensors = _select_contents(options, layout)
+    digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
+    digest.update(f"{source}: {options.settings}".encode())
+    save_id = digest.hexdigest()
+    unskipped = Selection(skip=options.skip)
+    objects = tuple(each for each in layout.objects if unskipped.selects(each.name))
+    described = replace(layout, objects=objects)
+    contents = ExportContents(
+        selected, described, tensors, save_id, options.model_key, options.max_file
+    )
+    files = TARGETS[options.to](contents)
+    if options.verify:
+        names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
+        check_all_together(source, layout, names, recorder, group)
+    checkpoint = Checkpoint(source, layout, verify=options.verify)
+    return write_files(files, checkpoint, open_store(options.target), group, recorder)
+
+
+def _select_contents(
+    options: ExportOptions, layout: Layout
+) -> tuple[Layout, tuple[TargetTensor, ...]]:
+    """Return a layout with the selected values, and the selected tensors.
+
+    A tied tensor gets separate bytes if the tensor that it is tied to is not selected, or is
+    written in another dtype.
+    """
+    model_key, dtype = options.model_key, options.dtype
+    selection = Selection(options.only, options.skip)
+    if not layout.tensors:
+        raise StateError(
+            "nothing to write: the checkpoint has no tensors; choose another checkpoint"
+        )
+    tensors = [each for each in layout.tensors if selection.selects(each.name)]
+    if not tensors:
+        raise StateError(
+            f"nothing to write: only={[*options.only]} and skip={[*options.skip]} select none of "
+            f"the {len(layout.tensors)} tensors, for example not {layout.tensors[0].name}: "
+            "change the patterns"
+        )
+    names = dict.fromkeys(each.name for each in tensors)
+    start = f"{model_key}." if model_key else ""
+    converted = dict.fromkeys(n for n in names if dtype is not None and n.startswith(start))
+    if dtype is not None and not converted:
+        raise StateError(f"dtype={dtype!r}: {describe_empty_model(model_key, names)}")
+    quantized = find_quantized(layout.tensors)
+    if refused := [name for name in converted if name in quantized]:
+        raise StateError(
+            f"dtype={dtype!r}: {len(refused)} tensors are parts of quantized tensors, for example "
+            f"{refused[0]} with {quantized[refused[0]]}, and converting one part alone changes the "
+            f"values: leave out dtype= to copy them as they are, or {REMEDY}"
+        )
+    selected = []
+    for each in tensors:
+        stays_tied = each.same_as in names and (
+            (each.same_as in converted) == (each.name in converted)
+        )
+        entry = each if stays_tied else msgspec.structs.replace(each, same_as=None)
+        is_float = each.name in converted and each.dtype in FLOATS
+        selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
+    objects = tuple(each for each in layout.objects if selection.selects(each.name))
+    return replace(layout, objects=objects), tuple(selected)

@@ -1,0 +1,411 @@
+"""Frees memory: slots return to the pool of free slots, and other files are deleted.
+
+`decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
+an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
+
+A process can be killed while it removes files, so the order matters. Pending manifests are removed
+first, so that no agent resumes the save. Records with the name of a slot are removed last, so that
+the slot can be found.
+
+Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
+and wait until the agent releases them.
+
+The free files of a run are the free slots of its ranks, and *spares*: files that the agent reuses
+for copies and parity.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
+from shardwise.kernel.errors import StateError, StoreError
+from shardwise.kernel.store import LocalStore
+from shardwise.parts.memory import records
+from shardwise.parts.memory.decide import find_superseded, find_uncommittable, is_superseded
+from shardwise.parts.memory.files import lock_directory, read_record, regular_files
+from shardwise.parts.memory.home import (
+    OUTCOMES_DIRECTORY,
+    Home,
+    Run,
+    SnapshotDirectory,
+    SnapshotInUse,
+)
+from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.observe import RecordCache, read_run_view, read_snapshot
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive
+from shardwise.parts.memory.records import rank_in_name
+
+SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
+REMOVED_RUN_PREFIX = "vacant-"
+MOST_OUTCOMES = 64
+SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
+POLL_PAUSE = 0.002
+log = logging.getLogger("shardwise")
+
+
+def free(
+    place: SnapshotDirectory, timeout: float = SHORT_TIMEOUT, *, keep_removal_requests: bool = False
+) -> bool:
+    """Free a snapshot; return False if it is still in use after `timeout` seconds.
+
+    Args:
+        keep_removal_requests: keep requests to remove old checkpoints from storage that no agent
+            has fulfilled yet.
+    """
+    for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
+        with place.hold(shared=False) as held:
+            if held:
+                return _free_locked(place, keep_removal_requests)
+        if not place.path.exists():
+            break
+    return False
+
+
+def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
+    directory = CheckpointDirectory(LocalStore(place.path))
+    if place.is_committed() and not directory.unpublish():
+        return False
+    names = directory.store.list()
+    kept = _unanswered_removal_requests(names) if keep_removal_requests else set()
+    _remove(place, [name for name in names if name not in kept])
+    directory.try_to_delete()
+    return True
+
+
+def _unanswered_removal_requests(names: Collection[str]) -> set[str]:
+    requested = records.saves_with(names, records.REMOVE_OLD)
+    done = {
+        save for save in requested if records.save_record(records.REMOVE_OLD, save, "all") in names
+    }
+    return {records.save_record(records.REMOVE_OLD, save) for save in requested if save not in done}
+
+
+def free_replaced(place: SnapshotDirectory) -> None:
+    """Free a replaced snapshot, and slots that are no longer needed.
+
+    Raises:
+        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
+    """
+    if not free(place, keep_removal_requests=True):
+        if not place.path.exists():
+            return
+        place.abandon()
+        raise SnapshotInUse(place)
+    run = place.run
+    places = run.snapshots()
+    newest = next((each for each in reversed(places) if each.is_committed()), None)
+    if newest is not None:
+        # Ranks that staged a file of the newest snapshot may return to this node.
+        expected = {rank_in_name(name) for name in newest.list_names(records.STAGED_SUFFIX)}
+        delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
+    made = [len(_files_of_agent(each.list_names(""))) for each in places]
+    delete_smallest_spares(run, max(made, default=0))
+
+
+def free_unattended(place: SnapshotDirectory) -> None:
+    """Free a snapshot of a run without trainers on this node, and all its free slots.
+
+    Raises:
+        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
+    """
+    place.abandon()
+    if not free(place):
+        if place.path.exists():
+            raise SnapshotInUse(place)
+        return
+    delete_free_slots(place.run, lambda rank: False)
+
+
+def free_saves(place: SnapshotDirectory, saves: Collection[str]) -> None:
+    """Remove the files of saves that another save of the same step has replaced.
+
+    Raises:
+        SnapshotInUse: the snapshot is in use.
+    """
+    with place.hold(shared=False) as held:
+        if not held:
+            raise SnapshotInUse(place)
+        names = os.listdir(place.path)
+        _remove(place, [name for name in names if any(each in name for each in saves)])
+
+
+def discard(places: Sequence[SnapshotDirectory]) -> None:
+    """Mark snapshots as abandoned, and free them, even if stages are open.
+
+    Raises:
+        StoreError: the agent does not release a snapshot.
+    """
+    for place in places:
+        place.abandon()
+    for place in places:
+        if not free(place, LONG_TIMEOUT) and place.path.exists():
+            raise StoreError(
+                f"timed out after {LONG_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
+                "the agent of this node is using the snapshot; see its log, and try again"
+            )
+
+
+def discard_superseded(
+    run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
+) -> None:
+    """After a restore, free the snapshots that the run no longer needs (see `find_superseded`).
+
+    Raises:
+        StoreError: the agent does not release a snapshot.
+    """
+    discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
+
+
+def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> None:
+    """Raise if memory holds a newer step that the run has not abandoned.
+
+    A restore would load the newer step instead of the step that is being saved.
+
+    Raises:
+        StateError: memory holds a newer step.
+    """
+    snapshots = [read_snapshot(each) for each in run.snapshots() if each.step > step]
+    newer = [
+        each.step for each in snapshots if each.is_committed and not is_superseded(each, lineage)
+    ]
+    if newer:
+        raise StateError(
+            f"cannot save step {step}: memory holds the newer step {newer[-1]} of this run. To "
+            f"resume from step {newer[-1]}, call restore() first; to go back, call restore(state, "
+            "step=…); to start over, save to another root, or delete the directory of this root, "
+            f"{root}"
+        )
+
+
+def free_uncommittable(run: Run, patience: float, cache: RecordCache) -> None:
+    """Free snapshots that will never be committed (see `find_uncommittable`)."""
+    for place in find_uncommittable(read_run_view(run, cache), time.time(), patience):
+        place.abandon()
+        free(place)
+
+
+def forget_copies(run: Run, rank: int) -> None:
+    """Remove what is left of the copies that an earlier process of this rank began.
+
+    An agent may still read a slot whose copy it followed, so that slot is not used again.
+    """
+    for place in run.snapshots():
+        for name in place.list_names(records.COPYING_SUFFIX):
+            if rank_in_name(name) == rank:
+                with suppress(StoreError):  # the record is damaged
+                    copying = read_record(place.path / name, records.StagedFile)
+                    if copying is not None and copying.copied:
+                        (run.free_directory / copying.slot).unlink(missing_ok=True)
+                (place.path / name).unlink(missing_ok=True)
+
+
+def remove_if_unused(home: Home, run: Run) -> None:
+    """Remove a run that has neither trainers nor snapshots.
+
+    A trainer that starts at the same time locks the directory first, or creates it again.
+    """
+    with lock_directory(run.path, shared=False) as locked:
+        if locked and not run.steps() and not has_trainers(run):
+            _remove_run(home, run)
+
+
+def finish_removals(home: Home) -> None:
+    """Finish the removals of runs that were interrupted."""
+    for path in home.path.glob(f"{REMOVED_RUN_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_other_runs(home: Home, run: Run, root: str) -> None:
+    """Remove the other runs of a root. No training resumes them, as the root belongs to `run` now.
+
+    A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
+    """
+    run.set_root(root)
+    for other in home.runs():
+        if other != run and other.root() == root and not has_trainers(other):
+            try:
+                discard(other.snapshots())
+            except StoreError as error:
+                log.warning("cannot remove run %s of the same root: %s", other.name, error)
+                continue
+            shutil.rmtree(other.path, ignore_errors=True)
+
+
+def clear_run(home: Home, run: Run, *, force: bool) -> None:
+    """Remove everything that a node stores for a run.
+
+    Args:
+        force: whether to remove it even if a trainer of the run is alive on the node. Then the
+            directory of the run stays, with the locks of its ranks.
+
+    Raises:
+        StoreError: a trainer is alive, or the agent does not release a snapshot.
+    """
+    _refuse_trainers(run, force)
+    discard(run.snapshots())
+    with lock_directory(run.path, shared=False) as locked:
+        _refuse_trainers(run, force)
+        if locked and has_trainers(run):
+            delete_free_slots(run, lambda rank: False)
+            delete_smallest_spares(run, 0)
+        elif locked:
+            _remove_run(home, run)
+        elif run.path.exists():
+            raise StoreError(
+                f"run {run.name}: its snapshots were removed, but a trainer has just started, so "
+                "that its free slots remain: stop the training first, and try again"
+            )
+
+
+def _remove(place: SnapshotDirectory, names: list[str]) -> None:
+    """Return slots and the agent's files to the pool, keep outcomes, and delete other files."""
+    slots = {staged.file.name: staged.slot for staged in place.staged_files()}
+    for each in place.ring_files():
+        slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
+    place.run.free_directory.mkdir(exist_ok=True)
+    ended = place.run.path / OUTCOMES_DIRECTORY
+    ended.mkdir(exist_ok=True)
+    spares = _files_of_agent(names)
+    for name in sorted(names, key=_removal_order):
+        path = place.path / name
+        with suppress(FileNotFoundError):
+            if name in slots:
+                path.rename(place.run.free_directory / slots[name])
+            elif name in spares:
+                add_spare(place.run, path)
+            elif records.is_outcome(name):
+                path.rename(ended / name)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+    _trim_outcomes(ended)
+
+
+def _removal_order(name: str) -> int:
+    if records.pending_records([name]):
+        return 0
+    has_slot = name.endswith(records.STAGED_SUFFIX) or records.is_ring_record(name)
+    return 2 if has_slot or records.is_outcome(name) else 1
+
+
+def _files_of_agent(names: Collection[str]) -> set[str]:
+    """Return the names of the copies and parity that the agent made, and not a rank."""
+    return {
+        name
+        for name in names
+        if name.endswith(records.DATA_SUFFIXES)
+        and records.file_record(name, "staged") not in names
+        and records.file_record(name, "entry") not in names
+    }
+
+
+def _trim_outcomes(ended: Path) -> None:
+    """Delete all but the newest outcomes."""
+    files = regular_files(ended)
+    by_age = sorted(files, key=lambda name: files[name].st_mtime)
+    for name in by_age[:-MOST_OUTCOMES]:
+        (ended / name).unlink(missing_ok=True)
+
+
+def _remove_run(home: Home, run: Run) -> None:
+    """Rename the run's directory before removing it, so that a trainer can create it again."""
+    renamed = home.path / f"{REMOVED_RUN_PREFIX}{secrets.token_hex(4)}"
+    run.path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
+
+
+def _refuse_trainers(run: Run, force: bool) -> None:
+    if not force and has_trainers(run):
+        raise StoreError(
+            f"run {run.name} has a trainer on this node, which would lose its snapshots: stop the "
+            "training first, or pass --force"
+        )
+
+
+def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
+    """Delete the free slots of all ranks for which `is_kept` returns False."""
+    for name in regular_files(run.free_directory):
+        if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
+            (run.free_directory / name).unlink(missing_ok=True)
+
+
+def add_spare(run: Run, path: Path) -> None:
+    """Keep a file that the agent made, so that the agent can reuse its memory."""
+    path.rename(run.free_directory / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
+
+
+def list_spares(run: Run) -> list[tuple[int, Path]]:
+    """Return size and path of each spare file, by ascending size."""
+    files = regular_files(run.free_directory)
+    return sorted(
+        (status.st_size, run.free_directory / name)
+        for name, status in files.items()
+        if name.endswith(SPARE_SUFFIX)
+    )
+
+
+def reuse_spare(run: Run, size: int, path: Path) -> None:
+    """Move a spare file to `path`, where the agent will write a file of `size` bytes.
+
+    Choose the smallest spare file that is large enough, or else the largest. Do nothing if there is
+    no spare file, or `path` exists.
+    """
+    spares = list_spares(run)
+    large = [spare for nbytes, spare in spares if nbytes >= size]
+    small = [spare for nbytes, spare in reversed(spares) if nbytes < size]
+    for spare in (*large, *small):
+        if path.exists():
+            return
+        with suppress(FileNotFoundError):  # the whole run was removed
+            spare.rename(path)
+
+
+def delete_smallest_spares(run: Run, most: int) -> None:
+    """Delete all but the `most` largest spare files."""
+    spares = list_spares(run)
+    for _, path in spares[: max(0, len(spares) - most)]:
+        path.unlink(missing_ok=True)
+
+
+def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
+    """Return the bytes of copies and parity that an agent stores for each rank of its node.
+
+    All ranks are assumed to stage a similar number of bytes.
+
+    Args:
+        bytes_per_rank: the bytes that a rank stages.
+        nodes: the number of nodes of the run.
+    """
+    if nodes < 2:
+        return 0
+    groups = -(-nodes // options.group)
+    members = nodes // groups
+    parity = min(options.parity, members - 1)
+    copied = min(options.copies, nodes - 1) * bytes_per_rank
+    return options.slots * (copied + parity * -(-bytes_per_rank // (members - parity)))
+
+
+def bytes_stored_for_others(run: Run) -> int:
+    """Return the bytes of copies, parity and spare files on a node, not counting slots."""
+    total = sum(nbytes for nbytes, _ in list_spares(run))
+    for place in run.snapshots():
+        in_slots = {each.file.name for each in place.staged_files()}
+        for ring_file in place.ring_files():
+            in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
+        total += sum(
+            status.st_size
+            for name, status in regular_files(place.path).items()
+            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots
+        )
+    return total

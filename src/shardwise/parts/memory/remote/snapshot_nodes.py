@@ -1,0 +1,265 @@
+"""The nodes of a snapshot: reads and writes records on them, and reads their files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.files import (
+    LARGEST_RECORD,
+    decode_record,
+    encode_record,
+    write_record,
+)
+from shardwise.parts.memory.home import ABANDONED_MARKER, SnapshotDirectory
+from shardwise.parts.memory.options import Tls
+from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.remote.client import AgentClient
+
+LOCAL_PAUSE = 0.005
+RETRY_PAUSE = 0.2
+ABANDONED_PERIOD = 0.05
+CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
+MOST_NODES_SHOWN = 8
+T = TypeVar("T")
+
+
+class FinalError(StoreError):
+    """A retry is pointless: the run continued without a node, a node discarded the snapshot, or a
+    record is damaged."""
+
+
+class Nodes:
+    """The nodes that hold a snapshot, including this one.
+
+    Args:
+        place: the snapshot on this node.
+        infos: the agents of all nodes.
+        this_node: the name of this node.
+        wait: seconds until a node that does not answer counts as lost.
+        tls: certificates for the connections; None if they are unencrypted.
+        timeout: seconds until a single request fails.
+
+    Attributes:
+        this_node: as above.
+
+    Raises:
+        StoreError: the files of `tls` cannot be read.
+    """
+
+    def __init__(
+        self,
+        place: SnapshotDirectory,
+        infos: Sequence[AgentInfo],
+        this_node: str,
+        wait: float,
+        tls: Tls | None = None,
+        *,
+        timeout: float = READ_TIMEOUT,
+    ) -> None:
+        self._place = place
+        self.this_node = this_node
+        self._wait = wait
+        self._infos = {info.node: info for info in infos if info.node != this_node}
+        self._tls = None if tls is None or not self._infos else tls.for_client()
+        self._lock = threading.Lock()
+        self._clients: dict[str, AgentClient] = {}
+        self._timeout = min(timeout, wait)
+        self._closed, self._abandoned = threading.Event(), threading.Event()
+        self._is_aborted = False
+
+    def _abort_when_abandoned(self) -> None:
+        """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
+        while not self._closed.wait(ABANDONED_PERIOD):
+            if self._place.has(ABANDONED_MARKER):
+                self._abandoned.set()
+                self.abort()
+                return
+
+    def abort(self) -> None:
+        """Make requests in progress and all later requests fail. Any thread may call this."""
+        with self._lock:
+            self._is_aborted = True
+            for client in self._clients.values():
+                client.abort()
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            self._closed.set()
+            for client in self._clients.values():
+                client.close()
+
+    def read(self, node: str, name: str, *, limit: int) -> bytes:
+        """Return the contents of a small file of another node.
+
+        Raises:
+            StoreError: the node does not answer, or the file is larger than `limit` bytes.
+            FileNotFoundError: the node does not have the file.
+        """
+        place = self._place
+        return self._client(node).read(place.run.name, place.step, name, limit=limit)
+
+    def write(self, node: str, name: str, record: object) -> None:
+        """Write a record on a node.
+
+        Raises:
+            StoreError: the node does not answer, or the snapshot was abandoned.
+        """
+        self.retry(lambda: self.write_once(node, name, record))
+
+    def retry(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`. Call it again while other nodes do not answer.
+
+        An agent that has died is replaced within seconds. A node that answers, but lacks a file,
+        has discarded the snapshot.
+
+        Raises:
+            StoreError: a node did not answer for too long, or the snapshot was abandoned, or
+                discarded on a node.
+        """
+        deadline = Deadline(self._wait)
+        while True:
+            self._place.refuse_abandoned()
+            try:
+                return work()
+            except FinalError:
+                raise
+            except StoreError as error:
+                is_final = isinstance(error.__cause__, (FileNotFoundError, FinalError))
+                if is_final or deadline.has_passed():
+                    raise
+            self.pause()
+
+    def read_range(self, node: str, name: str, offset: int, out: Buffer) -> Buffer:
+        """Fill `out` with the bytes of a file of another node from `offset`, and return `out`.
+
+        Raises:
+            StoreError: the node does not answer, or the file ends earlier.
+            FileNotFoundError: the node does not have the file.
+        """
+        run, step = self._place.run.name, self._place.step
+        try:
+            self._client(node).read_range_into(run, step, name, offset, out)
+        except StoreError as error:
+            self.raise_if_run_continued_without([node], error)
+            raise
+        return out
+
+    def raise_if_run_continued_without(
+        self, nodes: Sequence[str], error: StoreError | None = None
+    ) -> None:
+        """Raise if newer snapshots are made without one of these nodes, which do not answer.
+
+        Raises:
+            FinalError: names these nodes.
+        """
+        step = self._place.step
+        newer = [each for each in self._place.run.snapshots() if each.step > step]
+        manifests = (each.pending_manifests() for each in reversed(newer))
+        newest = next(filter(None, manifests), [])
+        present = {info.node for each in newest for info in each.nodes}
+        absent = sorted(set(nodes) - present)
+        if present and absent:
+            raise FinalError(
+                f"step {step} is not completed, because the run continued without node "
+                f"{', '.join(absent)}; use a newer snapshot"
+            ) from error
+
+    def _client(self, node: str) -> AgentClient:
+        with self._lock:
+            if node not in self._clients:
+                self._clients[node] = self._make_client(node)
+                if self._is_aborted:
+                    self._clients[node].abort()
+            return self._clients[node]
+
+    def _make_client(self, node: str) -> AgentClient:
+        """Return a client of another node. The first call starts the thread that aborts requests.
+
+        Few of thousands of nodes get a client.
+        """
+        if node not in self._infos:
+            known = ", ".join(sorted([self.this_node, *self._infos])[:MOST_NODES_SHOWN])
+            raise StoreError(
+                f"step {self._place.step} of run {self._place.run.name} has no node {node}; its "
+                f"nodes are {known}"
+            )
+        if not self._clients:
+            threading.Thread(
+                target=self._abort_when_abandoned, name="shardwise-abandoned", daemon=True
+            ).start()
+        return AgentClient(
+            self._infos[node],
+            connect_timeout=min(CONNECT_TIMEOUT, self._wait),
+            read_timeout=self._timeout,
+            tls=self._tls,
+        )
+
+    def write_once(self, node: str, name: str, record: object) -> None:
+        """Write a record on a node, and do not try again.
+
+        Raises:
+            StoreError: the node does not answer.
+        """
+        data = record if isinstance(record, bytes) else encode_record(record)
+        if node == self.this_node:
+            write_record(self._place.path / name, data)
+            # The record may be a request to another thread of this agent.
+            self._place.run.wake_agent()
+        else:
+            self._client(node).put(self._place.run.name, self._place.step, name, data)
+
+    def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        """Wait at most `seconds` for a record. Return its bytes; None if it is missing.
+
+        Raises:
+            StoreError: the node does not answer.
+            FinalError: this node's record cannot be read.
+        """
+        place = self._place
+        if node != self.this_node:
+            with suppress(FileNotFoundError):
+                return self._client(node).read(
+                    place.run.name, place.step, name, limit=LARGEST_RECORD, wait=seconds
+                )
+            return None
+        for _ in Deadline(seconds).attempts(pause=LOCAL_PAUSE):
+            with suppress(FileNotFoundError):
+                try:
+                    return place.read_file(name)
+                except StoreError as error:
+                    raise FinalError(f"node {node}: {error}") from error
+            if place.has(ABANDONED_MARKER):
+                break
+        return None
+
+    def refuse_abandoned(self) -> None:
+        """Raise if the snapshot is abandoned.
+
+        Raises:
+            StoreError: the snapshot is abandoned.
+        """
+        self._place.refuse_abandoned()
+
+    def pause(self) -> None:
+        """Wait before the next attempt to reach a node; not if the snapshot was abandoned."""
+        self._abandoned.wait(RETRY_PAUSE)
+
+    def decode(self, node: str, name: str, data: bytes, record_type: type[T]) -> T:
+        """Return the value of a node's record.
+
+        Raises:
+            FinalError: the record is damaged.
+        """
+        is_here = node == self.this_node
+        label = self._place.path / name if is_here else f"{name} of step {self._place.step}"
+        try:
+            return decode_record(data, record_type, label)
+        except StoreError as error:
+            raise FinalError(f"node {node}: {error}") from error

@@ -1,0 +1,350 @@
+"""Saves that agents complete: waits for their stages, and their failures."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from shardwise.kernel.deadline import Deadline
+from shardwise.kernel.errors import StoreError
+from shardwise.kernel.events import Event
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import SnapshotDirectory
+from shardwise.parts.memory.observe import read_outcome, read_stage_of_node, why_retrying
+from shardwise.parts.memory.records import StageOutcome
+from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.trainer.copying import CopyProgress
+from shardwise.parts.memory.trainer.node_watch import NodeWatch
+
+PAUSE, LONGEST_PAUSE = 0.001, 0.005
+MOST_ENDED = 64
+RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A save that agents complete, stage by stage.
+
+    If a save is for memory only, its failure does not end the training: the next snapshot replaces
+    the failed snapshot.
+
+    Attributes:
+        agents: the agents that complete the save.
+        place: the snapshot on this node.
+        save_id: the id of the save.
+        stages: the stages to wait for, in order.
+        logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
+        deletes_older: whether this rank waits until older checkpoints are deleted from storage,
+            which happens after the last stage. True only on rank 0.
+        copying: the copy of this rank's part.
+        watch: notices that other nodes are lost.
+        nbytes: the size of this rank's file; 0 if it has none.
+    """
+
+    agents: SaveAgents
+    place: SnapshotDirectory
+    save_id: str
+    stages: tuple[str, ...]
+    logs_failures: bool
+    deletes_older: bool = False
+    copying: CopyProgress | None = None
+    watch: NodeWatch | None = None
+    nbytes: int = 0
+    _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the save will be persisted."""
+        return self.stages[-1] == "persist"
+
+    @property
+    def staging_failure(self) -> str:
+        """Why this rank could not stage its part; "" if it could, or is still copying."""
+        return "" if self.copying is None else self.copying.failure
+
+    @property
+    def _all_stages(self) -> tuple[str, ...]:
+        return (*self.stages, records.REMOVE_OLD) if self.deletes_older else self.stages
+
+    def check_no_stage_failed(self) -> bool:
+        """Return whether no stage has failed so far.
+
+        Raises:
+            StoreError: a stage of a durable save failed; says which, and why.
+        """
+        return self._log_or_raise(lambda: [self.outcome(stage) for stage in self._all_stages])
+
+    def wait_until_ended(self) -> bool:
+        """Wait until all stages have ended, and return whether none failed.
+
+        Raises:
+            StoreError: as for `check_no_stage_failed`.
+        """
+        return self._log_or_raise(lambda: [self.wait_for(stage, None) for stage in self.stages])
+
+    def wait_for_retention(self) -> None:
+        """Wait until older checkpoints are deleted from storage.
+
+        If the deletion fails, `check_no_stage_failed` raises.
+
+        Raises:
+            StoreError: the agent of this node is gone, or does not answer.
+        """
+        if self.deletes_older:
+            try:
+                self.wait_for(records.REMOVE_OLD, None)
+            except StoreError:
+                if records.REMOVE_OLD not in self._outcomes:
+                    raise
+
+    def _log_or_raise(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except StoreError as error:
+            if self.is_durable:
+                raise
+            if self.logs_failures:
+                log.warning("a snapshot in memory failed; the training continues: %s", error)
+            return False
+        return True
+
+    def has_ended(self) -> bool:
+        """Return whether all stages have ended, or one has failed."""
+        try:
+            return None not in [self.outcome(stage) for stage in self.stages]
+        except StoreError:
+            return True
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the stages that have ended: this node's part of them, if its record still exists.
+
+        The first one is the copy, if it went on in the background. The wall clocks of the agent and
+        of this process are the same.
+        """
+        now = time.perf_counter() - time.time()
+        found: list[Event] = []
+        copying = self.copying
+        if copying is not None and copying.is_background and copying.ended:
+            found.append(Event("copy", copying.began, copying.ended - copying.began))
+        for stage in self.stages:
+            outcome, ended_at = read_stage_of_node(self.place, stage, self.save_id)
+            outcome = outcome or self._outcomes.get(stage)
+            if outcome is not None and (ended_at is not None or found):
+                last = found[-1].start + found[-1].seconds if found else 0.0
+                start = last if ended_at is None else ended_at + now - outcome.seconds
+                found.append(Event(stage, start, outcome.seconds, outcome.bytes))
+        return tuple(found)
+
+    def has_succeeded(self) -> bool:
+        """Return whether all stages have succeeded."""
+        try:
+            return all(self.outcome(stage) is not None for stage in self._all_stages)
+        except StoreError:
+            return False
+
+    def is_persisted(self) -> bool:
+        """Return whether the checkpoint is durable, also if it was for memory only at first."""
+        with suppress(StoreError):
+            return self.outcome("persist") is not None
+        return False
+
+    def outcome(self, stage: str) -> StageOutcome | None:
+        """Return the outcome of a stage, or None if it has not ended.
+
+        Raises:
+            StoreError: the stage failed.
+        """
+        done = self._outcomes.get(stage) or self._read_outcome(stage)
+        if done is None and stage in ("protect", records.REMOVE_OLD) and self._is_replaced():
+            # A newer snapshot replaced this one, so these stages run for the newer one instead.
+            done = self._read_outcome(stage) or StageOutcome(save_id=self.save_id, stage=stage)
+        if done is not None:
+            self._outcomes[stage] = done  # kept, because the record is deleted with the run
+        failure = self.staging_failure if done is None else done.failure
+        if failure:
+            raise StoreError(f"{self._describe_failure(stage)}: {failure}")
+        return done
+
+    def _describe_failure(self, stage: str) -> str:
+        return f"step {self.place.step}: the stage {stage!r} of {self.place.path} failed"
+
+    def _read_outcome(self, stage: str) -> StageOutcome | None:
+        return read_outcome(self.place, stage, self.save_id)
+
+    def _is_replaced(self) -> bool:
+        """Return whether the snapshot was committed and is no longer in memory."""
+        if (self._outcomes.get("commit") or self._read_outcome("commit")) is None:
+            return False
+        # The outcome of the commit leaves the directory with the snapshot. The request to remove
+        # old checkpoints leaves it once the request is done. Any other record with the id of the
+        # save may be a request that came too late.
+        commit = records.save_record("commit", self.save_id, "all")
+        request = records.save_record(records.REMOVE_OLD, self.save_id)
+        return not {commit, request}.intersection(self.place.list_names(".json"))
+
+    def wait_for(self, stage: str, timeout: float | None) -> StageOutcome:
+        """Wait until a stage has ended, and return its outcome.
+
+        Raises:
+            StoreError: the stage failed; a newer snapshot replaced this one; the agent of this
+                node or of the leader is gone or does not answer; or the leader's agent never
+                received the save.
+            LostRankError: a node was lost before the save was committed.
+            TimeoutError: `timeout` seconds have passed.
+        """
+        watch = AgentWatch(self.agents, self.place, self.save_id)
+        deadline = Deadline(timeout)
+        notice = Deadline(RETRY_CHECK_PERIOD)
+        check_nodes = None if self.watch is None else self.watch.make_throttled_check()
+        for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
+            done = self.outcome(stage)
+            if done is not None:
+                return done
+            # This raises if the commit failed: then no later stage ends.
+            if self.outcome("commit") is None and check_nodes is not None:
+                check_nodes()
+            if self._is_replaced() and self.outcome(stage) is None:
+                raise StoreError(
+                    f"{self._describe_failure(stage)}: a newer snapshot replaced this one; use the "
+                    "handle of the newer save"
+                )
+            if notice.has_passed():
+                why = self.why_retrying(stage)
+                if why:
+                    log.warning("step %d: %s has %s", self.place.step, stage, why)
+                notice = Deadline(RETRY_LOG_PERIOD if why else RETRY_CHECK_PERIOD)
+            try:
+                watch.check(None if timeout is None else deadline.seconds_left())
+            except StoreError as error:
+                raise StoreError(f"{self._describe_failure(stage)}: {error}") from error
+        retrying = self.why_retrying(stage)
+        raise TimeoutError(
+            f"step {self.place.step}: the stage {stage!r} of {self.place.path} has not ended in "
+            f"{timeout:g} s: {f'it has {retrying}' if retrying else 'it continues'}; wait again, "
+            "with a longer timeout"
+        )
+
+    def why_retrying(self, stage: str) -> str:
+        """Return why the agent of this node tries a stage again, or "" if it does not."""
+        return why_retrying(self.place, stage, self.save_id)
+
+
+class PendingSaves:
+    """A rank's saves in progress, and failed saves with an error to raise; oldest first."""
+
+    def __init__(self) -> None:
+        self._saves: list[PendingSave] = []
+        self._told: set[str] = set()
+        self._ended: dict[str, tuple[Event, ...]] = {}
+        self._noted: set[str] = set()
+
+    def add(self, save: PendingSave) -> None:
+        """Add a save, and forget the saves that have succeeded."""
+        self.note_ended()
+        self._saves = [
+            *(each for each in self._saves if not each.has_succeeded() or self._is_new(each)),
+            save,
+        ]
+        self._told &= {each.save_id for each in self._saves}
+        self._noted &= {each.save_id for each in self._saves}
+
+    def note_ended(self) -> None:
+        """Keep the stages of the saves that have ended, for `take_ended`."""
+        for save in self._saves:
+            if save.save_id not in self._noted and save.has_ended():
+                self._noted.add(save.save_id)
+                self._ended[save.save_id] = save.events()
+        while len(self._ended) > MOST_ENDED:
+            self._ended.pop(next(iter(self._ended)))
+
+    def take_ended(self) -> dict[str, tuple[Event, ...]]:
+        """Return the stages of the saves that ended since the last call, by id."""
+        self.note_ended()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def take_saved(self) -> list[int]:
+        """Return the steps that became durable since the last call."""
+        new = list(filter(self._is_new, self._saves))
+        self._told |= {each.save_id for each in new}
+        return [each.place.step for each in new]
+
+    def _is_new(self, save: PendingSave) -> bool:
+        """Return whether a save is durable, and `take_saved` did not return it yet."""
+        return save.save_id not in self._told and save.is_durable and save.is_persisted()
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that was not raised yet.
+
+        Failures to stage on this rank are not included: `Staging.raise_failure` raises them.
+
+        Raises:
+            StoreError: a durable save failed. The message says why.
+        """
+        self._saves = [save for save in self._saves if not save.staging_failure]
+        for save in list(self._saves):
+            succeeds = False
+            try:
+                succeeds = save.check_no_stage_failed()
+            finally:
+                if not succeeds:
+                    self._saves.remove(save)
+
+    def wait_until_ended(self, *, step: int | None = None, durable: bool = False) -> None:
+        """Wait until the saves have ended.
+
+        Args:
+            step: wait only for saves of this step.
+            durable: wait only for saves that will be persisted.
+
+        Raises:
+            StoreError: as for `raise_failure`; or the agent is gone.
+        """
+        for save in self._saves:
+            matches = step in (None, save.place.step) and (save.is_durable or not durable)
+            if matches and not save.staging_failure:
+                save.wait_until_ended()
+
+    def wait_for_retention(self) -> None:
+        """Wait until the replaced checkpoints are deleted. `raise_failure` raises failures.
+
+        Raises:
+            StoreError: the agent is gone.
+        """
+        for save in self._saves:
+            if not save.staging_failure:
+                save.wait_for_retention()
+
+    def is_last_durable(self) -> bool:
+        """Return whether the last save will be persisted."""
+        return bool(self._saves) and self._saves[-1].is_durable
+
+    def is_last_of_step(self, step: int) -> bool:
+        """Return whether the last save is of this step, so that `persist_last` can persist it."""
+        return bool(self._saves) and self._saves[-1].place.step == step
+
+    def persist_last(self, *, deletes_older: bool, leads: bool) -> None:
+        """Wait until the last save is committed, and request that it be persisted.
+
+        Args:
+            deletes_older: whether to delete older checkpoints afterwards.
+            leads: whether this rank's node leads the save. If it does, this rank asks its agent.
+
+        Raises:
+            StoreError: the save was not committed.
+        """
+        last = self._saves[-1]
+        last.wait_for("commit", None)
+        if leads:
+            record = records.save_record("rescue", last.save_id)
+            write_record(
+                last.place.path / record, StageOutcome(save_id=last.save_id, stage="rescue")
+            )
+        stages = ("commit", "protect", "persist")
+        self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)
+        self._noted.discard(last.save_id)
