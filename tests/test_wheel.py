@@ -91,7 +91,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         for path in PACKAGE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"shardwise/py.typed", "shardwise/formats/specs/megatron_llama.spec"} <= needed
+    assert {"shardwise/py.typed", "shardwise/parts/formats/specs/megatron_llama.spec"} <= needed
     about = f"shardwise-{shardwise.__version__}.dist-info"
     more = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     with zipfile.ZipFile(wheel) as archive:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.kernel.engine import save as engine_save
-from shardwise.kernel.engine import tree
+from shardwise.parts.ranks import tree
 from tests import preloaded  # noqa: F401 - forked processes need not import
 
 Act = Callable[[sw.TreeGroup], None]

@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.kernel.engine import planning
 from shardwise.kernel.plan.save import SavePlan, plan_save
 from shardwise.testing.thread_group import ThreadGroup, run_ranks
-from tests.conftest import SOURCE
+from tests.conftest import SOURCES
 from tests.tools.gang import Gang
 
 SCRIPT = """
@@ -37,8 +37,10 @@ except sw.ShardwiseError as error:
 
 def test_ranks_with_other_code_of_the_same_version_are_refused(tmp_path: Path) -> None:
     copy = tmp_path / "other" / "shardwise"
-    shutil.copytree(Path(SOURCE) / "shardwise", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = copy / "plan" / "save.py"
+    shutil.copytree(
+        Path(SOURCES[0]) / "shardwise", copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    changed = copy / "kernel" / "plan" / "save.py"
     changed.write_text(changed.read_text(encoding="utf-8") + "# a comment\n", encoding="utf-8")
     path = tmp_path / "step"
     ranks = [
@@ -48,7 +50,7 @@ def test_ranks_with_other_code_of_the_same_version_are_refused(tmp_path: Path) -
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, source in enumerate([SOURCE, str(copy.parent)])
+        for rank, source in enumerate([SOURCES[0], str(copy.parent)])
     ]
     for process in ranks:
         output, _ = process.communicate(timeout=120)

@@ -15,7 +15,7 @@ import shardwise as sw
 from tests.tools.telemetry_runs import save_of, without_ranks, write_run
 
 NODE = shutil.which("node")
-PAGE = Path(sw.__file__).parent / "reporting" / "page"
+PAGE = Path(sw.__file__).parent / "parts" / "reporting" / "page"
 SCRIPTS = sorted(path.stem for path in PAGE.glob("*.js"))
 SECONDS = {
     0: "0 s",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import gang, pytest_collection_modifyitems  # noqa: F401
-from tests.formats.conftest import GOLDEN_OR_LIVE, Checkpoints, run
+from tests.formats.conftest import GOLDEN_OR_LIVE, PROGRAMS, Checkpoints, run
 from tests.formats.foreign_goldens import unpacked
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def megatron(
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("Megatron-Core is not installed: pip install '.[frameworks]'")
     (directory / "4").mkdir()
-    run(str(HERE / "programs" / "train_megatron.py"), str(directory / "4"), ranks=4)
+    run(str(PROGRAMS / "train_megatron.py"), str(directory / "4"), ranks=4)
     return MegatronCases(directory)
 
 

@@ -1,6 +1,6 @@
 """What the golden files hold: state that frameworks stored. See `tests/compat/foreign/contents.py`.
 
-`programs/train_megatron.py` made `megatron_legacy`. `programs/take_snapshot.py` made
+`tests/formats/programs/train_megatron.py` made `megatron_legacy`. `programs/take_snapshot.py` made
 `torchsnapshot`.
 """
 

@@ -47,7 +47,7 @@ def test_it_has_values_and_replicas(snapshot: Path) -> None:
             r"byte_range has 4 bytes, but shape \[40\] of dtype float32 needs 160",
         ),
         ({"byte_range": [2**40, 2**40 + 160]}, "lies outside of its file"),
-        ({"dtype": "torch.qint8"}, "tensor of dtype .qint8., which is not supported"),
+        ({"dtype": "torch.qint8"}, "has the dtype 'qint8', which is not supported"),
         ({"serializer": "per_tensor_qtensor"}, "restore it with torchsnapshot"),
         ({"shape": [-1]}, "shape .-1. of dtype float32 needs -4"),
     ],

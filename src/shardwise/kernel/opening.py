@@ -193,8 +193,10 @@ def _find_steps(place: Store, step: Choice, *, is_chosen: bool) -> _Steps:
         step: the user's `step=`.
         is_chosen: whether `step` has chosen this checkpoint in a root.
     """
-    stated = operator.index(step) if not is_chosen and not isinstance(step, (str, Best)) else None
-    return _Steps(stated, foreign.step_in_path(place))
+    return _Steps(
+        None if is_chosen or isinstance(step, (str, Best)) else operator.index(step),
+        foreign.step_in_path(place),
+    )
 
 
 def _with_step(layout: Layout, steps: _Steps, store: Store) -> Layout:
@@ -331,15 +333,16 @@ def _choose_directory(store: Store, options: OpenOptions) -> str:
     """Return the name of the directory of a step, if a place is the root of a run, or ""."""
     step = parse_choice(options.step)
     names = Root(store).names()
-    if CheckpointDirectory(store).state(names) != "committed" and steps_in(names):
+    is_ours = CheckpointDirectory(store).state(names) == "committed"
+    if not is_ours and steps_in(names):
         return step_directory(Root(store).choose(step))
     if isinstance(step, Best):
         raise StateError(
             f"step={step!r}: {store} is not the root of a run, which has a directory for each "
             "step; to read a checkpoint itself, leave out step="
         )
-    has_file_names = options.spec is not None and options.spec.files is not None
-    return "" if has_file_names else foreign.find_directory(store, names, step)
+    is_read_here = is_ours or (options.spec is not None and options.spec.files is not None)
+    return "" if is_read_here else foreign.find_directory(store, names, step)
 
 
 def raise_for_missing_root(store: Store) -> NoReturn:

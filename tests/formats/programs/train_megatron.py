@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[4] / "examples"))
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
 import megatron_on_cpu
 import numpy as np
