@@ -46,17 +46,44 @@ def test_what_is_below_is_what_was_meant(foreign: Path, tmp_path: Path) -> None:
         sw.open(tmp_path)
 
 
+PACKAGED = [
+    ".snapshot_metadata",
+    "model_optim_rng.pt",
+    "iter_0000005/mp_rank_00/model_optim_rng.pt",
+]
+"""Files of formats that the package shardwise-legacy reads."""
+
+
+@pytest.mark.parametrize("file", PACKAGED)
 @pytest.mark.parametrize("switch", ["off", "another-package"])
-def test_a_package_that_reads_more_formats_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+def test_a_format_of_a_package_that_is_missing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, file: str
 ) -> None:
+    """It is not read, and nothing is saved beside it."""
     monkeypatch.setenv("SHARDWISE_PLUGINS", switch)
-    (tmp_path / ".snapshot_metadata").write_text("{}")
-    said = r"The package shardwise-legacy reads .*torchsnapshot: pip install shardwise-legacy"
-    with pytest.raises(sw.CheckpointNotFoundError, match=said):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(b"{}")
+    with pytest.raises(sw.FormatError, match=r"package shardwise-legacy reads: pip install"):
         sw.open(tmp_path)
-    with pytest.raises(sw.StateError, match=f"unknown format; .*{said}"):
-        sw.open(tmp_path, format="torchsnapshot")
+    state = {"w": torch.ones(2)}
+    with pytest.raises(sw.CheckpointExistsError):
+        sw.save(tmp_path, state)
+    with pytest.raises(sw.CheckpointExistsError):
+        sw.Checkpointer(tmp_path, memory=None)
+
+
+def test_a_root_with_steps_of_a_package_that_is_missing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_PLUGINS", "off")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"{}")
+    with (
+        pytest.raises(sw.CheckpointExistsError, match="legacy Megatron-LM"),
+        sw.Checkpointer(tmp_path, memory=None) as checkpointer,
+    ):
+        checkpointer.restore({"w": torch.ones(2)})
 
 
 def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> None:

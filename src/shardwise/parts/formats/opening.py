@@ -6,6 +6,7 @@ shardwise, and the readers of other packages.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ from shardwise.kernel.manifest.layout import Layout, decode_layout
 from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.kernel.manifest.validate import validate_layout
 from shardwise.kernel.plugins import (
+    SWITCH,
     PluginError,
     failure_of,
     find_plugin,
@@ -81,8 +83,20 @@ _PARTS_OF_NAMES = {
 the reader is not asked, and not even imported."""
 
 
-_FURTHER_PACKAGES = {"shardwise-legacy": "legacy checkpoints of Megatron-LM, and torchsnapshot"}
-"""What people can install to read more formats: for each package, what it reads."""
+_OF_PACKAGES = {
+    "megatron-legacy": (
+        "legacy Megatron-LM",
+        "shardwise-legacy",
+        re.compile(
+            r"((iter_\d+|release)/)?(mp_rank_\d+(_\d+)*/)?"
+            r"(model_optim_rng|distrib_optim|model_rng)\.pt"
+        ),
+    ),
+    "torchsnapshot": ("torchsnapshot", "shardwise-legacy", re.compile(r"\.snapshot_metadata")),
+}
+"""The formats that known packages read: the name, the package, and the names of files. They are
+recognised without the package, so that nothing is saved into such a checkpoint, and no training
+starts anew beside it."""
 
 
 def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
@@ -107,7 +121,25 @@ def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
             readers[key] = _reader_of_plugin(key)
         except StateError as error:  # noqa: PERF203 - few plug-ins
             ignore_failure(error)
+    for key in _OF_PACKAGES.keys() - readers.keys():
+        readers[key] = _reader_without_package(key)
     return readers
+
+
+def _reader_without_package(key: str) -> Reader:
+    """Return a reader that recognises a format, and says which package reads it."""
+    name, package, files = _OF_PACKAGES[key]
+
+    def recognise(tree: FileTree) -> bool:
+        return tree.single_file is None and any(map(files.fullmatch, tree.sizes))
+
+    def read(tree: FileTree, builder: Builder) -> None:
+        raise FormatError(
+            f"{tree} is a checkpoint of {name}, which the package {package} reads: pip install "
+            f"{package}, or, if it is installed, let {SWITCH} name it"
+        )
+
+    return Reader(name, recognise, read)
 
 
 @lru_cache
@@ -130,9 +162,7 @@ def _reader_of_plugin(key: str) -> Reader:
     point = find_plugin(GROUP, key)
     if point is None:
         known = ", ".join(load_readers())
-        raise StateError(
-            f"format={key!r}: unknown format; known formats are {known}{_suggest_packages()}"
-        )
+        raise StateError(f"format={key!r}: unknown format; known formats are {known}")
     if any(each.name == key for each in _BUILT_IN):
         raise StateError(
             f"{point.value} of the package {package_of(point)} is registered as a reader of "
@@ -334,17 +364,7 @@ def _describe_unrecognised(tree: FileTree, found: Mapping[str, Reader]) -> str:
         contents = f": it contains {files}{', …' if len(tree.sizes) > 5 else ''}"
     return (
         f"{tree} is not a checkpoint of a known format ({known}){contents}"
-        f"{_suggest_checkpoints_below(tree)}{_suggest_packages()}{_failures_of_plugins(tree)}"
-    )
-
-
-def _suggest_packages() -> str:
-    """Return a sentence for each package that reads more formats, and is not in use."""
-    used = {package_of(point) for point in find_plugins(GROUP)}
-    return "".join(
-        f". The package {package} reads {formats}: pip install {package}"
-        for package, formats in _FURTHER_PACKAGES.items()
-        if package not in used
+        f"{_suggest_checkpoints_below(tree)}{_failures_of_plugins(tree)}"
     )
 
 
