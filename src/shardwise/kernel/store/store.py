@@ -312,14 +312,13 @@ class Store(Protocol):
         ...
 
 
-@runtime_checkable
-class RepeatingStore(Store, Protocol):
-    """A store on other machines, which repeats operations that fail for a reason that may pass."""
+class RepeatingStore:
+    """The base of stores that repeat operations which fail for a reason that may pass."""
 
     @property
     def retries(self) -> int:
         """How many requests were repeated so far."""
-        ...
+        raise NotImplementedError
 
     def publish(
         self,
@@ -334,11 +333,11 @@ class RepeatingStore(Store, Protocol):
         Args:
             check: called before each attempt. If this function raises, nothing is published.
         """
-        ...
+        raise NotImplementedError
 
     def abort_uploads(self, idle_seconds: float) -> int:
         """Abort the abandoned uploads below this place; see `abort_uploads` of this package."""
-        ...
+        raise NotImplementedError
 
 
 class ReadOnlyStore:

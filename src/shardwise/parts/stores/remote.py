@@ -20,6 +20,7 @@ from shardwise.kernel.store.store import (
     Buffer,
     FileStatus,
     ReadableFile,
+    RepeatingStore,
     Store,
     StoreTraits,
     ViewableFile,
@@ -115,7 +116,7 @@ def is_writable(store: Store) -> bool:
     return True
 
 
-class RetryingStore:
+class RetryingStore(RepeatingStore):
     """Repeats the operations of another store while it does not answer.
 
     A file that this store wrote a moment ago is looked for again if the server does not find it. If
