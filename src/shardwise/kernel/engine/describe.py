@@ -149,7 +149,7 @@ def describe_tensors(
     names, dtypes, shapes, held = [], [], [], []
     for index, leaf in enumerate(listed):
         held_here = []
-        for fragment in leaf.fragments:
+        for fragment in filter(attrgetter("box.size"), leaf.fragments):
             check_memory(leaf.name, fragment.data)
             held_here.append(fragment.box)
             fragments.append(fragment)
