@@ -11,6 +11,7 @@ weights of this shape are one `Division`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,8 +102,12 @@ def find_divisions(
         if kind not in known:
             offset, extent = np.split(listed[example][:, 1:], 2, axis=1)
             columns = position.reshape(-1), offset, extent
-            found = _boxes_of_ranks([each[1:] for each in of_rules], columns, shape)
-            known[kind] = len(known), [*_unite_equal(*found)]
+            if len(own_ranks) or any(rule for _, _, rule in of_rules):
+                found = _boxes_of_ranks([each[1:] for each in of_rules], columns, shape)
+                parts = [*_unite_equal(*found)]
+            else:
+                parts = _whole(shape, dims, len(ranks))
+            known[kind] = len(known), parts
         number_of[indices], parts = known[kind]
         own, itemsize = np.array(indices, np.int64), DTYPES[dtype].itemsize
         for offset, extent, sizes, owners in parts:
@@ -150,6 +155,15 @@ def _rules_and_lists(
     order = order[np.searchsorted(table[0, order], 0) :]
     limits = np.searchsorted(table[0, order], np.arange(1, len(tensors)))
     return rules.T.copy(), np.split(table[1:, order].T.copy(), limits)
+
+
+def _whole(shape: tuple[int, ...], dims: int, owners: int) -> list[_Parts]:
+    """Return the only part of a tensor that each of its owners holds as a whole."""
+    size = math.prod(shape)
+    if not size:
+        return []
+    extent = np.array([[*shape, *[1] * (dims - len(shape))]], np.int64)
+    return [(np.zeros_like(extent), extent, np.array([size]), np.arange(owners)[None])]
 
 
 def _boxes_of_ranks(
