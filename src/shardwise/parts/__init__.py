@@ -1,1 +1,1 @@
-"""What users add to the kernel. Parts reach it through the ports."""
+"""Everything around the kernel. Parts import the kernel, and it imports none of them."""

@@ -1,1 +1,1 @@
-"""The interfaces by which other packages extend shardwise: one module for each."""
+"""The interfaces between the kernel and its parts, also for packages of others."""

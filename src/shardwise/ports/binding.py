@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Cells(Protocol):
-    """Where a value keeps its tensors, so that a save sees quickly that it has those of the last.
+    """Where a value keeps its tensors: lets a save see cheaply that they are those of the last one.
 
     A `Checkpointer` keeps this object from save to save. It must not keep the value alive: use weak
     references. Both methods run at each save, in the thread of the training.
@@ -81,8 +81,8 @@ class Cells(Protocol):
 class Layers(Protocol):
     """Layers of a library in a module, whose state dict lacks something that they need.
 
-    A function of the group `shardwise.layers` finds them. It gets the module, and returns None if
-    the module has no such layers.
+    Only shardwise's own parts provide it, under the group `shardwise.layers` in `built_in.py`. A
+    function finds them. It gets the module, and returns None if the module has no such layers.
     """
 
     def hidden(self, keys: Collection[str]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -41,8 +41,8 @@ from shardwise.kernel.manifest.validate import layout_of_manifest
 from shardwise.kernel.store import Store, lock_for_reading, publish_checked
 
 MAX_PUBLICATION_SECONDS = 10.0
-"""A lock can expire while its process pauses, but not within this time, in any store. If publishing
-ends later than this after the last look at the data files, they are looked for once more."""
+"""No store's lock expires sooner. If publishing ends later than this after the last look at the
+data files, the lock may have expired meanwhile, so the files are looked for once more."""
 MOST_NAMES_SHOWN = 5
 MOST_PROBLEMS_SHOWN = 3
 LOCK_TIMEOUT, LOCK_PAUSE = 1.0, 0.05  # seconds

@@ -301,7 +301,7 @@ def complete_manifest(pending: bytes, files: Sequence[FileEntry]) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decode a manifest, except its tensors. `manifest/validate.py` checks the contents.
+    """Decode a manifest, except its tensors. `validate.py` checks the contents.
 
     Raises:
         FormatError: the bytes are not a manifest, were altered, or have another version.

@@ -54,9 +54,10 @@ def lay_out_pieces(groups: Sequence[PieceGroup], world: int) -> tuple[list[Piece
     """Choose the offset of each piece in the file of its rank.
 
     A file has sections, first that of the pieces that only its rank holds, then those of pieces
-    with more and more holders. Which rank writes a replica varies, so the layouts of other pieces
-    stay more alike. In a section, wider types come first, so that every piece is aligned to its own
-    type. A section ends only where all files are aligned for the rest.
+    with more and more holders. Replicas come last, because which rank writes one varies: so they do
+    not shift the other pieces, whose layouts stay alike. In a section, wider types come first, so
+    that every piece is aligned to its own type. A section ends only where all files are aligned for
+    the rest.
 
     Args:
         groups: the pieces, without offsets.

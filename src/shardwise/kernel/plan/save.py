@@ -35,7 +35,7 @@ from shardwise.kernel.plan.structure import (
 )
 
 FEW_RANKS = 256
-"""Groups of so few ranks have few enough pieces to find the runs of each tensor."""
+"""Up to this many ranks, a group has few enough pieces to search for runs in each tensor."""
 DIFFERENT_KINDS = (
     "ranks have different kinds of values under one name; use the same kind on all ranks, for "
     "example a tensor on each:"

@@ -60,7 +60,7 @@ class SnapshotLocations(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AssembledStore(ReadOnlyStore):
-    """A read-only store of the files of an locations.
+    """A read-only store of the files at the locations of a snapshot.
 
     Args:
         locations: the nodes that have each file. Files of this node are read locally.
@@ -70,7 +70,7 @@ class AssembledStore(ReadOnlyStore):
         threads: the number of threads that decode the data of one read.
 
     Raises:
-        StoreError: the locations has no step.
+        StoreError: the locations have no step.
     """
 
     advice_to_writers = "save to storage instead"
