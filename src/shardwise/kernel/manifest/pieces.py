@@ -193,15 +193,16 @@ def join_runs(tables: Sequence[Runs]) -> Runs:
     axes = max(runs.count.shape[1] for runs in tables)
     columns: list[IntArray] = []
     for each in fields(Runs):
-        parts = []
-        for runs in tables:
-            column = getattr(runs, each.name)
-            of_axes = each.name in ("count", "file_step", "start_step", "offset_step")
-            if of_axes and column.shape[1] < axes:
-                width = [(0, 0), (axes - column.shape[1], 0), (0, 0)][: column.ndim]
-                column = np.pad(column, width, constant_values=int(each.name == "count"))
-            parts.append(column)
-        columns.append(np.concatenate(parts))
+        parts = [getattr(runs, each.name) for runs in tables]
+        if each.name in ("count", "file_step", "start_step", "offset_step"):
+            fill = int(each.name == "count")
+            ends = np.cumsum([*map(len, parts)]).tolist()
+            padded = np.full((ends[-1], axes, *parts[0].shape[2:]), fill, np.int64)
+            for part, end in zip(parts, ends, strict=True):
+                padded[end - len(part) : end, axes - part.shape[1] :] = part
+            columns.append(padded)
+        else:
+            columns.append(np.concatenate(parts))
     return Runs(*columns)
 
 
