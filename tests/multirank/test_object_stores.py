@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from tests.breadth import mostly_long
 from tests.store.servers import Server, moto  # noqa: F401 - a fixture
 from tests.tools.gang import Gang
 
@@ -34,7 +33,10 @@ def differences(url: str, sizes: tuple[int, ...]) -> list[str]:
     return [name for name, data in state_of(sizes).items() if not torch.equal(target[name], data)]
 
 
-@pytest.mark.parametrize("sizes", mostly_long([(), (0,), (1,), (BLOCK,), SIZES], [(), SIZES]))
+@pytest.mark.parametrize(
+    "sizes",
+    [(), SIZES, *(pytest.param((each,), marks=pytest.mark.long) for each in (0, 1, BLOCK))],
+)
 def test_what_one_rank_saves_it_loads_and_opens(
     moto: Server,  # noqa: F811
     sizes: tuple[int, ...],
