@@ -77,6 +77,22 @@ def test_two_plugins_of_one_name_are_an_error_where_the_name_is_used(site: Path)
         sw.open("other://place")
 
 
+def test_a_broken_reader_of_a_known_format_is_named(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format is recognised without it, so nothing is saved there."""
+    install(site, "other", "torchsnapshot = no_such_module:it", "shardwise.readers")
+    monkeypatch.setenv("SHARDWISE_PLUGINS", "other")
+    place = site / "snapshot"
+    place.mkdir()
+    (place / ".snapshot_metadata").write_text("{}")
+    for format_ in (None, "torchsnapshot"):
+        with pytest.raises(sw.StateError, match=r"package other provides .*no_such_module"):
+            sw.open(place, format=format_)
+    with pytest.raises(sw.CheckpointExistsError, match="torchsnapshot"):
+        sw.save(place, {"w": torch.ones(2)})
+
+
 def test_what_a_plugin_makes_is_checked(site: Path) -> None:
     install(site, "made", "one = builtins:len\nother = math:log")
     with pytest.raises(sw.StateError, match=r"package made .* returned an? int instead of a Store"):

@@ -315,11 +315,6 @@ class Store(Protocol):
 class RepeatingStore:
     """The base of stores that repeat operations which fail for a reason that may pass."""
 
-    @property
-    def retries(self) -> int:
-        """How many requests were repeated so far."""
-        raise NotImplementedError
-
     def publish(
         self,
         key: str,

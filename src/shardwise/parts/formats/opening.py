@@ -121,8 +121,8 @@ def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
             readers[key] = _reader_of_plugin(key)
         except StateError as error:  # noqa: PERF203 - few plug-ins
             ignore_failure(error)
-    for key in _OF_PACKAGES.keys() - readers.keys():
-        readers[key] = _reader_without_package(key)
+    for key in _OF_PACKAGES:
+        readers.setdefault(key, _reader_without_package(key))
     return readers
 
 
@@ -134,6 +134,8 @@ def _reader_without_package(key: str) -> Reader:
         return tree.single_file is None and any(map(files.fullmatch, tree.sizes))
 
     def read(tree: FileTree, builder: Builder) -> None:
+        if find_plugin(GROUP, key) is not None:
+            _reader_of_plugin(key)  # raises why the installed package cannot be used
         raise FormatError(
             f"{tree} is a checkpoint of {name}, which the package {package} reads: pip install "
             f"{package}, or, if it is installed, let {SWITCH} name it"

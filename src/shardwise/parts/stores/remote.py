@@ -198,11 +198,7 @@ class RetryingStore(RepeatingStore):
         replace: bool,
         check: Callable[[], object] = lambda: None,
     ) -> None:
-        """See `Store.publish`.
-
-        Args:
-            check: called before each attempt. If this function raises, nothing is published.
-        """
+        """See `RepeatingStore.publish`."""
 
         def publish() -> None:
             check()
