@@ -5,6 +5,7 @@ A package that is broken disturbs only programs that use it.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from pathlib import Path
@@ -268,3 +269,46 @@ def test_the_switch_chooses_packages(
     with pytest.raises(sw.ShardwiseError) as caught:
         sw.open("one://place")
     assert ("the package good" in str(caught.value)) == is_used
+
+
+HALVES = """
+import torch
+from shardwise.ports.binding import Binding, Box, Fragment, LocalState, TensorLeaf
+class Halves:
+    def __init__(self, rank, value): self.rank, self.a = rank, torch.full((4,), value)
+class HalvesBinding(Binding):
+    def __init__(self, name, value): self.name, self.value = name, value
+    def leaf(self, key, parts):
+        parts = tuple(Fragment(Box((start,), (data.numel(),)), data) for start, data in parts)
+        return TensorLeaf(f"{self.name}.{key}", torch.float32, (4,), parts)
+    def local_state(self):
+        a, is_first = self.value.a, self.value.rank % 2 == 0
+        first = [(0, a)] if is_first else [(4, a[4:])]
+        return LocalState(tensors=[self.leaf("a", first), self.leaf("b", [(0, torch.ones(4))])])
+def bind(name, value, context):
+    return HalvesBinding(name, value) if isinstance(value, Halves) else None
+"""
+"""A binding that returns an empty fragment of one tensor on each second rank."""
+
+
+def test_empty_fragments_are_left_out(site: Path) -> None:
+    install(site, "halves", "halves_of_tensors = halves_of_tensors:bind", "shardwise.bindings")
+    (site / "halves_of_tensors.py").write_text(HALVES)
+    module = importlib.import_module("halves_of_tensors")
+
+    def save_and_load(group: ThreadGroup) -> torch.Tensor:
+        path = site / "checkpoint"
+        sw.save(path, {"x": module.Halves(group.rank, 7.0)}, group=group)
+        target = module.Halves(group.rank, 0.0)
+        sw.load(path, {"x": target}, group=group)
+        return target.a
+
+    for rank, loaded in enumerate(run_ranks(4, save_and_load)):
+        assert loaded.tolist() == [7.0 * (rank % 2 == 0)] * 4
+
+
+def test_folders_of_other_libraries_beside_a_manifest_do_not_hide_it(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"w": torch.ones(2)})
+    for name in ("weights", "context"):  # as NeMo has them
+        (tmp_path / name).mkdir()
+    assert sw.open(tmp_path)["w"].tensor().tolist() == [1.0, 1.0]

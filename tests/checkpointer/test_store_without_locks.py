@@ -30,6 +30,7 @@ from shardwise.kernel.store import LocalStore
 from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.stores.remote import RetryingStore
 from shardwise.parts.stores.retry import Retry
+from shardwise.ports.store import Store, open_store
 from tests.memory_store import MemoryStore, Server
 from tests.tools.wrapped_store import WrappedStore
 
@@ -315,3 +316,28 @@ def test_a_step_that_the_user_has_chosen_is_not_replaced_by_another(
     removals[:] = [step_directory(2)]
     with pytest.raises(sw.CheckpointNotFoundError, match="step-00000002"):
         sw.open(tmp_path, step=2)
+
+
+class Proxy:
+    """A store around another one, which passes on all that it does not have itself."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def at(self, name: str) -> Proxy:
+        return Proxy(self._store.at(name))
+
+    def publish(self, key: str, data: bytes, *, replace: bool) -> None:
+        self._store.publish(key, data, replace=replace)
+
+
+def test_a_proxy_of_a_store_that_repeats_its_requests_is_a_store_of_its_own(tmp_path: Path) -> None:
+    retrying = RetryingStore(open_store(str(tmp_path)), Retry(sleep=lambda _: None))
+    sw.save(Proxy(retrying).at("checkpoint"), {"w": torch.ones(2)})
+    assert sw.open(tmp_path / "checkpoint")["w"].tensor().tolist() == [1.0, 1.0]
