@@ -21,7 +21,7 @@ LAYERS = (
     ("shardwise",),  # the package's __init__, which exports the public names
     ("checkpointer", "data", "parts.convert", "parts.reporting"),
     ("parts.listing", "parts.resizing", "parts.telemetry"),
-    ("parts.frameworks", "parts.sharing"),
+    ("parts.frameworks", "parts.sharing", "parts.tensor_classes"),
     ("parts.formats.readers",),
     ("parts.formats", "parts.memory"),
     ("parts.tiers",),
@@ -34,7 +34,7 @@ LAYERS = (
     ("kernel.adapters", "kernel.engine"),
     ("ports.binding",),
     ("kernel.plan", "kernel.state"),
-    ("kernel.manifest",),
+    ("kernel.manifest", "ports.tensor_classes"),
     ("kernel.boxes", "kernel.store"),
     ("kernel.plugins", "ports.checks"),
     ("kernel.deadline", "kernel.decoding", "kernel.errors", "kernel.events", "kernel.version"),

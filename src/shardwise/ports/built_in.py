@@ -16,6 +16,19 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "megatron": "shardwise.parts.frameworks.megatron:bind",
         "torch.distributed.fsdp": "shardwise.parts.frameworks.fsdp1:bind",
     },
+    # Which part knows the tensor classes of a package; see `tensor_classes.py`.
+    "shardwise.tensor_classes": {
+        "torchao": "shardwise.parts.tensor_classes.torchao:rule",
+    },
+    # Saves and loads tensors that wrap others.
+    "shardwise.composites": {
+        "encode": "shardwise.parts.tensor_classes.composite:encode_composite",
+        "decode": "shardwise.parts.tensor_classes.composite:decode_composite",
+        "state_of_tensor": "shardwise.parts.tensor_classes.states:state_of_tensor",
+        "fit_to_checkpoint": "shardwise.parts.tensor_classes.states:fit_to_checkpoint",
+        "state_of_parameter": "shardwise.parts.tensor_classes.states:state_of_parameter",
+        "state_to_build": "shardwise.parts.tensor_classes.states:StateToBuild",
+    },
     # Which part knows the layers of a module of Python whose state dicts lack something.
     "shardwise.layers": {
         "bitsandbytes": "shardwise.parts.frameworks.bitsandbytes:find_layers",

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.kernel.adapters.cells import module_cells
+from shardwise.kernel.adapters.values import fit_to_checkpoint, state_of_tensor
 from shardwise.kernel.errors import StateError, user_code
 from shardwise.kernel.plugins import built_in
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
@@ -285,7 +286,9 @@ class ModuleBinding(Binding):
                         "a dict, each under a separate key"
                     )
                 seen_names.add(name)
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and self.leaf_of is tensor_leaf:
+                    local_state.add(state_of_tensor(name, value))
+                elif isinstance(value, torch.Tensor):
                     local_state.tensors.append(self.leaf_of(name, value))
                 elif isinstance(value, TensorLeaf):
                     local_state.tensors.append(value)
@@ -313,6 +316,7 @@ class ModuleBinding(Binding):
         for part in self._parts:
             part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
+        fit_to_checkpoint(local_state, saved)
         for part in self._parts:
             if part.generated or part.layers or part.extra:
                 part.fit_to_checkpoint(local_state, saved)

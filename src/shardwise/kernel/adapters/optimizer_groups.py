@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
-from shardwise.kernel.state.parameters import LOCAL, SHARD, Parameter
+from shardwise.kernel.state.parameters import LOCAL, Parameter
 from shardwise.kernel.state.plain_values import JsonValue, find_differences
+from shardwise.kernel.state.tensors import SHARD
 
 GROUPS = "param_groups"
 STEP = "step"
@@ -111,6 +112,39 @@ class Group:
         nested = {key: self._with_objects(value) for key, value in nest_keys(state).items()}
         others = nested.pop(OTHER_KEYS, None)
         self.states[parameter] = nested | others if isinstance(others, dict) else nested
+
+    def set_hyperparameters(self, name: str, settings: object) -> None:
+        """Set the hyperparameters of the group.
+
+        Raises:
+            StateError: they are not a dict.
+        """
+        if not isinstance(settings, dict):
+            optimizer = name.partition(f".{GROUPS}")[0]
+            raise StateError(
+                f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
+                f"{type(settings).__name__}: leave the optimizer out with "
+                f"skip=[{f'{optimizer}.*'!r}]"
+            )
+        for key, value in hyperparameters_of(settings, self.other_keys).items():
+            current = self.settings.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+                with torch.no_grad():
+                    current.copy_(torch.as_tensor(value, device=current.device))
+            else:
+                self.settings[key] = value
+
+    def is_count(self, name: str, key: str, parameter: Parameter, saved: SavedNames) -> bool:
+        """Return whether the state of this key is a scalar for parameters that are none.
+
+        Args:
+            name: the name of the optimizer.
+        """
+        for each in (parameter, *self.parameters):
+            if each.name_and_shape[1] != ():
+                entry = saved.tensor(f"{name}.{each.representative_name}.{key}")
+                return entry is not None and entry.shape == ()
+        return False
 
     def find_object_problems(self, name: str, saved: SavedNames) -> Iterator[str]:
         """Yield the reasons why objects in the saved state of a parameter cannot be made."""

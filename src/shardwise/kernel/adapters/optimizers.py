@@ -34,11 +34,18 @@ from shardwise.kernel.adapters.optimizer_views import View, groups_of, steps_of,
 from shardwise.kernel.adapters.values import ComparedBinding, missing_inside, tensors_inside
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.manifest.manifest import TensorEntry
+from shardwise.kernel.plugins import load_built_in
 from shardwise.kernel.state.local_state import LocalState, ParameterOrder
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
-from shardwise.kernel.state.parameters import LOCAL, SHARD, Parameter
-from shardwise.kernel.state.plain_values import JsonValue, decode, encode
-from shardwise.kernel.state.tensors import is_dtensor, tensor_of_array
+from shardwise.kernel.state.parameters import LOCAL, Parameter
+from shardwise.kernel.state.plain_values import (
+    COMPOSITES,
+    JsonValue,
+    decode,
+    describes_tensor,
+    encode,
+)
+from shardwise.kernel.state.tensors import SHARD, is_composite, is_dtensor, tensor_of_array
 from shardwise.ports.binding import Binding, Cells, Context
 
 
@@ -63,8 +70,8 @@ class OptimizerBinding(Binding):
         self._saved = LocalState()  # what `local_state` returned last
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
         # What `targets` leaves to `restore`: values that belong to no parameter, the groups, each
-        # parameter's state and whether the optimizer lacks some of it, the saved hyperparameters,
-        # and new tensors inside values.
+        # parameter's state and whether some is new, hyperparameters, new tensors inside values, and
+        # functions that build tensors which wrap others.
         self._others: list[ComparedBinding] = []
         self._removed: list[ComparedBinding] = []
         self._is_loaded = False
@@ -73,6 +80,7 @@ class OptimizerBinding(Binding):
         self._settings: Mapping[str, JsonValue] = {}
         self._by_position: Mapping[int, Sequence[JsonValue]] = {}
         self._tensors_in_values: dict[str, torch.Tensor] = {}
+        self._to_build: dict[str, Callable[[], torch.Tensor]] = {}
 
     def local_state(self) -> LocalState:
         """Return the state, sharded like the parameters, and the hyperparameters."""
@@ -87,7 +95,7 @@ class OptimizerBinding(Binding):
                 for key, value in group.read_state(parameter.tensor).items():
                     # A rank without elements may have another step count, so leave out its scalars.
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
-                        self._add_value(local_state, parameter, key, value)
+                        self._add_value(local_state, group, parameter, key, value)
         local_state.join_parts(to_fill=False)
         grouped: list[tuple[tuple[str, ...], JsonValue]] = []
         for group in groups:
@@ -123,6 +131,7 @@ class OptimizerBinding(Binding):
         """
         local_state, values = LocalState(), LocalState()
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
+        self._to_build = {}
         self._formats = {}
         if saved.has_object(self._formats_name):
             orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
@@ -138,7 +147,7 @@ class OptimizerBinding(Binding):
                 self._states.append((group, parameter, state, is_new))
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) or not saved.has_object(f"{prefix}.{key}"):
-                        self._add_value(local_state, parameter, key, value)
+                        self._add_value(local_state, group, parameter, key, value)
                     else:
                         self._add_saved_value(values, group, parameter, key, saved, selection)
         for each in (local_state, values):
@@ -182,7 +191,9 @@ class OptimizerBinding(Binding):
             prefix = f"{self.name}.{parameter.representative_name}"
             for key, value in state.items():
                 name = f"{prefix}.{key}"
-                if not isinstance(value, torch.Tensor) and name in values:
+                if not isinstance(value, torch.Tensor) and name in self._to_build:
+                    plain_state[key] = self._to_build[name]()
+                elif not isinstance(value, torch.Tensor) and name in values:
                     plain_state[key] = decode(
                         values[name], name, self._tensor_in_value, allow_pickle=self._allow_pickle
                     )
@@ -296,7 +307,7 @@ class OptimizerBinding(Binding):
         return found
 
     def _add_value(
-        self, local_state: LocalState, parameter: Parameter, key: str, value: object
+        self, local_state: LocalState, group: Group, parameter: Parameter, key: str, value: object
     ) -> None:
         """Add a value of a parameter's state: a tensor, or a plain value and the tensors inside it.
 
@@ -306,6 +317,11 @@ class OptimizerBinding(Binding):
         Raises:
             StateError: the value cannot be saved.
         """
+        if is_composite(value):
+            full_name = f"{self.name}.{parameter.representative_name}.{key}"
+            state_of = load_built_in(COMPOSITES, "state_of_parameter")
+            local_state.add(state_of(full_name, value, parameter, group.optimizer))
+            return
         if isinstance(value, torch.Tensor):
             self._add_tensor(local_state, parameter, key, value)
             return
@@ -367,10 +383,17 @@ class OptimizerBinding(Binding):
         """
         prefix = f"{self.name}.{parameter.representative_name}."
         inside = tensors_inside(prefix + key, saved)
+        described = saved.object(prefix + key)
         if not selection.selects(prefix + key, *inside):
             local_state.unselected += [prefix + key, *inside]
             return
         local_state.objects |= {f"{self.name}.{name}.{key}": None for name in parameter.names}
+        if describes_tensor(described):
+            state_to_build = load_built_in(COMPOSITES, "state_to_build")
+            state = state_to_build(prefix + key, described, parameter, saved, group.optimizer)
+            self._to_build[prefix + key] = state.build
+            local_state.add(state.targets())
+            return
         for name, saved_name in inside.items():
             full_name = name if saved.tensor(name) is not None else name + parameter.shard
             entry = saved.tensor(full_name)
@@ -415,7 +438,8 @@ class OptimizerBinding(Binding):
             saved_name, entry = f"{name}.{saved_key}", saved.tensor(f"{name}.{saved_key}")
             if f"{name}.{key}" in left_out or (entry is None and key not in inside):
                 continue
-            fits = key in state and isinstance(state[key], torch.Tensor) == (entry is not None)
+            is_plain = isinstance(state.get(key), torch.Tensor) and not is_composite(state[key])
+            fits = key in state and is_plain == (entry is not None)
             if not fits and selection.selects(saved_name, *inside.get(key, ())):
                 new = None
                 if entry is not None:
@@ -441,7 +465,7 @@ class OptimizerBinding(Binding):
         on_host = key == STEP and not counts_on_device
         device = torch.device("cpu") if on_host else parameter.tensor.device
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        is_scalar = entry.shape == () and self._is_count(saved_key, parameter, group, saved)
+        is_scalar = entry.shape == () and group.is_count(self.name, saved_key, parameter, saved)
         if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
             of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
             if of_parameter is not None and of_parameter.dtype == entry.dtype:
@@ -453,14 +477,6 @@ class OptimizerBinding(Binding):
         allocated = parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)
         order = self._formats.get(parameter.name, {}).get(key, ())
         return in_order(allocated, order)
-
-    def _is_count(self, key: str, parameter: Parameter, group: Group, saved: SavedNames) -> bool:
-        """Return whether the state of this key is a scalar for parameters that are none."""
-        for each in (parameter, *group.parameters):
-            if each.name_and_shape[1] != ():
-                entry = saved.tensor(f"{self.name}.{each.representative_name}.{key}")
-                return entry is not None and entry.shape == ()
-        return False
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
@@ -483,17 +499,4 @@ class OptimizerBinding(Binding):
             encoded = self._by_position[position][0]
         else:
             return
-        settings = decode(encoded, name, allow_pickle=self._allow_pickle)
-        if not isinstance(settings, dict):
-            raise StateError(
-                f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
-                f"{type(settings).__name__}: leave the optimizer out with "
-                f"skip=[{f'{self.name}.*'!r}]"
-            )
-        for key, value in hyperparameters_of(settings, group.other_keys).items():
-            current = group.settings.get(key)
-            if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
-                with torch.no_grad():
-                    current.copy_(torch.as_tensor(value, device=current.device))
-            else:
-                group.settings[key] = value
+        group.set_hyperparameters(name, decode(encoded, name, allow_pickle=self._allow_pickle))

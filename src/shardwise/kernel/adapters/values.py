@@ -11,6 +11,7 @@ import torch
 
 from shardwise.kernel.errors import ShardwiseError, StateError, user_code
 from shardwise.kernel.manifest.checksums import crc32
+from shardwise.kernel.plugins import load_built_in
 from shardwise.kernel.state.local_state import (
     LocalState,
     Shards,
@@ -20,9 +21,38 @@ from shardwise.kernel.state.local_state import (
 )
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
 from shardwise.kernel.state.per_rank import PerRankValue
-from shardwise.kernel.state.plain_values import JsonValue, decode, encode
-from shardwise.kernel.state.tensors import tensor_leaf, tensor_of_array
+from shardwise.kernel.state.plain_values import (
+    COMPOSITES,
+    JsonValue,
+    decode,
+    describes_tensor,
+    encode,
+)
+from shardwise.kernel.state.tensors import (
+    TensorLike,
+    is_composite,
+    tensor_leaf,
+    tensor_of_array,
+)
 from shardwise.ports.binding import Binding
+
+
+def state_of_tensor(name: str, tensor: TensorLike) -> LocalState:
+    """Return what is saved of a tensor that lives in a module, or is an item of the state.
+
+    Raises:
+        StateError: this kind of tensor cannot be saved.
+    """
+    if is_composite(tensor):
+        state: LocalState = load_built_in(COMPOSITES, "state_of_tensor")(name, tensor)
+        return state
+    return LocalState(tensors=[tensor_leaf(name, tensor)])
+
+
+def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
+    """Fit the parts of tensors that wrap others to those in a checkpoint, and find differences."""
+    if any(map(describes_tensor, local_state.objects.values())):
+        load_built_in(COMPOSITES, "fit_to_checkpoint")(local_state, saved)
 
 
 class TensorBinding(Binding):
@@ -34,7 +64,7 @@ class TensorBinding(Binding):
 
     def local_state(self) -> LocalState:
         """Return the tensor."""
-        return LocalState(tensors=[tensor_leaf(self.name, self._value)])
+        return state_of_tensor(self.name, self._value)
 
     def targets(self, saved: SavedNames, selection: Selection) -> LocalState:
         """Return the tensor."""
@@ -43,7 +73,9 @@ class TensorBinding(Binding):
                 f"{self.name}: the array is read-only, so a load cannot fill it: put a copy into "
                 "the state"
             )
-        return selection.select_from(self.local_state())
+        local_state = self.local_state()
+        fit_to_checkpoint(local_state, saved)
+        return selection.select_from(local_state)
 
 
 class ObjectBinding(Binding):

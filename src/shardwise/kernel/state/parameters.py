@@ -14,6 +14,7 @@ from shardwise.kernel.errors import StateError
 from shardwise.kernel.state.local_state import Fragment, TensorLeaf
 from shardwise.kernel.state.stated_geometry import stated_geometry
 from shardwise.kernel.state.tensors import (
+    SHARD,
     detach_checked,
     is_dtensor,
     local_tensor,
@@ -21,8 +22,6 @@ from shardwise.kernel.state.tensors import (
     tensor_leaf,
 )
 
-SHARD = "@shard:"
-"""Separates the name of state from the shard that it belongs to."""
 LOCAL = "@local"
 """Ends the name of a plain value, which says that a state of a DTensor was no DTensor."""
 

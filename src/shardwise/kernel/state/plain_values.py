@@ -11,13 +11,15 @@ import math
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from msgspec import UNSET
 
 from shardwise.kernel.errors import ShardwiseError, StateError
+from shardwise.kernel.plugins import load_built_in
 from shardwise.kernel.state.hostile_keys import KeyCounter
 from shardwise.kernel.state.json_fields import (
     Array,
@@ -40,12 +42,15 @@ from shardwise.kernel.state.json_fields import (
 )
 from shardwise.kernel.state.json_fields import JsonValue as JsonValue
 from shardwise.kernel.state.local_state import Shards
-from shardwise.kernel.state.tensors import detach_checked, is_shard
+from shardwise.kernel.state.tensors import detach_checked, is_composite, is_shard
 
 OnTensor = Callable[[str, Any], None]
 GetTensor = Callable[[str], torch.Tensor | Shards]
 
 TAG = "$"
+COMPOSITE = "composite"
+"""The tag of values that describe a tensor that wraps others."""
+COMPOSITES = "shardwise.composites"
 MAX_DEPTH = 200
 
 _INT64 = 2**63
@@ -127,6 +132,11 @@ def find_differences(
             yield from find_differences(x, y, f"{name}.{index}")
     elif type(a) is not type(b) or a != b:
         yield name, a, b
+
+
+def describes_tensor(encoded: object) -> TypeGuard[Fields]:
+    """Return whether an encoded value describes a tensor that wraps others."""
+    return isinstance(encoded, dict) and encoded.get(TAG) == COMPOSITE
 
 
 def is_empty(encoded: JsonValue) -> bool:
@@ -215,6 +225,12 @@ def _convert_parts(
     return converted
 
 
+def _convert_part(
+    cursor: _Cursor, convert: Callable[[Any, _Cursor], Any], key: object, part: Any
+) -> Any:
+    return _convert_parts([(key, part)], cursor, convert)[0]
+
+
 def _decode(encoded: JsonValue, cursor: _Cursor) -> object:
     if len(cursor.path) > MAX_DEPTH + 1:
         raise StateError(
@@ -299,6 +315,9 @@ def _make_size(items: list[Any]) -> torch.Size:
 
 
 def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | None:
+    if is_composite(value):
+        encode_composite: Callable[..., Fields] = load_built_in(COMPOSITES, "encode")
+        return encode_composite(value, cursor.name, partial(_convert_part, cursor, _encode))
     if cursor.on_tensor is not None or cursor.is_in_key:
         return _name_tensor(value, cursor)
     if isinstance(value, Shards) or is_shard(cursor.name, value):
@@ -311,6 +330,11 @@ def _encode_tensor(value: torch.Tensor | Shards, cursor: _Cursor) -> Fields | No
 
 def _decode_tensor(encoded: Fields, cursor: _Cursor) -> torch.Tensor | Shards:
     return _get_named_tensor(encoded, cursor) if "name" in encoded else tensor_of(encoded)
+
+
+def _decode_composite(encoded: Fields, cursor: _Cursor) -> object:
+    decode_composite = load_built_in(COMPOSITES, "decode")
+    return decode_composite(encoded, cursor.name, partial(_convert_part, cursor, _decode))
 
 
 def _encode_array(value: Array, cursor: _Cursor) -> Fields | None:
@@ -427,6 +451,7 @@ _KINDS: Mapping[str, _Kind] = {
     "enum": _Kind(enum.Enum, lambda v, _: enum_fields(v), _decode_enum),
     "numpy": _Kind(np.generic, lambda v, cursor: scalar_fields(v), lambda f, cursor: scalar_of(f)),
     "tensor": _Kind(torch.Tensor, _encode_tensor, _decode_tensor),
+    COMPOSITE: _Kind(torch.Tensor, _encode_tensor, _decode_composite),
     "array": _Kind(np.ndarray, _encode_array, _decode_array),
     "tuple": _items_kind(tuple, tuple),
     "size": _items_kind(torch.Size, _make_size),
@@ -444,5 +469,5 @@ _KINDS: Mapping[str, _Kind] = {
 }
 _WITH_SUBCLASSES = ("enum", "numpy", "tensor")
 _TAG_BY_TYPE = {kind.value_type: tag for tag, kind in _KINDS.items() if tag != "pickle"}
-_TAG_BY_TYPE[Shards] = "tensor"
+_TAG_BY_TYPE[torch.Tensor] = _TAG_BY_TYPE[Shards] = "tensor"
 _TAG_BY_TYPE[np.memmap] = "array"  # comes back in memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.kernel.boxes import (
     Box,
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
+SHARD = "@shard:"
+"""Separates the name of state from the shard that it belongs to."""
 TensorLike = torch.Tensor | Shards | np.ndarray
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PENDING = "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
 _DTYPES = frozenset(getattr(torch, name, None) for name in DTYPES)
 
 
@@ -170,7 +174,7 @@ def detach_checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) in _PLAIN:
         return tensor.detach()
-    while is_instance(tensor, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"):
+    while is_instance(tensor, *_PENDING):
         tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
     if type(tensor) not in _PLAIN and _has_no_memory(tensor):
         raise StateError(f"{name}: {_why_without_memory(tensor)}")
@@ -207,6 +211,17 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
+def is_composite(value: object) -> bool:
+    """Return whether a value is a tensor that wraps others, or a DTensor of such tensors.
+
+    A `TensorClass` says how these are saved; see `shardwise.ports.tensor_classes`.
+    """
+    if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
+        return False  # nearly all values
+    local = local_tensor(value)
+    return is_traceable_wrapper_subclass(local) and not is_instance(local, *_PENDING)
+
+
 def is_shard(name: str, value: TensorLike) -> bool:
     """Return whether a value is a part of a global tensor, by its type or by what it states."""
     if isinstance(value, np.ndarray):
@@ -231,15 +246,11 @@ def sharded_leaf(
         StateError: a placement is a pending reduction, or the local tensor has no memory.
         LayoutError: the local tensor does not match the placements.
     """
-    shape, mesh, placements = tuple(like.shape), like.device_mesh, like.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return TensorLeaf(name, value.dtype, shape, (), _tie_key(value, ()))
-    splits, problem = _splits_of_placements(
-        tuple(mesh.shape), tuple(coordinate), placements, *_order_of_shards(like)
-    )
-    if problem is not None:
-        raise StateError(f"{name}: the DTensor has {problem}")
+    parts = parts_of_dtensor(name, like)
+    if parts is None:
+        return TensorLeaf(name, value.dtype, tuple(like.shape), (), _tie_key(value, ()))
+    pairs, sharding = parts
+    shape, placements = tuple(like.shape), like.placements
     held = local_tensor(value)
     stated = stated_geometry(name, held, like)
     owner = local_tensor(like if parameter is None else parameter)
@@ -251,17 +262,13 @@ def sharded_leaf(
             f"{name}: the local tensor of the DTensor is a conjugated or negated view: save "
             "its values, for example DTensor.from_local(x.to_local().resolve_conj(), …)"
         )
-    try:
-        pairs = shard_boxes(shape, splits)
-    except LayoutError as error:
-        raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
     size = sum(box.size for box, _ in pairs)
     # Without elements, the other sizes of the local tensor do not matter.
     part = [max(stops) for stops in zip(*(at.stop for _, at in pairs), strict=True)]
     fits = size == local.numel() and (not size or part == list(local.shape))
     if stated is not None:
         fragments = stated.fragments(local)
-        splits = ()
+        sharding = Sharding(sharding.mesh, ())
     elif fits:
         fragments = tuple(
             Fragment(box, local if len(pairs) == 1 else local[local_box.slices()])
@@ -271,11 +278,36 @@ def sharded_leaf(
         raise LayoutError(
             f"{name}: the local tensor has shape {list(local.shape)}, but this rank's "
             f"part of the global shape {list(shape)}, with placements {placements} over mesh "
-            f"{tuple(mesh.shape)}, has the shape {part}: pass the right shape= and stride= to "
-            "DTensor.from_local()"
+            f"{tuple(like.device_mesh.shape)}, has the shape {part}: pass the right shape= and "
+            "stride= to DTensor.from_local()"
         )
-    key, sharding = _tie_key(value, fragments), Sharding(mesh, splits)
+    key = _tie_key(value, fragments)
     return TensorLeaf(name, value.dtype, shape, fragments, key, sharding=sharding)
+
+
+def parts_of_dtensor(
+    name: str, tensor: DTensor
+) -> tuple[Sequence[tuple[Box, Box]], Sharding] | None:
+    """Return the boxes of a DTensor that this rank holds, each with the same box in the local
+    tensor, and the split that results in them; None on a rank outside of its mesh.
+
+    Raises:
+        StateError: a placement is a pending reduction.
+        LayoutError: the placements do not fit the shape.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    splits, problem = _splits_of_placements(
+        tuple(mesh.shape), tuple(coordinate), placements, *_order_of_shards(tensor)
+    )
+    if problem is not None:
+        raise StateError(f"{name}: the DTensor has {problem}")
+    try:
+        return shard_boxes(tuple(tensor.shape), splits), Sharding(mesh, splits)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}: correct the placements {placements}") from error
 
 
 def _order_of_shards(tensor: DTensor) -> tuple[tuple[int, ...] | None, bool]:

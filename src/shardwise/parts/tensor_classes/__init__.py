@@ -1,0 +1,1 @@
+"""Save and load tensors that wrap others, such as the quantized tensors of torchao."""

@@ -1,0 +1,248 @@
+"""Composite tensors in a state: in modules, as items, and in the state of optimizers.
+
+A load fills the inner tensors of a module where they are. In the state of an optimizer, which may
+not exist before its first step, it builds the tensors that were saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.kernel.adapters.optimizer_groups import as_saved
+from shardwise.kernel.errors import StateError
+from shardwise.kernel.state.json_fields import Fields
+from shardwise.kernel.state.parameters import LOCAL
+from shardwise.kernel.state.plain_values import describes_tensor, find_differences
+from shardwise.kernel.state.stated_geometry import stated_geometry
+from shardwise.kernel.state.tensors import (
+    SHARD,
+    local_tensor,
+    sharded_leaf,
+)
+from shardwise.parts.tensor_classes.composite import (
+    Composite,
+    build,
+    check_description,
+    class_name,
+    composite_of,
+    find_class,
+)
+from shardwise.parts.tensor_classes.geometry import inner_shape
+from shardwise.ports.binding import (
+    JsonValue,
+    LocalState,
+    Parameter,
+    SavedNames,
+    decode,
+    encode,
+    tensor_leaf,
+)
+from shardwise.ports.module_binding import is_dtensor
+from shardwise.ports.tensor_classes import Layout, Shape
+
+
+def state_of_tensor(name: str, tensor: torch.Tensor) -> LocalState:
+    """Return what is saved of a tensor that lives in a module, or is an item of the state.
+
+    Raises:
+        StateError: this kind of tensor cannot be saved.
+    """
+    composite = composite_of(name, tensor)
+    if composite is None:
+        return LocalState(tensors=[tensor_leaf(name, tensor)])
+    if stated_geometry(name, local_tensor(tensor)) is not None:
+        raise StateError(
+            f"{name}: a {composite.class_name} states which part of a global tensor it holds, but "
+            "which parts its inner tensors hold is unknown: use a DTensor"
+        )
+    local, rule = local_tensor(tensor), composite.rule
+    after_load = None
+    if rule is not None and rule.after_load is not None:
+        after_load = partial(rule.after_load, local)
+    if rule is not None and rule.saved_as is not None:
+        inner = composite.inner[rule.saved_as]
+        leaf = sharded_leaf(name, inner, tensor) if is_dtensor(tensor) else tensor_leaf(name, inner)
+        return LocalState(tensors=[replace(leaf, after_load=after_load or leaf.after_load)])
+    leaves = [*composite.leaves(name, tensor)]
+    if after_load is not None:
+        leaves[-1] = replace(leaves[-1], after_load=after_load)
+    return LocalState(
+        tensors=leaves, objects={name: describe(name, composite, tuple(tensor.shape))}
+    )
+
+
+def describe(name: str, composite: Composite, shape: Shape) -> JsonValue:
+    """Return the plain value that describes a composite tensor of a global shape."""
+    inner: Fields = {}
+    for key, each in composite.inner.items():
+        nested = composite_of(name, each)
+        full_name = f"{name}.{key}"
+        inner[key] = {"$": "tensor", "name": full_name}
+        if nested is not None:
+            inner[key] = describe(full_name, nested, nested.shape)
+    found = composite.fields(partial(encode, name=f"{name}.context"), inner)
+    return {**found, "shape": [*shape]}
+
+
+def state_of_parameter(
+    name: str, tensor: torch.Tensor, parameter: Parameter, optimizer: Optimizer
+) -> LocalState:
+    """Return what is saved of a composite tensor in the state of an optimizer.
+
+    Args:
+        name: its full name.
+        tensor: the tensor, or a DTensor of composite tensors.
+        parameter: the parameter that it belongs to.
+        optimizer: the optimizer.
+
+    Raises:
+        StateError: it is unknown which part of the parameter it belongs to, or how to build it.
+    """
+    composite, own = composite_of(name, tensor), parameter.tensor
+    if composite is None:
+        raise StateError(f"{name}: a {type(tensor).__name__} cannot be saved")
+    composite.refuse_unless_buildable(name, _classes_of(optimizer))
+    is_part = not is_dtensor(own) and parameter.name_and_shape[1] != own.shape
+    if (
+        parameter.flat
+        or is_part
+        or any(composite_of(name, each) for each in composite.inner.values())
+    ):
+        raise StateError(
+            f"{name}: the optimizer keeps a {composite.class_name} for a flattened parameter or a "
+            "part of one, or one that nests others, so its sharding is unknown: use FSDP2, which "
+            "keeps DTensors, or keep plain state"
+        )
+    like: torch.Tensor | None = tensor
+    is_plain = is_dtensor(own) and not is_dtensor(tensor)
+    if is_plain:
+        like = own if composite.shape == local_tensor(own).shape else None
+    leaves = [*composite.leaves(name, like, parameter.shard if is_plain else "")]
+    shape = composite.shape if like is None else tuple(like.shape)
+    state = LocalState(tensors=leaves, objects={name: describe(name, composite, shape)})
+    if is_plain:
+        state.objects[name + LOCAL] = True
+    return state
+
+
+class StateToBuild:
+    """A composite tensor of an optimizer's state, which a load builds.
+
+    Args:
+        name: its full name.
+        described: the plain value that describes it.
+        parameter: the parameter that it belongs to.
+        saved: the contents of the checkpoint.
+        optimizer: the optimizer.
+
+    Raises:
+        StateError: the plain value is malformed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        described: Fields,
+        parameter: Parameter,
+        saved: SavedNames,
+        optimizer: Optimizer,
+    ) -> None:
+        check_description(name, described)
+        self._name, self._described, self._classes = name, described, _classes_of(optimizer)
+        self._parameter, self._saved = parameter, saved
+        self._inner: dict[str, torch.Tensor] = {}
+        self._context = decode(described["context"], name)
+        own, whole = parameter.tensor, tuple(described["shape"])
+        self._is_sharded = is_dtensor(own) and whole == own.shape
+        self._shape = tuple(local_tensor(own).shape) if self._is_sharded else whole
+
+    def targets(self) -> LocalState:
+        """Return the inner tensors, newly allocated.
+
+        Raises:
+            StateError: the class is unknown.
+        """
+        name, own = self._name, self._parameter.tensor
+        rule, _ = find_class(name, self._described["class"], self._classes)
+        entries, of_shard = {}, {}
+        for key in self._described["tensors"]:
+            of_shard[key] = self._saved.tensor(f"{name}.{key}{self._parameter.shard}")
+            entries[key] = self._saved.tensor(f"{name}.{key}") or of_shard[key]
+        known = {key: each for key, each in entries.items() if each is not None}
+        shapes = {key: each.shape for key, each in known.items()}
+        layouts: Mapping[str, Layout] = {}
+        if rule is not None and self._is_sharded:
+            layouts = rule.layouts(tuple(own.shape), shapes, self._context)
+        for key, entry in known.items():
+            shape = entry.shape
+            if key in layouts and entry is not of_shard[key]:
+                shape = inner_shape(layouts[key], self._shape, shape)
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            device = local_tensor(own).device
+            self._inner[key] = torch.zeros(shape, dtype=dtype, device=device)
+        lacking = [f"{name}.{key}: not in the checkpoint" for key in entries if key not in known]
+        if lacking:
+            return LocalState(problems=lacking)
+        composite = Composite(
+            self._described["class"],
+            rule,
+            self._inner,
+            self._context,
+            self._shape,
+            getattr(torch, self._described["dtype"]),
+        )
+        like = own if self._is_sharded else None
+        leaves = [*composite.leaves(name, like, self._parameter.shard)]
+        return LocalState(tensors=leaves, objects={name: None})
+
+    def build(self) -> torch.Tensor:
+        """Return the tensor, after a load has filled the inner tensors."""
+        name, own = self._name, self._parameter.tensor
+        tensor: torch.Tensor = build(
+            name, self._described, self._context, self._inner, self._shape, self._classes
+        )
+        if is_dtensor(own) and self._is_sharded and not self._saved.has_object(name + LOCAL):
+            return torch.distributed.tensor.DTensor.from_local(
+                tensor,
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )
+        return tensor
+
+
+def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
+    """Find the names under which inner tensors were saved, and compare classes and contexts."""
+    described = {name: each for name, each in local_state.objects.items() if describes_tensor(each)}
+    if not described:
+        return
+    for index, leaf in enumerate(local_state.tensors):
+        local_state.tensors[index] = as_saved(leaf, saved)
+    names = {leaf.name for leaf in local_state.tensors}
+    for name, own in described.items():
+        for key in saved.names_below(name):
+            if SHARD in key and f"{name}.{key}" not in names:
+                local_state.unselected.append(f"{name}.{key}")  # another rank loads it
+        found = saved.object(name) if saved.has_object(name) else None
+        if describes_tensor(found):
+            local_state.problems += _differences(name, found, own)
+
+
+def _differences(name: str, found: JsonValue, own: JsonValue) -> Iterator[str]:
+    for part, theirs, ours in find_differences(found, own, name):
+        yield f"{part}: {theirs!r} in the checkpoint, {ours!r} in the target"
+
+
+def _classes_of(optimizer: Optimizer) -> Mapping[str, type]:
+    """Return the classes of composite tensors that the modules of an optimizer's classes use."""
+    modules = [sys.modules.get(cls.__module__) for cls in type(optimizer).__mro__]
+    found = [cls for module in modules if module for cls in [*vars(module).values()]]
+    return {class_name(cls): cls for cls in found if hasattr(cls, "__tensor_unflatten__")}

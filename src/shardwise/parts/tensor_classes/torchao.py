@@ -1,0 +1,119 @@
+"""The tensor classes of torchao: how their inner tensors follow the tensor that they stand for.
+
+Example: an `Int4Tensor` of 4,096 × 4,096 has two values in each byte of `qdata`, `(4096, 2048)`,
+and one scale for each row and 128 columns. Its `scale` is transposed, `(32, 4096)`. So dimension 0
+of the scale follows dimension 1 of the tensor in blocks of 128, and dimension 1 dimension 0.
+
+The rules follow the classes of torchao 0.18.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.ports.tensor_classes import Axis, Flat, Layout, Shape, TensorClass
+
+_UNSPLIT = sys.maxsize
+"""An alignment that no border inside of a tensor has."""
+_TILE_ROWS = 128
+"""Swizzled scales lie in tiles of 128 rows, so whole tiles of rows are one range in memory."""
+
+
+def rule(class_name: str) -> TensorClass | None:
+    """Return the rule of a class of torchao, given its module and name."""
+    return _RULES.get(class_name.rpartition(":")[2])
+
+
+def _of_optimizer_state(
+    outer: Shape, inner: Mapping[str, Shape], context: Any
+) -> dict[str, Layout]:
+    """Follow the flattened tensor with the scales of its blocks. The table of codes is the same.
+
+    The codes have the shape of the tensor; those of 4 bits are flat, with two in each byte.
+    """
+    size = math.prod(outer)
+    layouts: dict[str, Layout] = {"qmap": (Axis(None),)}
+    for key, shape in inner.items():
+        if key == "codes" and shape == outer:
+            layouts[key] = tuple(map(Axis, range(len(outer))))
+        elif key != "qmap" and len(shape) == 1 and shape[0] and size % shape[0] == 0:
+            layouts[key] = Flat(size // shape[0])
+    return layouts
+
+
+def _in_blocks(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[str, Layout]:
+    """Follow each dimension in blocks. A scale may lack the dimensions that have only one block.
+
+    Scales for the whole tensor have no layout: ranks share one if it has the same value on all.
+    """
+    sizes = context.get("block_size") if isinstance(context, Mapping) else None
+    layouts: dict[str, Layout] = {}
+    for key, shape in inner.items():
+        dims = [*range(len(outer))]
+        if len(shape) < len(outer) and isinstance(sizes, (list, tuple)):
+            dims = [d for d, n in enumerate(sizes) if d < len(outer) and n < outer[d]]
+        if shape and len(dims) == len(shape) and not key.startswith("act_"):
+            layouts |= _divided(key, outer, shape, dims)
+    return layouts
+
+
+def _of_int4(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[str, Layout]:
+    """Follow the rows and packed columns with the codes, and with transposed scales."""
+    dims = [*range(len(outer))]
+    transposed = [*dims[:-2], *reversed(dims[-2:])]
+    return {
+        **_divided("qdata", outer, inner["qdata"], dims),
+        **_divided("scale", outer, inner["scale"], transposed),
+        **_divided("zero_point", outer, inner["zero_point"], transposed),
+    }
+
+
+def _of_microscaling(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[str, Layout]:
+    """Follow with the codes, and with one scale for each block. Swizzled scales lie in tiles."""
+    layouts = _in_blocks(outer, inner, context)
+    scale = layouts.get("scale", ())
+    if context["is_swizzled_scales"] and not isinstance(scale, Flat) and scale:
+        del layouts["scale"]
+        blocks = [axis.block for axis in scale]
+        if blocks[-2] == 1 and outer[-2] % _TILE_ROWS == 0:
+            first = Axis(0, blocks[0], _TILE_ROWS if len(outer) == 2 else 1)
+            others = [Axis(dim, n, _UNSPLIT) for dim, n in enumerate(blocks) if dim]
+            layouts["scale"] = (first, *others)
+    return layouts
+
+
+def _divided(key: str, outer: Shape, shape: Shape, dims: Sequence[int]) -> dict[str, Layout]:
+    """Return the layout of an inner tensor whose sizes divide those of the outer dimensions."""
+    pairs = [*zip(dims, shape, strict=len(dims) == len(shape))]
+    if len(dims) != len(shape) or any(n == 0 or outer[d] % n for d, n in pairs):
+        return {}
+    return {key: tuple(Axis(d, outer[d] // n) for d, n in pairs)}
+
+
+def _forget_scale(tensor: Any) -> None:
+    """Let the next forward compute the scale of the loaded values anew."""
+    tensor._precomputed_scale = None
+
+
+_BLOCKS = TensorClass(_in_blocks)
+_STATE = TensorClass(_of_optimizer_state)
+_TRAINING = TensorClass(_in_blocks, saved_as="_data")
+_RULES = {
+    "OptimState8bit": _STATE,
+    "OptimStateFp8": _STATE,
+    "OptimState4bit": TensorClass(_of_optimizer_state, shape_in=1),
+    "Int8Tensor": _BLOCKS,
+    "Float8Tensor": _BLOCKS,
+    "IntxUnpackedToInt8Tensor": _BLOCKS,
+    "Int4Tensor": TensorClass(_of_int4, shape_in="shape"),
+    "MXTensor": TensorClass(_of_microscaling),
+    "NVFP4Tensor": TensorClass(_of_microscaling),
+    "WeightWithDynamicFloat8CastTensor": TensorClass(
+        _in_blocks, saved_as="_tensor", after_load=_forget_scale
+    ),
+    "Float8TrainingWeightWrapperTensor": _TRAINING,
+    "MXFP8TrainingWeightWrapperTensor": _TRAINING,
+}
