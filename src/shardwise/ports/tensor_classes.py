@@ -13,7 +13,7 @@ a function `rule(class_name)`, which returns a `TensorClass`, or None for a clas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,12 @@ class TensorClass:
             outer one. It is saved under the name of the outer tensor, without the context. So a
             checkpoint also loads into a plain tensor.
         after_load: called with the tensor after a load has filled it.
+        not_compared: keys of the context that choose an implementation, and change no value. The
+            target keeps its own.
     """
 
     layouts: Callable[[Shape, Mapping[str, Shape], Any], Mapping[str, Layout]]
     shape_in: str | int | None = None
     saved_as: str | None = None
     after_load: Callable[[Any], object] | None = None
+    not_compared: Collection[str] = ()

@@ -7,11 +7,13 @@ not exist before its first step, it builds the tensors that were saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import torch
+from msgspec import UNSET
 from torch.optim import Optimizer
 
 from shardwise.kernel.adapters.optimizer_groups import as_saved
@@ -32,6 +34,7 @@ from shardwise.parts.tensor_classes.composite import (
     class_name,
     composite_of,
     find_class,
+    rule_of,
 )
 from shardwise.parts.tensor_classes.geometry import inner_shape
 from shardwise.ports.binding import (
@@ -236,9 +239,26 @@ def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
             local_state.problems += _differences(name, found, own)
 
 
-def _differences(name: str, found: JsonValue, own: JsonValue) -> Iterator[str]:
-    for part, theirs, ours in find_differences(found, own, name):
-        yield f"{part}: {theirs!r} in the checkpoint, {ours!r} in the target"
+def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
+    """Yield the differences between what was saved of a composite tensor and the target."""
+    rule = rule_of(own["class"])
+    choices = rule.not_compared if rule is not None else ()
+    for key in own:
+        theirs, ours = (_compared(each.get(key), choices) for each in (found, own))
+        if key == "tensors":
+            theirs, ours = sorted(theirs or ()), sorted(ours)
+        for part, saved, current in find_differences(theirs, ours, f"{name}.{key}"):
+            yield f"{part}: {_shown(saved)} in the checkpoint, {_shown(current)} in the target"
+
+
+def _compared(encoded: JsonValue, choices: Collection[str]) -> JsonValue:
+    if not isinstance(encoded, dict):
+        return encoded
+    return {key: value for key, value in encoded.items() if key not in choices}
+
+
+def _shown(encoded: JsonValue) -> str:
+    return "absent" if encoded is UNSET else msgspec.json.encode(encoded).decode()[:80]
 
 
 def _classes_of(optimizer: Optimizer) -> Mapping[str, type]:

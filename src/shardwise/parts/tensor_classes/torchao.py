@@ -18,8 +18,7 @@ from shardwise.ports.tensor_classes import Axis, Flat, Layout, Shape, TensorClas
 
 _UNSPLIT = sys.maxsize
 """An alignment that no border inside of a tensor has."""
-_TILE_ROWS = 128
-"""Swizzled scales lie in tiles of 128 rows, so whole tiles of rows are one range in memory."""
+_ROWS_OF_TILE = 128
 
 
 def rule(class_name: str) -> TensorClass | None:
@@ -72,16 +71,19 @@ def _of_int4(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[str
 
 
 def _of_microscaling(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[str, Layout]:
-    """Follow with the codes, and with one scale for each block. Swizzled scales lie in tiles."""
+    """Follow with the codes, and with one scale for each block. Swizzled scales lie in tiles.
+
+    A tile has the scales of 128 rows in 32 rows of the scale, so shards of whole tiles of rows are
+    possible.
+    """
     layouts = _in_blocks(outer, inner, context)
-    scale = layouts.get("scale", ())
-    if context["is_swizzled_scales"] and not isinstance(scale, Flat) and scale:
-        del layouts["scale"]
-        blocks = [axis.block for axis in scale]
-        if blocks[-2] == 1 and outer[-2] % _TILE_ROWS == 0:
-            first = Axis(0, blocks[0], _TILE_ROWS if len(outer) == 2 else 1)
-            others = [Axis(dim, n, _UNSPLIT) for dim, n in enumerate(blocks) if dim]
-            layouts["scale"] = (first, *others)
+    if context["is_swizzled_scales"]:
+        layouts.pop("scale", None)
+        rows, columns = inner["scale"] if len(inner["scale"]) == len(outer) == 2 else (0, 0)
+        are_tiles = rows and columns and 4 * rows == outer[0] and outer[0] % _ROWS_OF_TILE == 0
+        if are_tiles and outer[1] % columns == 0:
+            across = Axis(1, outer[1] // columns, _UNSPLIT)
+            layouts["scale"] = Axis(0, 4, _ROWS_OF_TILE), across
     return layouts
 
 
@@ -98,7 +100,8 @@ def _forget_scale(tensor: Any) -> None:
     tensor._precomputed_scale = None
 
 
-_BLOCKS = TensorClass(_in_blocks)
+_CHOICES = ("kernel_preference", "use_triton_kernel")
+_BLOCKS = TensorClass(_in_blocks, not_compared=_CHOICES)
 _STATE = TensorClass(_of_optimizer_state)
 _TRAINING = TensorClass(_in_blocks, saved_as="_data")
 _RULES = {
@@ -109,8 +112,8 @@ _RULES = {
     "Float8Tensor": _BLOCKS,
     "IntxUnpackedToInt8Tensor": _BLOCKS,
     "Int4Tensor": TensorClass(_of_int4, shape_in="shape"),
-    "MXTensor": TensorClass(_of_microscaling),
-    "NVFP4Tensor": TensorClass(_of_microscaling),
+    "MXTensor": TensorClass(_of_microscaling, not_compared=_CHOICES),
+    "NVFP4Tensor": TensorClass(_of_microscaling, not_compared=_CHOICES),
     "WeightWithDynamicFloat8CastTensor": TensorClass(
         _in_blocks, saved_as="_tensor", after_load=_forget_scale
     ),
