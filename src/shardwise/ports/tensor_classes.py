@@ -62,6 +62,8 @@ class TensorClass:
             that it leaves out are saved for each shard. The shapes are those of a shard at a save,
             and those of the whole tensors at a load.
         shape_in: the key or index of the context that has the shape of the outer tensor.
+        blocks_in: the key of the context that has the size of a block in each dimension. A block
+            that spans a dimension does so on all ranks.
         saved_as: the inner tensor that is the whole state, if it has the shape and dtype of the
             outer one. It is saved under the name of the outer tensor, without the context. So a
             checkpoint also loads into a plain tensor.
@@ -72,6 +74,7 @@ class TensorClass:
 
     layouts: Callable[[Shape, Mapping[str, Shape], Any], Mapping[str, Layout]]
     shape_in: str | int | None = None
+    blocks_in: str | None = None
     saved_as: str | None = None
     after_load: Callable[[Any], object] | None = None
     not_compared: Collection[str] = ()

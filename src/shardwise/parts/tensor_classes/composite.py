@@ -67,9 +67,7 @@ class Composite:
             encode: encodes the context.
             inner: the encoded inner tensors, by their names.
         """
-        context = self.context
-        if self.rule is not None and self.rule.shape_in is not None:
-            context = _with(context, self.rule.shape_in, None)
+        context = _portable(self.context, self.rule, self.shape)
         return {
             "$": COMPOSITE,
             "class": self.class_name,
@@ -252,8 +250,7 @@ def build(
         StateError: the class is unknown, or makes another tensor of them.
     """
     rule, cls = find_class(name, described["class"], known)
-    if rule is not None and rule.shape_in is not None:
-        context = _with(context, rule.shape_in, torch.Size(shape))
+    context = _of_shape(context, rule, torch.Size(shape))
     stride = torch.empty(shape, device="meta").stride()
     with user_code(name, "__tensor_unflatten__()"):
         tensor = cls.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
@@ -303,6 +300,28 @@ def rule_of(class_name: str) -> TensorClass | None:
         if isinstance(found, TensorClass):
             return found
     return None
+
+
+def _portable(context: Any, rule: TensorClass | None, shape: Shape) -> Any:
+    """Return a context without what follows from the shape of a shard."""
+    if rule is not None and rule.shape_in is not None:
+        context = _with(context, rule.shape_in, None)
+    if rule is not None and rule.blocks_in is not None and (sizes := context.get(rule.blocks_in)):
+        pairs = zip(sizes, shape, strict=False)
+        spans = type(sizes)(None if n == whole else n for n, whole in pairs)
+        context = _with(context, rule.blocks_in, spans)
+    return context
+
+
+def _of_shape(context: Any, rule: TensorClass | None, shape: torch.Size) -> Any:
+    """Return a context with what `_portable` left out, for another shape."""
+    if rule is not None and rule.shape_in is not None:
+        context = _with(context, rule.shape_in, shape)
+    if rule is not None and rule.blocks_in is not None and (spans := context.get(rule.blocks_in)):
+        pairs = zip(spans, shape, strict=False)
+        sizes = type(spans)(whole if n is None else n for n, whole in pairs)
+        context = _with(context, rule.blocks_in, sizes)
+    return context
 
 
 def _with(context: Any, key: str | int, value: object) -> Any:

@@ -252,9 +252,14 @@ def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
 
 
 def _compared(encoded: JsonValue, choices: Collection[str]) -> JsonValue:
+    """Return an encoded value without choices of implementations, and with lists for tuples."""
+    if isinstance(encoded, list):
+        return [_compared(each, choices) for each in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    return {key: value for key, value in encoded.items() if key not in choices}
+    if encoded.get("$") in ("tuple", "size"):
+        return _compared(encoded["v"], choices)
+    return {k: _compared(v, choices) for k, v in encoded.items() if k not in choices}
 
 
 def _shown(encoded: JsonValue) -> str:

@@ -54,7 +54,7 @@ def _in_blocks(outer: Shape, inner: Mapping[str, Shape], context: Any) -> dict[s
         dims = [*range(len(outer))]
         if len(shape) < len(outer) and isinstance(sizes, (list, tuple)):
             dims = [d for d, n in enumerate(sizes) if d < len(outer) and n < outer[d]]
-        if shape and len(dims) == len(shape) and not key.startswith("act_"):
+        if math.prod(shape) > 1 and len(dims) == len(shape) and not key.startswith("act_"):
             layouts |= _divided(key, outer, shape, dims)
     return layouts
 
@@ -101,7 +101,7 @@ def _forget_scale(tensor: Any) -> None:
 
 
 _CHOICES = ("kernel_preference", "use_triton_kernel")
-_BLOCKS = TensorClass(_in_blocks, not_compared=_CHOICES)
+_BLOCKS = TensorClass(_in_blocks, blocks_in="block_size", not_compared=_CHOICES)
 _STATE = TensorClass(_of_optimizer_state)
 _TRAINING = TensorClass(_in_blocks, saved_as="_data")
 _RULES = {

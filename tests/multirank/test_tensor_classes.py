@@ -1,0 +1,258 @@
+"""Sharded tensors of torchao on several ranks, loaded into other shardings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.optim
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torchao.optim.adam import single_param_adam
+
+import shardwise as sw
+from tests.breadth import mostly_long
+from tests.tensor_classes.tensors import MAKERS, TRAINING, bits, values
+from tests.tools.gang import Gang
+
+SPLIT_BY_COLUMNS = ("int8, one scale", "intx", "int4", "mxfp8", "mxfp4", "nvfp4")
+"""Classes with scales for blocks of columns, or one scale."""
+
+
+def shard(whole: torch.Tensor, dim: int | None) -> DTensor:
+    """Cut a quantized tensor as tensor parallelism does: into slices of its inner tensors."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world,))
+    if dim is None:
+        placement, local = Replicate(), whole
+    else:
+        size = whole.shape[dim] // world
+        placement, local = Shard(dim), _cut(whole, dim, rank * size, size)
+    # DTensor.from_local needs aten.view, which some classes lack.
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(local, DTensorSpec(mesh, (placement,), meta), requires_grad=False)
+
+
+def _cut(whole: Any, dim: int, start: int, size: int) -> Any:
+    """Return a slice, from inner tensors whose sizes divide those of the whole.
+
+    Not all classes of torchao can be sliced along all dimensions, so this does not ask them.
+    """
+    keys, context = whole.__tensor_flatten__()
+    part = dict(context)
+    local = list(whole.shape)
+    local[dim] = size
+    if "shape" in part:
+        part["shape"] = torch.Size(local)
+    if part.get("block_size") and not isinstance(part["block_size"], int):
+        part["block_size"] = [min(n, m) for n, m in zip(part["block_size"], local, strict=True)]
+    inner = {}
+    for key in keys:
+        data = getattr(whole, key)
+        at = dim
+        if type(whole).__name__ == "Int4Tensor" and key != "qdata":
+            at = 1 - dim
+        if data.dim() and data.shape[at] > 1:
+            n = data.shape[at] * size // whole.shape[dim]
+            data = data.narrow(at, start * data.shape[at] // whole.shape[dim], n).contiguous()
+        inner[key] = data
+    return type(whole).__tensor_unflatten__(inner, part, torch.Size(local), None)
+
+
+def save_shards(path: str, kind: str, dim: int | None) -> None:
+    sw.save(path, {"w": shard(MAKERS[kind](values(0)), dim)})
+
+
+def load_shards(path: str, kind: str, dim: int | None) -> None:
+    whole = MAKERS[kind](values(0))
+    live = shard(MAKERS[kind](values(1)), dim)
+    sw.load(path, {"w": live})
+    assert bits(live) == bits(shard(whole, dim))
+
+
+CASES = [
+    (kind, dim, target, world)
+    for kind in MAKERS
+    if kind not in TRAINING
+    for dim, target, world in [(0, 0, 2), (0, 0, 4), (0, 0, 1), (0, None, 1), (None, 0, 2)]
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "target", "world"),
+    mostly_long(CASES, [case for case in CASES if case[1:] in [(0, 0, 4), (0, None, 1)]]),
+)
+def test_rows_load_into_other_shardings(
+    gang: Gang, tmp_path: Path, kind: str, dim: int | None, target: int | None, world: int
+) -> None:
+    gang.run(save_shards, str(tmp_path), kind, dim, world=2)
+    gang.run(load_shards, str(tmp_path), kind, target, world=world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    mostly_long(
+        [(kind, n) for kind in MAKERS if kind not in TRAINING for n in (1, 2, 4)],
+        [(kind, 4) for kind in ("int4", "int8", "mxfp4", "nvfp4, swizzled")],
+    ),
+)
+def test_columns_load_into_other_shardings_or_are_refused(
+    gang: Gang, tmp_path: Path, kind: str, world: int
+) -> None:
+    """A scale of each row of a shard is not one of a row of the whole, as far as anyone knows."""
+    gang.run(save_shards, str(tmp_path), kind, 1, world=2)
+    if kind in SPLIT_BY_COLUMNS or world == 2:
+        gang.run(load_shards, str(tmp_path), kind, 1, world=world)
+        return
+    for outcome in gang.run_outcomes(load_shards, str(tmp_path), kind, 1, world=world):
+        assert isinstance(outcome.exception, sw.MismatchError), outcome
+        assert "w.scale" in str(outcome.exception)
+
+
+def save_different(path: str, dim: int) -> None:
+    live = shard(MAKERS["int8, one scale"](values(0)), dim)
+    live._local_tensor.scale.add_(dist.get_rank())
+    sw.save(path, {"w": live})
+
+
+def load_different(path: str, dim: int) -> Any:
+    live = shard(MAKERS["int8, one scale"](values(1)), dim)
+    sw.load(path, {"w": live})
+    expected = shard(MAKERS["int8, one scale"](values(0)), dim)
+    expected._local_tensor.scale.add_(dist.get_rank())
+    assert bits(live) == bits(expected)
+
+
+def test_scales_that_differ_between_shards_come_back_to_their_shard(
+    gang: Gang, tmp_path: Path
+) -> None:
+    gang.run(save_different, str(tmp_path), 0, world=2)
+    gang.run(load_different, str(tmp_path), 0, world=2)
+    for world, dim in [(1, 0), (4, 0), (2, 1)]:
+        for outcome in gang.run_outcomes(load_different, str(tmp_path), dim, world=world):
+            assert isinstance(outcome.exception, sw.MismatchError), (world, dim, outcome)
+            assert "w.scale" in str(outcome.exception)
+
+
+OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit")
+
+
+def training(name: str, *, sharded: bool, rows: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, rows), nn.Linear(rows, 64, bias=False))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
+
+
+def step(model: nn.Module, optimizer: Any, at: int) -> None:
+    """Step as the optimizer does, but without torch.compile, which would take a minute."""
+    generator = torch.Generator().manual_seed(at)
+    batch = torch.randn(8, 128, generator=generator)
+    model(batch).pow(2).mean().backward()
+    [group] = optimizer.param_groups
+    for parameter in group["params"]:
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = optimizer._new_buffer(parameter, True)
+            state["exp_avg_sq"] = optimizer._new_buffer(parameter, False)
+        state["step"] += 1
+        with torch.no_grad():
+            single_param_adam(
+                parameter.detach(),
+                parameter.grad,
+                state["step"],
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                None,
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                optimizer.is_adamw,
+                False,
+            )
+    optimizer.zero_grad()
+
+
+def seen(model: nn.Module, optimizer: Any) -> list[Any]:
+    found: list[Any] = []
+    for parameter in model.parameters():
+        found.append(bits(parameter))
+        for key, value in sorted(optimizer.state[parameter].items()):
+            found.append((key, type(value), bits(value)))
+    return found
+
+
+def resume(path: str, name: str, rows: int) -> None:
+    first = training(name, sharded=True, rows=rows)
+    for at in range(2):
+        step(*first, at)
+    sw.save(path, dict(zip(("model", "optimizer"), first, strict=True)))
+    fresh = training(name, sharded=True, rows=rows)
+    sw.load(path, dict(zip(("model", "optimizer"), fresh, strict=True)))
+    assert seen(*fresh) == seen(*first)
+    step(*fresh, 7)  # into state that exists
+    sw.load(path, dict(zip(("model", "optimizer"), fresh, strict=True)))
+    assert seen(*fresh) == seen(*first)
+    for at in range(2, 4):
+        step(*first, at)
+        step(*fresh, at)
+    assert seen(*fresh) == seen(*first)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "world"),
+    mostly_long(
+        [(name, rows, n) for name in OPTIMIZERS for rows in (256, 100) for n in (1, 2, 3)],
+        [("AdamW8bit", 256, 2), ("AdamW4bit", 100, 2)],
+    ),
+)
+def test_training_continues_as_if_it_had_not_stopped(
+    gang: Gang, tmp_path: Path, name: str, rows: int, world: int
+) -> None:
+    gang.run(resume, str(tmp_path), name, rows, world=world)
+
+
+def whole_state(path: str, name: str, *, save: bool) -> list[Any]:
+    """Return the dequantized state of all parameters, whole."""
+    model, optimizer = training(name, sharded=True, rows=256)
+    state = {"model": model, "optimizer": optimizer}
+    if save:
+        step(model, optimizer, 0)
+        sw.save(path, state)
+    else:
+        sw.load(path, state)
+    found = []
+    for parameter in model.parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[parameter][key]
+            local = value._local_tensor
+            plain = local.dequantize() if hasattr(local, "codes") else local
+            whole = DTensor.from_local(
+                plain, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+            )
+            found.append(whole.full_tensor().tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "worlds"),
+    mostly_long(
+        [(name, w) for name in OPTIMIZERS for w in [(2, 1), (2, 4), (1, 2), (4, 2), (2, 3)]],
+        [("AdamW8bit", (2, 1)), ("AdamW4bit", (2, 4))],
+    ),
+)
+def test_state_is_resharded_bit_for_bit(
+    gang: Gang, tmp_path: Path, name: str, worlds: tuple[int, int]
+) -> None:
+    [saved, *_] = gang.run(whole_state, str(tmp_path), name, save=True, world=worlds[0])
+    for loaded in gang.run(whole_state, str(tmp_path), name, save=False, world=worlds[1]):
+        assert loaded == saved
