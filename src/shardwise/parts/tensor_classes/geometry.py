@@ -32,7 +32,8 @@ def inner_box(layout: Layout, box: Box, outer: Shape, inner: Shape) -> Box | Non
         outer, inner: the shapes of both.
 
     Returns:
-        The box; None if its borders would cut a block.
+        The box; None if its borders would cut a block, or if it is split along a dimension that the
+        inner tensor does not follow.
     """
     if isinstance(layout, Flat):
         start = _start_in_flat(box, outer)
@@ -40,6 +41,10 @@ def inner_box(layout: Layout, box: Box, outer: Shape, inner: Shape) -> Box | Non
             return None
         ranges = [(start, box.size, Box.whole(outer).size, Axis(0, layout.block))]
     else:
+        followed = {axis.dim for axis in layout}
+        is_split = (n != whole for n, whole in zip(box.shape, outer, strict=True))
+        if None not in followed and {d for d, split in enumerate(is_split) if split} - followed:
+            return None
         ranges = [
             (0, n, n, Axis(None))
             if axis.dim is None
