@@ -363,11 +363,18 @@ class CheckpointDirectory(Directory):
             raise StoreUnavailableError(str(error)) from None
         return names
 
-    def exists_error(self) -> CheckpointExistsError:
-        """Return the error for a save to a directory that has a checkpoint."""
+    def exists_error(self, step: int | None = None) -> CheckpointExistsError:
+        """Return the error for a save to a directory that has a checkpoint.
+
+        Args:
+            step: the step, if the run that saves has begun its root or continues from it.
+        """
         return CheckpointExistsError(
             f"Checkpoint already exists: {self}: to continue its run, call restore before the "
             "first save; otherwise save elsewhere, or pass overwrite=True to replace it"
+            if step is None
+            else f"Checkpoint already exists: {self}: step {step} is already saved in this run: "
+            "save each step once, or pass overwrite=True to replace it"
         )
 
     def remove(self) -> bool:
