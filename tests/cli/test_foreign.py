@@ -106,7 +106,7 @@ def test_of_several_one_is_chosen(run: Run, foreign: Path, tmp_path: Path) -> No
     assert (ran.status, "--format-a dcp or --format-b dcp; keys" in ran.err) == (2, True)
     ran = run("diff", foreign, foreign, "--format-a", "dcp", "--format-b", "hf", "--json")
     assert (ran.document["only_in_a"], ran.document["only_in_b"]) == (
-        ["epoch", "model.w"],
+        ["model.w", "epoch"],
         ["model.v"],
     )
 
