@@ -173,17 +173,19 @@ class Root(Directory):
         elif isinstance(choice, Best):
             metrics = {step: info.metrics for step, info in self.infos(steps).items()}
             candidates = choice.rank_steps(metrics)
-            names = ", ".join(sorted(set().union(*metrics.values()))) or "none"
             missing = (
-                f"checkpoint with the metric {choice.metric!r} (metrics there: {names}): choose a "
-                "step number, or no step for the newest, or pass metrics= to save"
+                f"checkpoint with the metric {choice.metric!r} (metrics there: "
+                f"{', '.join(sorted(set().union(*metrics.values()))) or 'none'}): choose a step "
+                "number, or no step for the newest, or pass metrics= to save"
             )
         else:
             number = check_step(choice)
             candidates = [number] if number in steps else []
-            newest = ", ".join(map(str, steps[-5:])) or "none"
-            advice = "choose one of these, or no step for the newest" if steps else "check the path"
-            missing = f"checkpoint of step {number} (newest steps: {newest}): {advice}"
+            missing = (
+                f"checkpoint of step {number} (newest steps: "
+                f"{', '.join(map(str, steps[-5:])) or 'none'}): "
+                f"{'choose one of these, or no step for the newest' if steps else 'check the path'}"
+            )
         if not candidates:
             raise CheckpointNotFoundError(f"{self} has no {missing}")
         return candidates[0]

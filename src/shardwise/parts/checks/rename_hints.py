@@ -157,12 +157,10 @@ def suggest_key(missing: Collection[str], unclaimed: Iterable[str], fits: Fits) 
         key, _, rest = name.partition(".")
         keys_of.setdefault(rest, set()).add(key)
     shared = set.intersection(*(keys_of.get(name, set()) for name in missing))
-    if len(shared) != 1:
+    fitting = [key for key in shared if all(fits(name, f"{key}.{name}") for name in missing)]
+    if len(fitting) != 1:
         return ""
-    (key,) = shared
-    if not all(fits(name, f"{key}.{name}") for name in missing):
-        return ""
-    return f'{{"{key}": …}} as the state would find all that is missing'
+    return f'{{"{fitting[0]}": …}} as the state would find all that is missing'
 
 
 def _key_of(name: str, keys: Iterable[str]) -> str:

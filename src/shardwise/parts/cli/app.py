@@ -99,24 +99,17 @@ def _name_options(message: str, parameters: Iterable[Any]) -> str:
     For example `to='xx'` by `--to xx`, `leave out step=` by `leave out --step`. If a command has an
     option for each of several checkpoints, all are named: `--format-a` and `--format-b`.
     """
-    options: dict[str, list[str]] = {}
-    for option in (each for parameter in parameters for each in parameter.opts):
-        if option.startswith("--"):
-            name = option[2:].replace("-", "_")
-            for keyword in dict.fromkeys((name, re.sub("_[ab]$", "", name))):
-                options.setdefault(keyword, []).append(option)
+    options = [name for each in parameters for name in each.opts if name.startswith("--")]
 
     def replace(match: re.Match[str]) -> str:
-        names = options.get(match["name"])
-        if names is None:
-            return match[0]
-        if match["value"] is None:
-            return " or ".join(names)
+        option = "--" + match["name"].replace("_", "-")
+        names = [each for each in options if each in (option, f"{option}-a", f"{option}-b")]
+        if not names or match["value"] is None:
+            return " or ".join(names) or match[0]
         value = ast.literal_eval(match["value"])
         values = [shlex.quote(str(each)) for each in (value if type(value) is list else [value])]
-        if not values:
-            return f"no {names[0]}"
-        return " or ".join(" ".join(f"{name} {each}" for each in values) for name in names)
+        uses = [" ".join(f"{name} {each}" for each in values) or f"no {name}" for name in names]
+        return " or ".join(uses)
 
     return _ARGUMENT.sub(replace, message)
 
