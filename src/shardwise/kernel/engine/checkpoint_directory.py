@@ -364,18 +364,13 @@ class CheckpointDirectory(Directory):
         return names
 
     def exists_error(self, step: int | None = None) -> CheckpointExistsError:
-        """Return the error for a save to a directory that has a checkpoint.
-
-        Args:
-            step: the step, if the run that saves has begun its root or continues from it.
-        """
-        return CheckpointExistsError(
-            f"Checkpoint already exists: {self}: to continue its run, call restore before the "
-            "first save; otherwise save elsewhere, or pass overwrite=True to replace it"
+        """Return the error for a save here; `step` is given if the run of the root saves it."""
+        advice = (
+            "to continue its run, call restore before the first save; otherwise save elsewhere"
             if step is None
-            else f"Checkpoint already exists: {self}: step {step} is already saved in this run: "
-            "save each step once, or pass overwrite=True to replace it"
-        )
+            else f"step {step} is already saved in this run: save each step once"
+        ) + ", or pass overwrite=True to replace it"
+        return CheckpointExistsError(f"Checkpoint already exists: {self}: {advice}")
 
     def remove(self) -> bool:
         """Remove the checkpoint, manifest first, unless it is read; return whether it is gone.
