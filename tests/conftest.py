@@ -91,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gang" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+        if item.name == "test_a_damaged_file_raises_nothing_else":  # it opens hundreds of files
+            item.add_marker(pytest.mark.timeout(900))
     if hasattr(config, "workerinput"):  # of several workers, none has a slow file left at the end
         folders = [str(Path(__file__).parent / name) for name in SLOW]
         folders.append(str(ROOT / "packages"))

@@ -128,7 +128,9 @@ def test_restore_chooses_and_converts(tmp_path: Path) -> None:
         assert checkpointer.restore(target, step=sw.Best("loss", mode="max"), **options) == 5
         assert (target["step"], target["new"][0]) == (5, 5)
         assert checkpointer.restore(target, step=np.int64(4), **options) == 4
-        with pytest.raises(sw.CheckpointNotFoundError, match="'accuracy'"):
+        with pytest.raises(
+            sw.CheckpointNotFoundError, match=r"'accuracy' \(metrics there: loss\): "
+        ):
             checkpointer.restore(target, step=sw.Best("accuracy"))
         with pytest.raises(sw.StateError, match="'first'"):
             checkpointer.restore(target, step="first")  # type: ignore[arg-type]
@@ -160,7 +162,7 @@ def test_a_root_is_opened_and_loaded(tmp_path: Path) -> None:
     for choice, step in (("newest", 3), (np.int32(1), 1), (sw.Best("loss", mode="max"), 1)):
         assert sw.load(tmp_path, target, step=choice).step == step  # type: ignore[arg-type]
         assert target["t"].tolist() == [float(step)] * 1000
-    with pytest.raises(sw.CheckpointNotFoundError, match=r"\(newest steps: 1, 2, 3\): select one"):
+    with pytest.raises(sw.CheckpointNotFoundError, match=r"\(newest steps: 1, 2, 3\): choose one"):
         sw.open(tmp_path, step=9)
     with pytest.raises(sw.StateError, match="leave out step="):
         sw.open(tmp_path / step_directory(1), step=1)

@@ -210,7 +210,14 @@ class Opaque(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.detach.default:
             raise NotImplementedError(f"{func} is not for {cls.__name__}")
-        return return_and_correct_aliasing(func, args, kwargs or {}, Opaque(args[0].inner))
+        return return_and_correct_aliasing(func, args, kwargs or {}, cls(args[0].inner))
+
+
+class Quantized(Opaque):
+    """Has a method for a plain tensor, as tensors of torchao do."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.inner.clone()
 
 
 def fake(n: int) -> torch.Tensor:
@@ -225,9 +232,13 @@ MAKERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     ),
     "MaskedTensor": (
         lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
-        r"MaskedTensor.*wraps other tensors",
+        r"MaskedTensor.*wraps other tensors.*or a plain tensor$",
     ),
-    "Opaque": (lambda: Opaque(torch.ones(3)), r"Opaque.*wraps other tensors"),
+    "Opaque": (lambda: Opaque(torch.ones(3)), r"Opaque.*wraps other tensors.*or a plain tensor$"),
+    "Quantized": (
+        lambda: Quantized(torch.ones(3)),
+        r"Quantized.*or a plain tensor, for example \.dequantize\(\)$",
+    ),
     "FakeTensor": (lambda: fake(3), r"FakeTensor.*no values"),
 }
 

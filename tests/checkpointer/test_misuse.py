@@ -43,7 +43,11 @@ def checkpointer(**options: Any) -> Callable[[Path], object]:
         (lambda path: sw.Memory(slots=1, parity=1), ValueError, "need slots=2"),
         (lambda path: sw.load("org/Model-7B", {}), sw.CheckpointNotFoundError, "Hugging Face Hub"),
         (lambda path: sw.open("org/Model-7B"), sw.CheckpointNotFoundError, "snapshot_download"),
-        (lambda path: sw.open("c/Model-7B"), sw.CheckpointNotFoundError, "is no checkpoint$"),
+        (
+            lambda path: sw.open("c/Model-7B"),
+            sw.CheckpointNotFoundError,
+            "is no checkpoint; check the path$",
+        ),
         (
             lambda path: sw.open(path / "c" / "manifest.json"),
             sw.CheckpointNotFoundError,
@@ -96,6 +100,34 @@ def test_a_file_in_the_place_of_a_step_is_named(
         sw.remove(tmp_path / "step-00000005")
     assert [each.step for each in sw.list_checkpoints(tmp_path).checkpoints] == [6]
     assert (tmp_path / "step-00000005").read_text() == "notes"
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_step_that_this_run_has_saved_is_said_to_be(
+    tmp_path: Path, in_memory: bool, restores: bool
+) -> None:
+    """The error does not ask for a restore, which has taken place or would not help."""
+    memory = sw.Memory(dir=tmp_path / "node") if in_memory else None
+    said = r"step 6 is already saved in this run: save each step once, or pass overwrite=True"
+    with sw.Checkpointer(tmp_path / "run", memory=memory) as cp:
+        if restores:
+            cp.restore({"t": 0})
+        for step in (5, 6):
+            handle = cp.save(step, {"t": 1})
+            assert handle is not None
+            handle.result(120.0)
+        if restores:
+            assert cp.restore({"t": 0}) == 6
+        with pytest.raises(sw.CheckpointExistsError, match=said):
+            cp.save(6, {"t": 2})
+        cp.save(7, {"t": 3})
+
+
+def test_a_save_of_no_run_says_how_to_continue_one(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"t": 1}, step=5)
+    with pytest.raises(sw.CheckpointExistsError, match="to continue its run, call restore before"):
+        sw.save(tmp_path / "c", {"t": 1}, step=5)
 
 
 def test_no_save_goes_directly_into_the_root_of_a_run(tmp_path: Path) -> None:

@@ -202,3 +202,52 @@ def test_the_key_of_a_bare_state_dict_is_suggested(tmp_path: Path) -> None:
     with pytest.raises(sw.MismatchError) as caught:
         sw.load(tmp_path / "saved.pt", {**model.state_dict(), "other": torch.ones(1)})
     assert "as the state" not in caught.value.summary
+
+
+def layers(count: int, size: int = 4) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(size, size) for _ in range(count)))
+
+
+def said_of_modules(
+    path: Path, saved: dict[str, Any], state: dict[str, Any], **options: Any
+) -> str:
+    sw.save(path, saved)
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(path, state, **options)
+    return caught.value.summary
+
+
+def test_a_rename_that_hides_what_is_there_is_to_be_left_out(tmp_path: Path) -> None:
+    saved, state = {"model": layers(3)}, {"model": layers(1)}
+    said = said_of_modules(tmp_path / "c", saved, state, rename={"model": "modl"})
+    assert "without rename=, all that is missing would be found; " in said
+    assert "rename={" not in said
+    assert sw.load(tmp_path / "c", state, strict=False).missing == ()
+
+
+def test_that_is_not_said_of_names_with_other_shapes(tmp_path: Path) -> None:
+    saved, state = {"model": layers(1)}, {"model": layers(1, 5)}
+    said = said_of_modules(tmp_path / "c", saved, state, rename={"model": "modl"})
+    assert "would" not in said
+
+
+@pytest.mark.parametrize("wrapper", ["net", "model.module", "model._orig_mod"])
+def test_what_has_another_shape_is_never_suggested(tmp_path: Path, wrapper: str) -> None:
+    tensors = {f"{wrapper}.{name}": t for name, t in layers(1).state_dict().items()}
+    torch.save(tensors, tmp_path / "saved.pt")
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tmp_path / "saved.pt", {"model": layers(1, 5)})
+    assert "would find" not in caught.value.summary
+
+
+def test_a_key_whose_tensors_have_another_shape_is_not_suggested(tmp_path: Path) -> None:
+    torch.save(layers(1).state_dict(), tmp_path / "saved.pt")
+    with pytest.raises(sw.MismatchError) as caught:
+        sw.load(tmp_path / "saved.pt", layers(1, 5).state_dict())
+    assert "would find" not in caught.value.summary
+
+
+def test_no_layer_is_suggested_for_another_where_several_fit(tmp_path: Path) -> None:
+    saved = nn.ModuleDict({"a": layers(1), "b": layers(1)})
+    said = said_of_modules(tmp_path / "c", {"model": saved}, {"net": layers(1)})
+    assert "rename={'net': 'model." not in said

@@ -70,10 +70,10 @@ def test_of_a_root_the_newest_is_read_or_a_step(run: Run, root: Path) -> None:
     assert (ran.out, ran.status) == ("", 2)
     assert ran.err == (
         f"shardwise: {root} has no checkpoint of step 7 (newest steps: 100, 200, 300): "
-        "select one of these steps, or 'newest'\n"
+        "choose one of these, or no step for the newest\n"
     )
     ran = run("inspect", root / "step-00000100", "--step", "100")
-    assert (ran.status, "leave out step=" in ran.err) == (2, True)
+    assert (ran.status, "leave out --step" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff"])
@@ -96,7 +96,8 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
         (f"{root.parent}/rum", f"there is no checkpoint; did you mean {root}?"),
         (f"{root.parent}/no/where", f"{root.parent}/no does not exist either"),
         (root.parent, f"Open a checkpoint below: {root.name}"),
-        (f"{root}/step-00000500", "there is no checkpoint, or its save has not finished"),
+        (f"{root.parent}/nowhere", "is empty: there is no checkpoint; check the path"),
+        (f"{root}/step-00000500", "its save has not finished; load another checkpoint, or wait"),
         (f"{checkpoint}/manifest.json", f"pass its directory, {checkpoint}"),
         (f"{root.parent}/train.py", "train.py is not a checkpoint of a known format"),
         ("nonsense://bucket", "unknown scheme nonsense://"),
@@ -104,6 +105,50 @@ def test_wrong_paths_have_hints(run: Run, root: Path, command: str) -> None:
         ran = run(command, path)
         assert hint in ran.err
         assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("export", "--to", "xx"), "--to xx: unknown format; choose one of "),
+        (("export", "--dtype", "float33"), "--dtype float33: choose one of "),
+        (
+            ("export", "--dtype", "float16", "--model-key", "m"),
+            "--dtype float16: --model-key m: the",
+        ),
+        (
+            ("export", "--only", "a b", "--only", "c"),
+            "write: --only 'a b' --only c and no --skip select none",
+        ),
+        (("export", "--format", "pth"), "--format pth selects another format: leave out --format"),
+        (("inspect", "--format", "pth"), "--format pth selects another format: leave out --format"),
+        (("inspect", "--step", "-1"), "--step -1: expected an integer of at least 0"),
+        (("verify", "--format", "dcp"), "--format dcp selects another format: leave out --format"),
+        (("diff", "--format-a", "hf"), "leave out --format-a or --format-b"),
+    ],
+)
+def test_errors_name_the_options(
+    run: Run, root: Path, tmp_path: Path, args: tuple[str, ...], message: str
+) -> None:
+    command, *options = args
+    others = {"export": [tmp_path / "new"], "diff": [root]}.get(command, [])
+    checkpoint = root if "--step" in args else root / "step-00000300"
+    ran = run(command, checkpoint, *others, *options)
+    assert message in ran.err
+    assert (ran.out, ran.status) == ("", 2)
+
+
+def test_errors_quote_paths_as_they_are(run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "step=3" / "lr-format=hf"
+    place.mkdir(parents=True)
+    (place / "notes").touch()
+    assert f"{place} is not a checkpoint" in run("inspect", place).err
+
+
+def test_what_is_damaged_is_listed_with_success(run: Run, root: Path) -> None:
+    (root / "step-00000200" / "manifest.json").write_text("{")
+    ran = run("ls", root)
+    assert (ran.status, "damaged" in ran.out) == (0, True)
 
 
 def test_what_the_system_refuses_is_one_line(run: Run, tmp_path: Path) -> None:

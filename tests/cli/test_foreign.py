@@ -98,6 +98,17 @@ def test_of_several_one_is_chosen(run: Run, foreign: Path, tmp_path: Path) -> No
         run("export", foreign, tmp_path / "ours", "--to", "native", "--format", "dcp").status == 0
     )
     assert list(sw.open(tmp_path / "ours").tensors()) == ["model.w"]
+    ran = run("verify", foreign)
+    assert (ran.status, "choose one by --format dcp; keys: dcp or hf" in ran.err) == (2, True)
+    assert run("verify", foreign, "--format", "dcp").status == 0
+    assert run("verify", foreign, "--format", "hf").status == 2  # it has no checksums
+    ran = run("diff", foreign, foreign)
+    assert (ran.status, "--format-a dcp or --format-b dcp; keys" in ran.err) == (2, True)
+    ran = run("diff", foreign, foreign, "--format-a", "dcp", "--format-b", "hf", "--json")
+    assert (ran.document["only_in_a"], ran.document["only_in_b"]) == (
+        ["model.w", "epoch"],
+        ["model.v"],
+    )
 
 
 def test_an_unknown_directory_is_no_checkpoint(run: Run, tmp_path: Path) -> None:

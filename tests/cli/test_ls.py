@@ -115,9 +115,11 @@ def test_a_crashed_save_is_seen(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_no_root(run: Run, root: Path) -> None:
-    ran = run("ls", root / "step-00000100")
-    assert "is a checkpoint, not a directory of checkpoints" in ran.err
-    assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
+    for command, *options in (("ls",), ("rm", "--step", "100")):
+        ran = run(command, root / "step-00000100", *options)
+        assert "is a checkpoint, not a directory of checkpoints" in ran.err
+        assert "pass the root above it, as in `shardwise rm ROOT --step N`" in ran.err
+        assert (ran.out, ran.status, ran.err.count("\n")) == ("", 2, 1)
 
 
 @pytest.mark.parametrize("as_json", [(), ("--json",)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from tests.cli.conftest import Run
 from tests.tools.telemetry_runs import (
     report_of,
@@ -80,6 +81,21 @@ def test_the_page_is_written_to_the_working_directory(
     monkeypatch.chdir(tmp_path)
     assert "wrote report.html" in run("report", root).out
     assert (tmp_path / "report.html").exists()
+    ran = run("report", root, "--trace", "trace.json")
+    assert ran.out.endswith("replaced report.html\nwrote trace.json\n")
+
+
+def test_that_there_is_no_telemetry_is_said_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sw.save("alone", {"t": 1})
+    assert run("report", "alone").out.splitlines() == [
+        "No telemetry can be read of this checkpoint",
+        "alone",
+        "alone was saved without telemetry, or the file of its telemetry was removed or is damaged",
+        "wrote report.html",
+    ]
 
 
 def test_two_checkpoints_are_compared(run: Run, root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ DAMAGED = "TestZarr::test_a_damaged_file_raises_nothing_else"
 """A test of many damaged files, which takes long."""
 
 
+LIMIT = "-o", "timeout=900"
+LONG = pytest.param(True, marks=[pytest.mark.long, pytest.mark.timeout(1200)])
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the library, without the fix."""
@@ -48,7 +52,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_long", [False, LONG])
 def test_the_first_changes_can_be_made(copy: Path, is_long: bool) -> None:
     commands = 0
     for block in blocks_of(PAGE):
@@ -66,7 +70,7 @@ def test_the_first_changes_can_be_made(copy: Path, is_long: bool) -> None:
             if "zarr" in arguments[-1] and not is_long:
                 arguments += ["--deselect", f"{arguments[-1]}::{DAMAGED}"]
                 count = str(int(count) - 1)
-            printed = run(copy, *arguments, "-p", "no:cacheprovider", "-o", "addopts=")
+            printed = run(copy, *arguments, "-p", "no:cacheprovider", "-o", "addopts=", *LIMIT)
             assert f"{count} {result}" in printed, printed
             commands += 1
     assert commands == 4

@@ -63,7 +63,10 @@ def test_a_format_of_a_package_that_is_missing_is_known(
     monkeypatch.setenv("SHARDWISE_PLUGINS", switch)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_bytes(b"{}")
-    with pytest.raises(sw.FormatError, match=r"package shardwise-legacy reads: pip install"):
+    with pytest.raises(
+        sw.FormatError,
+        match=r"reads: in a clone of shardwise, run pip install -e packages/shardwise-legacy; or",
+    ):
         sw.open(tmp_path)
     state = {"w": torch.ones(2)}
     with pytest.raises(sw.CheckpointExistsError):
@@ -90,6 +93,24 @@ def test_files_that_may_be_parts_are_not_offered_as_wholes(tmp_path: Path) -> No
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{rank}.pth")
     said = r"Open one of consolidated\.00\.pth, consolidated\.01\.pth\. If these files are parts"
+    with pytest.raises(sw.CheckpointNotFoundError, match=said):
+        sw.open(tmp_path)
+
+
+def test_of_many_checkpoints_below_some_are_examples(foreign: Path, tmp_path: Path) -> None:
+    for step in range(11, 19):
+        shutil.copytree(foreign, tmp_path / f"step_{step}")
+    shown = ", ".join(f"step_{step}" for step in range(11, 19))
+    with pytest.raises(
+        sw.CheckpointNotFoundError, match=f"Open a checkpoint below, for example {shown}"
+    ):
+        sw.open(tmp_path)
+
+
+def test_of_many_files_that_may_be_parts_some_are_examples(tmp_path: Path) -> None:
+    for rank in range(9):
+        torch.save({"w": torch.ones(2)}, tmp_path / f"consolidated.0{rank}.pth")
+    said = r"Open one of the files there, for example consolidated\.01\.pth, .*\.08\.pth\. If these"
     with pytest.raises(sw.CheckpointNotFoundError, match=said):
         sw.open(tmp_path)
 

@@ -131,7 +131,7 @@ def test_damaged_telemetry_is_named_and_the_rest_is_used(
     alone = sw.report(root / "step-00000400")
     assert (alone.operation, alone.stragglers, alone.slowdown) == (None, (), None)
     assert len(alone.operations) == 5
-    assert any("step-00000400 has no telemetry" in each for each in alone.problems)
+    assert any("step-00000400 was saved without telemetry" in each for each in alone.problems)
 
 
 def test_a_run_with_very_many_records_is_read_in_part(

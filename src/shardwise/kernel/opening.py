@@ -307,7 +307,7 @@ def _describe_missing(store: Store) -> str:
     """Return why a store has no checkpoint, for an error message."""
     names = store.list()
     if not names:
-        hint, parent = "", parent_of(store)
+        hint, parent = "; check the path", parent_of(store)
         if _HUB_ID.fullmatch(str(store)) and (parent is None or not exists(parent)):
             hint = (
                 "; if this is the id of a model on the Hugging Face Hub, download it and pass the "
@@ -326,7 +326,10 @@ def _describe_missing(store: Store) -> str:
         return f"{store} does not exist or is empty: there is no checkpoint{hint}"
     if CheckpointDirectory(store).state(names) == "removed":
         return f"{store} was removed by retention or `shardwise rm`: load another step"
-    return f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished"
+    return (
+        f"{store} has no {MANIFEST}: there is no checkpoint, or its save has not finished; load "
+        "another checkpoint, or wait for the save"
+    )
 
 
 def _choose_directory(store: Store, options: OpenOptions) -> str:
@@ -354,7 +357,7 @@ def raise_for_missing_root(store: Store) -> NoReturn:
     if formats := foreign_formats_at(store):
         raise CheckpointNotFoundError(
             f"{store} is one checkpoint ({formats}), not a directory of shardwise checkpoints: "
-            "open it with sw.open or `shardwise inspect`"
+            "open it with sw.open or `shardwise inspect`; to remove it, delete its files"
         )
     if _find_manifest(store) is None:
         _read_foreign(store, DEFAULT_OPTIONS)

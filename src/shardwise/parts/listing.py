@@ -90,7 +90,8 @@ def list_checkpoints(root: str | os.PathLike[str] | Store) -> Listing:
     if directory.state(names) == "committed":
         raise CheckpointNotFoundError(
             f"{store} is a checkpoint, not a directory of checkpoints: open it with sw.open or "
-            "`shardwise inspect`, or list the directory above"
+            "`shardwise inspect`; to list or remove checkpoints, pass the root above it, as in "
+            "`shardwise rm ROOT --step N`"
         )
     mirror = None
     with suppress(OSError):  # list the checkpoints even if the record is unreadable

@@ -175,7 +175,7 @@ def go_on(
     for handle in handles:
         assert handle is not None
         if results:
-            handle.result(40.0)
+            handle.result(120.0)
     cp.close(wait=False)
     return went
 

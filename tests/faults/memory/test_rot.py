@@ -33,7 +33,7 @@ def files(shm: Path, node: int | str, step: int, name: str) -> list[Path]:
 
 def restored(gang: Gang, cluster: Cluster, until: int, world: int = 2) -> Went:
     """Restore on all ranks; where from. Then go on until a step."""
-    went = gang.run(go_on, cluster, until, world=world)
+    went = gang.run(go_on, cluster, until, world=world, timeout=200.0)
     assert all((each.step, each.source) == (went[0].step, went[0].source) for each in went)
     return went[0]
 

@@ -363,12 +363,14 @@ class CheckpointDirectory(Directory):
             raise StoreUnavailableError(str(error)) from None
         return names
 
-    def exists_error(self) -> CheckpointExistsError:
-        """Return the error for a save to a directory that has a checkpoint."""
-        return CheckpointExistsError(
-            f"Checkpoint already exists: {self}: to continue its run, call restore before the "
-            "first save; otherwise save elsewhere, or pass overwrite=True to replace it"
-        )
+    def exists_error(self, step: int | None = None) -> CheckpointExistsError:
+        """Return the error for a save here; `step` is given if the run of the root saves it."""
+        advice = (
+            "to continue its run, call restore before the first save; otherwise save elsewhere"
+            if step is None
+            else f"step {step} is already saved in this run: save each step once"
+        ) + ", or pass overwrite=True to replace it"
+        return CheckpointExistsError(f"Checkpoint already exists: {self}: {advice}")
 
     def remove(self) -> bool:
         """Remove the checkpoint, manifest first, unless it is read; return whether it is gone.

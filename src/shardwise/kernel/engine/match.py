@@ -20,6 +20,9 @@ from shardwise.kernel.state.name_lookup import SavedNames, Selection, is_below
 from shardwise.kernel.state.plain_values import is_empty
 
 log = logging.getLogger("shardwise")
+# Where a name or mismatch is first: the rank, its position there, and the shape of the tensor. The
+# shape is None for plain values, for padded tensors, and for mismatches.
+Place = tuple[int, int, tuple[int, ...] | None]
 
 
 @prepare_decoding
@@ -27,9 +30,8 @@ class MatchReport(msgspec.Struct, array_like=True):
     """What a rank found when it matched its targets with a checkpoint.
 
     Attributes:
-        missing: the names of the target that the checkpoint lacks, each with the first rank that
-            has it and its position there.
-        problems: the mismatches, likewise; one line for each name.
+        missing: the names of the target that the checkpoint lacks.
+        problems: the mismatches; one line for each name.
         unused_patterns: the patterns of `only` and `skip` that match no name.
         wanted: the modules and optimizers that have targets, and "" if there is any target.
         filled: those of `wanted` of which the checkpoint has a name.
@@ -39,8 +41,8 @@ class MatchReport(msgspec.Struct, array_like=True):
             does with `model`.
     """
 
-    missing: dict[str, tuple[int, int]]
-    problems: dict[str, tuple[int, int]]
+    missing: dict[str, Place]
+    problems: dict[str, Place]
     unused_patterns: list[str]
     wanted: list[str]
     filled: list[str]
@@ -127,13 +129,12 @@ def make_report(
             filled.append(owner)
     claimed = set(map(saved.saved_name, [*names, *targets.unselected]))
     saved_keys = set(map(saved.saved_name, keys))
-    is_claimed, is_under_keys = [], []
-    for name in saved_names:
-        is_claimed.append(name in claimed or not selection.selects(name))
-        is_under_keys.append(is_below(name, saved_keys))
+    is_claimed = [name in claimed or not selection.selects(name) for name in saved_names]
+    is_under_keys = [is_below(name, saved_keys) for name in saved_names]
+    shapes = {leaf.name: leaf.shape for leaf in targets.tensors if missing and not leaf.padded}
     return MatchReport(
-        {name: (rank, at) for at, name in enumerate(missing)},
-        {line: (rank, at) for at, line in enumerate(problems)},
+        {name: (rank, at, shapes.get(name)) for at, name in enumerate(missing)},
+        {line: (rank, at, None) for at, line in enumerate(problems)},
         selection.unused_patterns([*names, *targets.unselected, *saved_names]),
         wanted,
         filled,
@@ -194,8 +195,8 @@ def agree_on_match(
 
 def _combine_reports(reports: Sequence[MatchReport]) -> MatchReport:
     """Return the report of some ranks together."""
-    missing: dict[str, tuple[int, int]] = {}
-    problems: dict[str, tuple[int, int]] = {}
+    missing: dict[str, Place] = {}
+    problems: dict[str, Place] = {}
     bits = np.zeros(len(reports[0].bits), np.uint8)
     for report in reports:
         for own, lines in ((missing, report.missing), (problems, report.problems)):
@@ -228,7 +229,10 @@ def _conclude(
     """
     # In the order of the ranks.
     problems = dict.fromkeys(sorted(report.problems, key=report.problems.__getitem__))
-    missing = dict.fromkeys(sorted(report.missing, key=report.missing.__getitem__))
+    missing = {
+        name: report.missing[name][2]
+        for name in sorted(report.missing, key=report.missing.__getitem__)
+    }
     unclaimed, unexpected = _find_unclaimed(report, saved)
     if not strict:
         problems |= dict.fromkeys(_describe_unfilled({*report.wanted} - {*report.filled}))

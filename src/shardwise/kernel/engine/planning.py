@@ -156,7 +156,7 @@ class SaveRequest:
         with storage_errors(self.store):
             directory = CheckpointDirectory(self.store)
             if may_exist and directory.state() == "committed":
-                raise directory.exists_error()
+                raise directory.exists_error(self.step if self.claim is not None else None)
 
     def claim_root(self) -> None:
         """Claim the root of the save, if it has one. Only rank 0 calls this.

@@ -171,19 +171,21 @@ class Root(Directory):
             candidates = steps[::-1]
             missing = "checkpoint: no save below it has completed: check the path, or save first"
         elif isinstance(choice, Best):
-            candidates = choice.rank_steps(
-                {step: info.metrics for step, info in self.infos(steps).items()}
-            )
+            metrics = {step: info.metrics for step, info in self.infos(steps).items()}
+            candidates = choice.rank_steps(metrics)
             missing = (
-                f"checkpoint with the metric {choice.metric!r}: select a step number or 'newest', "
-                "or pass metrics= to save"
+                f"checkpoint with the metric {choice.metric!r} (metrics there: "
+                f"{', '.join(sorted(set().union(*metrics.values()))) or 'none'}): choose a step "
+                "number, or no step for the newest, or pass metrics= to save"
             )
         else:
             number = check_step(choice)
             candidates = [number] if number in steps else []
-            newest = ", ".join(map(str, steps[-5:])) or "none"
-            advice = "select one of these steps, or 'newest'" if steps else "check the path"
-            missing = f"checkpoint of step {number} (newest steps: {newest}): {advice}"
+            missing = (
+                f"checkpoint of step {number} (newest steps: "
+                f"{', '.join(map(str, steps[-5:])) or 'none'}): "
+                f"{'choose one of these, or no step for the newest' if steps else 'check the path'}"
+            )
         if not candidates:
             raise CheckpointNotFoundError(f"{self} has no {missing}")
         return candidates[0]

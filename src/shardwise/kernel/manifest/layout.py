@@ -86,7 +86,7 @@ class Layout:
             `runs.tensor` counts them after the tensors: with ten tensors, `terms=(3, 3)` says
             that the stored tensors 10 and 11 are the terms of tensor 3.
         objects: the plain values that all ranks share, encoded by
-        `shardwise.kernel.state.plain_values`.
+            `shardwise.kernel.state.plain_values`.
         per_rank: the names of the per-rank values.
         step: the training step; None if it is unknown.
         world_size: the number of ranks that saved; 1 if it is unknown.

@@ -1,8 +1,9 @@
 """The entries of tensors and their pieces in a manifest.
 
-A manifest stores evenly spaced pieces of a tensor as a run: one entry for the first piece, and a
-`repeat` with the differences between one piece and the next, along one or more axes. For example,
-the ranks 0, 1 and 2 wrote two rows each of a weight of shape [6, 4]:
+A manifest stores evenly spaced pieces of a tensor as one entry for the first piece, with a
+`repeat`: the differences between one piece and the next, along one or more axes. This module calls
+such pieces a run, and the documentation calls them a grid. For example, the ranks 0, 1 and 2 wrote
+two rows each of a weight of shape [6, 4]:
 
     {"file":0,"start":0,"offset":[0,0],"shape":[2,4],
      "repeat":[{"count":3,"offset":[2,0],"file":1}]}

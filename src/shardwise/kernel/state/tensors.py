@@ -202,7 +202,8 @@ def _why_without_memory(tensor: torch.Tensor) -> str:
         parts = f" ({', '.join(flatten()[0])})"
     return (
         f"a {class_name} has no memory of its own, because it wraps other tensors{parts}: put "
-        "its parts into the state, or a plain tensor, for example .dequantize()"
+        "its parts into the state, or a plain tensor"
+        + (", for example .dequantize()" if found.dequantize is not torch.Tensor.dequantize else "")
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from shardwise.kernel.manifest.manifest import FROZEN
 from shardwise.kernel.state.name_lookup import is_below, rename_function
@@ -13,10 +13,14 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
 _MOST_NAMES = 100
 _MOST_PARTS = 4
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Names that the checkpoint lacks, with the shapes of their tensors; None for what has no shape."""
+Fits = Callable[[str, str], bool]
+"""Returns whether a name of the checkpoint has the shape of a missing name."""
 
 
 def suggest(
-    missing: Collection[str],
+    missing: Shapes,
     unexpected: Collection[str],
     unclaimed: Collection[str],
     saved: SavedNames,
@@ -28,14 +32,21 @@ def suggest(
     followed by "; ".
 
     Args:
-        missing, unexpected, unclaimed, keys: as for `suggest_renames`.
+        missing: the names of the target that the checkpoint lacks, in the order of the ranks.
+        unexpected, unclaimed, keys: as for `suggest_renames`.
         saved: the contents of the checkpoint.
     """
+    shape_of = {tensor.name: tensor.shape for tensor in saved.layout.tensors}
+
+    def fits(name: str, saved_name: str) -> bool:
+        return missing[name] is None or shape_of.get(saved_name) == missing[name]
+
     hint = (
-        suggest_trainable(missing, unclaimed)
+        suggest_no_rename(missing, saved, fits)
+        or suggest_trainable(missing, unclaimed)
         or suggest_opened_object(missing, saved.all_names())
-        or suggest_renames(missing, unexpected, unclaimed, keys)
-        or suggest_key(missing, unclaimed)
+        or suggest_renames(missing, unexpected, unclaimed, keys, fits)
+        or suggest_key(missing, unclaimed, fits)
     )
     return _describe_missing_files(saved, missing) + (f"{hint}; " if hint else "")
 
@@ -53,31 +64,42 @@ def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:
     return f"{', '.join(files)} {verb} missing, which would contain {contents}: copy {them} too. "
 
 
+def suggest_no_rename(missing: Collection[str], saved: SavedNames, fits: Fits) -> str:
+    """Return a hint to leave out `rename=`, if the checkpoint has all missing names; or ""."""
+    names = {*saved.all_names()}
+    is_found = all(name in names and fits(name, name) for name in missing)
+    return "without rename=, all that is missing would be found" if missing and is_found else ""
+
+
 def suggest_renames(
     missing: Collection[str],
     unexpected: Collection[str],
     unclaimed: Collection[str],
     keys: Collection[str],
+    fits: Fits,
 ) -> str:
     """Return a hint with the argument of `load` that finds missing names, or "".
 
     Two differences are detected: the names below a key of the state have another prefix in the
-    checkpoint, or the names of the checkpoint contain parts that wrappers added.
+    checkpoint, or the names of the checkpoint contain parts that wrappers added. If several
+    prefixes are equally likely, as of two layers of the same shapes, none is suggested.
 
     Args:
         missing: names of the target that the checkpoint lacks.
         unexpected: names below `keys` that only the checkpoint has.
         unclaimed: all names of the checkpoint that fill no target.
         keys: the keys of the state.
+        fits: whether a name of the checkpoint has the shape of a missing name.
 
     Returns:
         For example `rename={'model': 'net'} would find all that is missing`.
     """
-    saved_prefix_of = _find_changed_prefixes(missing, unclaimed, keys)
+    saved_prefix_of = _find_changed_prefixes(missing, unclaimed, keys, fits)
     known = set(unclaimed)
     rename = rename_function(saved_prefix_of)
-    found = sum(rename(name) != name and rename(name) in known for name in missing)
-    part, unwrapped = _spec_without_wrappers(missing, unexpected)
+    renamed = [(name, new) for name in missing if (new := rename(name)) != name]
+    found = sum(new in known and fits(name, new) for name, new in renamed)
+    part, unwrapped = _spec_without_wrappers(missing, unexpected, fits)
     if not found and not unwrapped:
         return ""
     share = "all that is missing"
@@ -123,7 +145,7 @@ def suggest_opened_object(missing: Collection[str], names: Collection[str]) -> s
     return ""
 
 
-def suggest_key(missing: Collection[str], unclaimed: Iterable[str]) -> str:
+def suggest_key(missing: Collection[str], unclaimed: Iterable[str], fits: Fits) -> str:
     """Return a hint to put the state, such as `model.state_dict()`, below a key; "" if none fits.
 
     The hint helps if all missing names have the same additional key in the checkpoint.
@@ -135,9 +157,10 @@ def suggest_key(missing: Collection[str], unclaimed: Iterable[str]) -> str:
         key, _, rest = name.partition(".")
         keys_of.setdefault(rest, set()).add(key)
     shared = set.intersection(*(keys_of.get(name, set()) for name in missing))
-    if len(shared) != 1:
+    fitting = [key for key in shared if all(fits(name, f"{key}.{name}") for name in missing)]
+    if len(fitting) != 1:
         return ""
-    return f'{{"{shared.pop()}": …}} as the state would find all that is missing'
+    return f'{{"{fitting[0]}": …}} as the state would find all that is missing'
 
 
 def _key_of(name: str, keys: Iterable[str]) -> str:
@@ -145,12 +168,13 @@ def _key_of(name: str, keys: Iterable[str]) -> str:
 
 
 def _find_changed_prefixes(
-    missing: Iterable[str], unclaimed: Iterable[str], keys: Collection[str]
+    missing: Iterable[str], unclaimed: Iterable[str], keys: Collection[str], fits: Fits
 ) -> dict[str, str]:
     """Return, for each prefix of missing names, the prefix of most of them in the checkpoint.
 
-    Each missing name votes for the prefixes that would rename it to an unclaimed name: `model.a.w`
-    and the unclaimed `net.a.w` have the common end `a.w`, so there is a vote for `model` -> `net`.
+    Each missing name votes for the prefixes that would rename it to an unclaimed name of the same
+    shape: `model.a.w` and the unclaimed `net.a.w` have the common end `a.w`, so there is a vote for
+    `model` -> `net`.
     """
     missing_below: dict[str, list[str]] = {}
     for name in missing:
@@ -171,11 +195,13 @@ def _find_changed_prefixes(
             (here, there)
             for here, rest in cuts
             for there in beginnings.get(rest, [])[:_MOST_NAMES]
-            if there != here
+            if there != here and fits(f"{here}.{rest}", f"{there}.{rest}".removeprefix("."))
         )
-        if votes:
-            here, there = min(votes, key=lambda pair: (-votes[pair], *_simplicity(*pair)))
-            if 2 * votes[here, there] > min(len(missing_below[key]), _MOST_NAMES):
+        ranking = sorted((-count, *_simplicity(*pair), pair[0]) for pair, count in votes.items())
+        is_ambiguous = len(ranking) > 1 and ranking[0][:3] == ranking[1][:3]
+        if ranking and not is_ambiguous:
+            count, _, _, there, here = ranking[0]
+            if -2 * count > min(len(missing_below[key]), _MOST_NAMES):
                 found[here] = there
     return found
 
@@ -212,7 +238,9 @@ def _insertions_below_other_keys(
     return renames
 
 
-def _spec_without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) -> tuple[str, int]:
+def _spec_without_wrappers(
+    missing: Collection[str], unexpected: Iterable[str], fits: Fits
+) -> tuple[str, int]:
     """Return a specification without the parts that wrappers add, and how many names it finds."""
     added: dict[str, None] = {}
     bare: set[str] = set()
@@ -220,8 +248,11 @@ def _spec_without_wrappers(missing: Iterable[str], unexpected: Iterable[str]) ->
         parts = name.split(".")
         wrappers = [i for i, part in enumerate(parts) if part in _WRAPPERS]
         if len(wrappers) == 1:
-            added[parts.pop(wrappers[0])] = None
-            bare.add(".".join(parts))
+            part = parts.pop(wrappers[0])
+            bare_name = ".".join(parts)
+            if bare_name not in missing or fits(bare_name, name):
+                added[part] = None
+                bare.add(bare_name)
     return _format_spec({f"*.{part}": "*" for part in added}), len(bare.intersection(missing))
 
 

@@ -29,6 +29,14 @@ def diff(
     b: Annotated[
         str, typer.Argument(metavar="B", help="The other checkpoint or root, in any format.")
     ],
+    format_a: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="The format to read, if A has several: hf, dcp, …"),
+    ] = None,
+    format_b: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="The format to read, if B has several: hf, dcp, …"),
+    ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help=f"List all differences, not only the first {MAX_LISTED}.")
     ] = False,
@@ -41,7 +49,8 @@ def diff(
 
     Exit status: 0 if they are the same, 1 if they differ or one of them is damaged.
     """
-    first, second = sw.open(a, skip_unknown=True), sw.open(b, skip_unknown=True)
+    first = sw.open(a, skip_unknown=True, format=format_a)
+    second = sw.open(b, skip_unknown=True, format=format_b)
     with progress(sum(each.nbytes for each in first.tensors().values())) as on_event:
         comparison = first.compare(second, on_event)
     if as_json:

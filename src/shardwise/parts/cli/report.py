@@ -57,6 +57,7 @@ def report(
     Telemetry that is damaged or missing is listed, and the rest is shown.
     """
     made = sw.report(path, baseline=other, tensors=tensor or ())
+    replaced = {str(file) for file in (output, trace) if file is not None and file.exists()}
     made.write_page(output)
     if trace is not None:
         made.write_trace(trace)
@@ -68,7 +69,8 @@ def report(
     console = stdout_console()
     _show_findings(made, console, has_other=other is not None)
     for name in filter(None, written.values()):
-        console.print(Text.assemble("wrote ", (fmt.printable(name), "bold")), soft_wrap=True)
+        verb = "replaced " if name in replaced else "wrote "
+        console.print(Text.assemble(verb, (fmt.printable(name), "bold")), soft_wrap=True)
 
 
 def _show_findings(made: sw.Report, console: Console, *, has_other: bool) -> None:

@@ -21,6 +21,10 @@ def verify(
             metavar="PATH", help="A checkpoint, or the root of a run: all its checkpoints."
         ),
     ],
+    format: Annotated[  # noqa: A002 - the option's name
+        str | None,
+        typer.Option(metavar="FORMAT", help="The format to read, if PATH has several: hf, dcp, …"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte of a checkpoint against its checksums.
@@ -45,7 +49,7 @@ def verify(
     console = stdout_console()
     verdicts = []
     for place, step in (paths if listed else {path: None}).items():
-        verdicts.append(_verify(place, step))
+        verdicts.append(_verify(place, step, format))
         if not as_json:
             _show_verdict(verdicts[-1], console)
     damaged = sum(each["intact"] is False for each in verdicts)
@@ -70,10 +74,10 @@ def verify(
         raise typer.Exit(2)
 
 
-def _verify(path: str, step: int | None) -> dict[str, Any]:
+def _verify(path: str, step: int | None, format_key: str | None) -> dict[str, Any]:
     """Return the result for one checkpoint, as docs/cli.md describes it."""
     try:
-        checkpoint = sw.open(path, skip_unknown=True)
+        checkpoint = sw.open(path, skip_unknown=True, format=format_key)
     except sw.CorruptionError as error:  # the manifest is damaged
         damage = [sw.Damage(file=None, problem=str(error), tensors=[])]
         numbers = dict.fromkeys(("bytes", "files", "compared", "unchecked"), 0)

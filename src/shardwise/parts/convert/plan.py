@@ -270,7 +270,7 @@ def describe_empty_model(model_key: str, names: Iterable[str]) -> str:
     """Return the error message for a model key without tensors."""
     return (
         f"model_key={model_key!r}: the checkpoint has no tensor below this name. Set model_key= "
-        "(on the command line, --model-key) to the key of the model, one of "
+        "to the key of the model, one of "
         f'{_list_first_parts(names)}; or to "" to write all tensors'
     )
 

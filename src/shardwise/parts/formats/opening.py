@@ -102,10 +102,10 @@ starts anew beside it."""
 def load_readers(tree: FileTree | None = None) -> Mapping[str, Reader]:
     """Import all readers, and return them by their keys, such as `dcp` in `format="dcp"`.
 
+    Readers of other packages that cannot be used are left out, with a warning.
+
     Args:
         tree: leave out readers of shardwise that cannot recognise files with these names.
-
-    Readers of other packages that cannot be used are left out, with a warning.
 
     Raises:
         CheckpointNotFoundError: the place of the files does not exist.
@@ -137,8 +137,9 @@ def _reader_without_package(key: str) -> Reader:
         if find_plugin(GROUP, key) is not None:
             _reader_of_plugin(key)  # raises why the installed package cannot be used
         raise FormatError(
-            f"{tree} is a checkpoint of {name}, which the package {package} reads: pip install "
-            f"{package}, or, if it is installed, let {SWITCH} name it"
+            f"{tree} is a checkpoint of {name}, which the package {package} reads: in a clone of "
+            f"shardwise, run pip install -e packages/{package}; or, if it is installed, let "
+            f"{SWITCH} name it"
         )
 
     return Reader(name, recognise, read)
@@ -321,7 +322,7 @@ def read_foreign(tree: FileTree, format: str | None = None) -> Layout:  # noqa: 
         keys = " or ".join(chosen)
         raise StateError(
             f"{tree} contains checkpoints of several formats, {names}: choose one by "
-            f"format={key!r} (on the command line --format {key}); keys: {keys}"
+            f"format={key!r}; keys: {keys}"
         )
     try:
         return _read(reader, tree)
@@ -385,10 +386,12 @@ def _suggest_checkpoints_below(tree: FileTree) -> str:
     ]
     if not recognised:
         return ". Check the path, or describe the files by a specification (spec=)"
-    names = [name_of(subtree.store) for subtree in recognised]
+    shown = ", ".join(name_of(subtree.store) for subtree in recognised)
+    are_all = len(names) <= MOST_SUGGESTIONS
     if sum(subtree.single_file is not None for subtree in recognised) > 1:
+        one = f"one of {shown}" if are_all else f"one of the files there, for example {shown}"
         return (
-            f". Open one of {', '.join(names)}. If these files are parts of one checkpoint, "
-            "read all of them with a specification (spec=)"
+            f". Open {one}. If these files are parts of one checkpoint, read all of them with a "
+            "specification (spec=)"
         )
-    return f". Open a checkpoint below: {', '.join(names)}"
+    return f". Open a checkpoint below{': ' if are_all else ', for example '}{shown}"

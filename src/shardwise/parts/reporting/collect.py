@@ -270,8 +270,8 @@ class _Reader:
         found = {name_of(each.directory) for each in self._files.values()}
         if place is not None and place not in found:
             self.note(
-                f"{place} has no telemetry that can be read: it was saved without telemetry, or "
-                "the file was removed or is damaged"
+                f"{place} was saved without telemetry, or the file of its telemetry was removed or "
+                "is damaged"
             )
         saved = [each for each in checkpoints if each.state in SAVED]
         without = [each for each in saved if each.directory not in {*found, place}]
