@@ -6,13 +6,22 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,9 +33,12 @@ from shardwise.kernel.state.plain_values import JsonValue, find_differences
 
 GROUPS = "param_groups"
 STEP = "step"
-NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
+NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS, ELSEWHERE = (
+    *("shared_state", "entries", "memory_formats", "state_elsewhere"),
+)
 """The names below an optimizer's for state that belongs to no single parameter, for what its
-`state_dict` returns besides state and param groups, and for the strides of state."""
+`state_dict` returns besides state and param groups, for the strides of state, and for parameters
+that have no state on some of the ranks that hold them."""
 OTHER_KEYS = "other_keys"
 """The key in checkpoints under which a dict has the state whose keys are not plain names."""
 CLASS = "__class__"
@@ -124,6 +136,14 @@ class Group:
                         "the optimizer that saved it, or leave the optimizer out with skip="
                     )
 
+    def counts(self, prefix: str, key: str, parameter: Parameter, saved: SavedNames) -> bool:
+        """Return whether the saved state of this key is a scalar for parameters that are none."""
+        for each in (parameter, *self.parameters):
+            if each.name_and_shape[1] != ():
+                entry = saved.tensor(f"{prefix}.{each.representative_name}.{key}")
+                return entry is not None and entry.shape == ()
+        return False
+
     @cached_property
     def _classes(self) -> dict[str, type]:
         """The classes of objects that can be in the state, by their names.
@@ -189,6 +209,28 @@ def hyperparameters_of(
     for key in other_keys:
         hyperparameters.pop(key, None)
     return hyperparameters
+
+
+def parameters_elsewhere(groups: Iterable[Group], listed: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the parameters whose state other ranks keep: those that own the parameters.
+
+    This rank has no state of them, but of others. Flattened parameters are never among them,
+    because each rank has other elements of them.
+
+    Args:
+        groups: the param groups.
+        listed: parameters that are among them also if this rank has no state at all.
+    """
+    has_state = {
+        each.name: bool(group.states.get(each.tensor))
+        for group in groups
+        for each in group.with_state
+        if not each.flat and each.tensor.requires_grad
+    }
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return ()
+    known = has_state if any(has_state.values()) else listed
+    return tuple(name for name, is_here in has_state.items() if not is_here and name in known)
 
 
 def flatten_keys(
@@ -271,12 +313,6 @@ def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
         for member in group["members"]:
             settings[str(member)] = value
     return settings
-
-
-def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a tensor, those with large strides first."""
-    strides = [0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def orders_of(value: object) -> dict[str, tuple[int, ...]]:

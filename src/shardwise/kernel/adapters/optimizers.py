@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.kernel.adapters.cells import optimizer_cells
 from shardwise.kernel.adapters.optimizer_groups import (
+    ELSEWHERE,
     ENTRIES,
     FORMATS,
     GROUPS,
@@ -19,12 +21,12 @@ from shardwise.kernel.adapters.optimizer_groups import (
     Group,
     as_saved,
     claim_shards,
-    dimension_order,
     find_group_problems,
     find_prefix_problems,
     hyperparameters_of,
     in_order,
     orders_of,
+    parameters_elsewhere,
     settings_by_member,
     settings_by_position,
     steps_are_in,
@@ -38,7 +40,7 @@ from shardwise.kernel.state.local_state import LocalState, ParameterOrder
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
 from shardwise.kernel.state.parameters import LOCAL, SHARD, Parameter
 from shardwise.kernel.state.plain_values import JsonValue, decode, encode
-from shardwise.kernel.state.tensors import is_dtensor, tensor_of_array
+from shardwise.kernel.state.tensors import tensor_of_array
 from shardwise.ports.binding import Binding, Cells, Context
 
 
@@ -59,6 +61,8 @@ class OptimizerBinding(Binding):
         self._formats_name = f"{name}.{FORMATS}"
         # The order of the dimensions of state tensors in memory, by parameter and key.
         self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
+        # For plain tensors of sharded parameters: the key, and whether the shape is that of a shard.
+        self._plain: dict[str, tuple[str, bool]] = {}
         self._views: list[View] = []
         self._saved = LocalState()  # what `local_state` returned last
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
@@ -78,7 +82,7 @@ class OptimizerBinding(Binding):
         """Return the state, sharded like the parameters, and the hyperparameters."""
         local_state = LocalState()
         groups = self.find_groups()
-        self._formats = {}
+        self._formats, self._plain = {}, {}
         for group in groups:
             for parameter in group.with_state:
                 if parameter.is_copy:
@@ -88,7 +92,17 @@ class OptimizerBinding(Binding):
                     # A rank without elements may have another step count, so leave out its scalars.
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, parameter, key, value)
+        # The factors of a square shard have its shape, too: other parameters tell what a key is.
+        of_shards = {key for key, is_like in self._plain.values() if not is_like}
+        local_state.tensors = [
+            replace(leaf, is_like_parameter=False)
+            if self._plain.get(leaf.name, ("",))[0] in of_shards
+            else leaf
+            for leaf in local_state.tensors
+        ]
         local_state.join_parts(to_fill=False)
+        if elsewhere := parameters_elsewhere(groups):
+            local_state.grouped[f"{self.name}.{ELSEWHERE}"] = [(elsewhere, True)]
         grouped: list[tuple[tuple[str, ...], JsonValue]] = []
         for group in groups:
             settings = hyperparameters_of(group.settings, group.other_keys)
@@ -127,8 +141,13 @@ class OptimizerBinding(Binding):
         if saved.has_object(self._formats_name):
             orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
             self._formats = {each: orders_of(value) for each, value in orders.items()}
+        name = f"{self.name}.{ELSEWHERE}"
+        listed = settings_by_member(name, saved.object(name)) if saved.has_object(name) else ()
+        elsewhere = parameters_elsewhere(self._groups, listed)
         for group in self._groups:
             for parameter in group.with_state:
+                if parameter.name in elsewhere:
+                    continue  # a save could take a state that is never stepped for the owner's
                 prefix = f"{self.name}.{parameter.representative_name}"
                 local_state.problems += group.find_object_problems(prefix, saved)
                 claim_shards(local_state, prefix, parameter, saved, selection)
@@ -146,8 +165,8 @@ class OptimizerBinding(Binding):
             each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
             each.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
-        if saved.has_object(self._formats_name):
-            local_state.grouped[self._formats_name] = []
+        for each_name in filter(saved.has_object, (self._formats_name, name)):
+            local_state.grouped[each_name] = []
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             saved_groups = saved.object(self._groups_name)
             settings = settings_by_member(self._groups_name, saved_groups)
@@ -329,28 +348,15 @@ class OptimizerBinding(Binding):
     def _add_tensor(
         self, local_state: LocalState, parameter: Parameter, key: str, value: torch.Tensor
     ) -> None:
-        """Add a tensor of a parameter's state, and whether it is plain though sharded."""
-        self._note_format(parameter, key, value)
+        """Add a tensor of a parameter's state, and how it lies on the ranks."""
+        if (order := parameter.unusual_order(value)) is not None:
+            self._formats.setdefault(parameter.name, {})[key] = order
         leaves = parameter.leaves(self.name, key, value)
         local_state.tensors += leaves
-        if is_dtensor(parameter.tensor) and not is_dtensor(value) and not parameter.flat:
-            name = f"{self.name}.{parameter.name}.{key}"
-            if value.dim():
-                local_state.objects[name + LOCAL] = True
-
-    def _note_format(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
-        """Note in which order the dimensions of a state tensor lie in memory, if it is unusual.
-
-        The order decides in which order an optimizer adds numbers, and so how they are rounded.
-        """
-        if parameter.flat or is_dtensor(value) or value.dim() < 2:
-            return
-        like = parameter.tensor if parameter.tensor.shape == value.shape else None
-        if value.is_contiguous() and (like is None or like.is_contiguous()):
-            return
-        order = dimension_order(value)
-        if order != (dimension_order(like) if like is not None else (*range(value.dim()),)):
-            self._formats.setdefault(parameter.name, {})[key] = order
+        plain = [leaf for leaf in leaves if leaf.of_shard is not None and value.dim()]
+        self._plain |= {each.name: (key.split(".")[0], each.is_like_parameter) for each in plain}
+        if (layout := parameter.layout(value)) is not None:
+            local_state.objects[f"{self.name}.{parameter.name}.{key}{LOCAL}"] = layout
 
     def _add_saved_value(
         self,
@@ -441,7 +447,7 @@ class OptimizerBinding(Binding):
         on_host = key == STEP and not counts_on_device
         device = torch.device("cpu") if on_host else parameter.tensor.device
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        is_scalar = entry.shape == () and self._is_count(saved_key, parameter, group, saved)
+        is_scalar = entry.shape == () and group.counts(self.name, saved_key, parameter, saved)
         if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
             of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
             if of_parameter is not None and of_parameter.dtype == entry.dtype:
@@ -449,18 +455,16 @@ class OptimizerBinding(Binding):
         if shard:
             return torch.zeros(entry.shape, dtype=dtype, device=device)
         name = f"{self.name}.{parameter.representative_name}.{saved_key}"
-        is_plain = saved.has_object(name + LOCAL)
-        allocated = parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)
+        layout = saved.object(name + LOCAL) if saved.has_object(name + LOCAL) else None
+        if layout is False:
+            raise StateError(
+                f"{name}: the optimizer kept this state as a DTensor over a mesh of its own, which "
+                "a load cannot make: call optimizer.step() once before the load, with gradients of "
+                f"zeros, which makes it; or leave it out with skip=[{name + '*'!r}]"
+            )
+        allocated = parameter.allocate_state(dtype, entry.shape, device, layout=layout)
         order = self._formats.get(parameter.name, {}).get(key, ())
         return in_order(allocated, order)
-
-    def _is_count(self, key: str, parameter: Parameter, group: Group, saved: SavedNames) -> bool:
-        """Return whether the state of this key is a scalar for parameters that are none."""
-        for each in (parameter, *group.parameters):
-            if each.name_and_shape[1] != ():
-                entry = saved.tensor(f"{self.name}.{each.representative_name}.{key}")
-                return entry is not None and entry.shape == ()
-        return False
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
