@@ -196,7 +196,7 @@ def _has_only_attributes(cls: type) -> bool:
 def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
     """Return where an optimizer counts its steps; see `Group`."""
     module = type(optimizer).__module__
-    if module.startswith("deepspeed.ops."):
+    if module.startswith(("deepspeed.ops.", "deepspeed.runtime.zero.muon.")):
         return "integers"
     return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
