@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
 import shardwise as sw
-from tests.breadth import mostly_long
 from tests.multirank.matrix_optimizers import (
     AdamMini,
     GaLore,

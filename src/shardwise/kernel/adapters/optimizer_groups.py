@@ -6,22 +6,13 @@ In checkpoints, nested state has dotted keys, and step counts are tensors, as in
 from __future__ import annotations
 
 import sys
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -211,7 +202,7 @@ def hyperparameters_of(
     return hyperparameters
 
 
-def parameters_elsewhere(groups: Iterable[Group], listed: Collection[str] = ()) -> tuple[str, ...]:
+def parameters_elsewhere(groups: Sequence[Group], listed: Collection[str] = ()) -> tuple[str, ...]:
     """Return the parameters whose state other ranks keep: those that own the parameters.
 
     This rank has no state of them, but of others. Flattened parameters are never among them,
@@ -227,9 +218,9 @@ def parameters_elsewhere(groups: Iterable[Group], listed: Collection[str] = ()) 
         for each in group.with_state
         if not each.flat and each.tensor.requires_grad
     }
+    dist, known = torch.distributed, has_state if any(has_state.values()) else listed
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return ()
-    known = has_state if any(has_state.values()) else listed
     return tuple(name for name, is_here in has_state.items() if not is_here and name in known)
 
 

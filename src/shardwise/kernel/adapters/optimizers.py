@@ -61,7 +61,7 @@ class OptimizerBinding(Binding):
         self._formats_name = f"{name}.{FORMATS}"
         # The order of the dimensions of state tensors in memory, by parameter and key.
         self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
-        # For plain tensors of sharded parameters: the key, and whether the shape is that of a shard.
+        # The kind of each plain tensor of a sharded parameter, and whether it is like the shard.
         self._plain: dict[str, tuple[str, bool]] = {}
         self._views: list[View] = []
         self._saved = LocalState()  # what `local_state` returned last
@@ -93,13 +93,10 @@ class OptimizerBinding(Binding):
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, parameter, key, value)
         # The factors of a square shard have its shape, too: other parameters tell what a key is.
-        of_shards = {key for key, is_like in self._plain.values() if not is_like}
-        local_state.tensors = [
-            replace(leaf, is_like_parameter=False)
-            if self._plain.get(leaf.name, ("",))[0] in of_shards
-            else leaf
-            for leaf in local_state.tensors
-        ]
+        of_shards = {kind for kind, is_like in self._plain.values() if not is_like}
+        for at, leaf in enumerate(local_state.tensors if of_shards else ()):
+            if self._plain.get(leaf.name, ("",))[0] in of_shards:
+                local_state.tensors[at] = replace(leaf, is_like_parameter=False)
         local_state.join_parts(to_fill=False)
         if elsewhere := parameters_elsewhere(groups):
             local_state.grouped[f"{self.name}.{ELSEWHERE}"] = [(elsewhere, True)]
@@ -353,8 +350,9 @@ class OptimizerBinding(Binding):
             self._formats.setdefault(parameter.name, {})[key] = order
         leaves = parameter.leaves(self.name, key, value)
         local_state.tensors += leaves
-        plain = [leaf for leaf in leaves if leaf.of_shard is not None and value.dim()]
-        self._plain |= {each.name: (key.split(".")[0], each.is_like_parameter) for each in plain}
+        kind = key.rstrip(".0123456789")  # that of all factors in a list
+        plain = (each for each in leaves if each.of_shard is not None and value.dim())
+        self._plain |= {each.name: (kind, each.is_like_parameter) for each in plain}
         if (layout := parameter.layout(value)) is not None:
             local_state.objects[f"{self.name}.{parameter.name}.{key}{LOCAL}"] = layout
 

@@ -354,7 +354,13 @@ def plan_together(
             _make_offer(request, known, note, group, plan_cache.of_shards),
             _Offer,
             _combine_offers,
-            partial(_conclude, request=request, known=known, destination=destination),
+            partial(
+                _conclude,
+                request=request,
+                known=known,
+                of_shards=plan_cache.of_shards,
+                destination=destination,
+            ),
             _Agreement,
         )
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
@@ -407,7 +413,9 @@ def _make_offer(
 ) -> _Offer:
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
-    elements = dict.fromkeys(of_shards) if known else request.state.elements(of_shards)
+    # Elements that were equal may differ now. The optimizers of torch have a step count at most.
+    is_prepared = bool(known) and not request.state.why_bound
+    elements = dict.fromkeys(of_shards) if is_prepared else request.state.elements(of_shards)
     return _Offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
@@ -443,6 +451,7 @@ def _conclude(
     offer: _Offer,
     request: SaveRequest,
     known: Mapping[bytes, SavePlan],
+    of_shards: Collection[str],
     destination: Destination | None,
 ) -> _Agreement:
     refuse_unequal(
@@ -452,7 +461,8 @@ def _conclude(
     )
     if destination is not None:
         destination.lock(request)
-    plan = offer.plans[0] if offer.plans else None
+    now_of_shards = [name for name, value in offer.elements.items() if value is None]
+    plan = offer.plans[0] if offer.plans and {*now_of_shards} <= {*of_shards} else None
     if plan is not None:
         request.check_room(known[plan].bytes_stored)
     return _Agreement(
@@ -461,5 +471,5 @@ def _conclude(
         check_replicas=offer.check_replicas,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
-        of_shards=[name for name, value in offer.elements.items() if value is None],
+        of_shards=now_of_shards,
     )

@@ -229,8 +229,7 @@ class Parameter:
         if is_plain or not is_dtensor(tensor) or (shape == () and dims is None):
             return torch.zeros(shape, dtype=dtype, device=device)
         mesh, of_torch = tensor.device_mesh, torch.distributed.tensor
-        if dims is None or len(dims) != mesh.ndim:
-            dims = [None] * mesh.ndim
+        dims = dims if dims is not None and len(dims) == mesh.ndim else [None] * mesh.ndim
         placements = [
             of_torch.Replicate()
             if dim not in range(len(shape))

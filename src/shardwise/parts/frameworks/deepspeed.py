@@ -105,7 +105,9 @@ class DeepSpeedOptimizerBinding(OptimizerBinding):
         super().restore(values)
         kept = getattr(self._optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
         for index, momentum in kept.items() if self._is_loaded else ():
-            state = self.optimizers[0].state.get(self._optimizer.fp32_partitioned_groups_flat[index])
+            state = self.optimizers[0].state.get(
+                self._optimizer.fp32_partitioned_groups_flat[index]
+            )
             if state and MOMENTUM in state:
                 momentum.copy_(state[MOMENTUM])
                 state[MOMENTUM] = momentum
