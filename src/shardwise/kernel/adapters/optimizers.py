@@ -61,8 +61,7 @@ class OptimizerBinding(Binding):
         self._formats_name = f"{name}.{FORMATS}"
         # The order of the dimensions of state tensors in memory, by parameter and key.
         self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
-        # The kind of each plain tensor of a sharded parameter, and whether it is like the shard.
-        self._plain: dict[str, tuple[str, bool]] = {}
+        self._plain: dict[str, tuple[str, bool]] = {}  # kind (without indices), is_like_parameter
         self._views: list[View] = []
         self._saved = LocalState()  # what `local_state` returned last
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
@@ -94,9 +93,11 @@ class OptimizerBinding(Binding):
                         self._add_value(local_state, parameter, key, value)
         # The factors of a square shard have its shape, too: other parameters tell what a key is.
         of_shards = {kind for kind, is_like in self._plain.values() if not is_like}
-        for at, leaf in enumerate(local_state.tensors if of_shards else ()):
-            if self._plain.get(leaf.name, ("",))[0] in of_shards:
-                local_state.tensors[at] = replace(leaf, is_like_parameter=False)
+        names = {name for name, (kind, _) in self._plain.items() if kind in of_shards}
+        local_state.tensors = [
+            replace(leaf, is_like_parameter=False) if leaf.name in names else leaf
+            for leaf in local_state.tensors
+        ]
         local_state.join_parts(to_fill=False)
         if elsewhere := parameters_elsewhere(groups):
             local_state.grouped[f"{self.name}.{ELSEWHERE}"] = [(elsewhere, True)]
@@ -350,9 +351,8 @@ class OptimizerBinding(Binding):
             self._formats.setdefault(parameter.name, {})[key] = order
         leaves = parameter.leaves(self.name, key, value)
         local_state.tensors += leaves
-        kind = key.rstrip(".0123456789")  # that of all factors in a list
-        plain = (each for each in leaves if each.of_shard is not None and value.dim())
-        self._plain |= {each.name: (kind, each.is_like_parameter) for each in plain}
+        plain = (x for x in leaves if x.of_shard is not None and value.dim())
+        self._plain |= {x.name: (key.rstrip(".0123456789"), x.is_like_parameter) for x in plain}
         if (layout := parameter.layout(value)) is not None:
             local_state.objects[f"{self.name}.{parameter.name}.{key}{LOCAL}"] = layout
 
@@ -461,8 +461,7 @@ class OptimizerBinding(Binding):
                 f"zeros, which makes it; or leave it out with skip=[{name + '*'!r}]"
             )
         allocated = parameter.allocate_state(dtype, entry.shape, device, layout=layout)
-        order = self._formats.get(parameter.name, {}).get(key, ())
-        return in_order(allocated, order)
+        return in_order(allocated, self._formats.get(parameter.name, {}).get(key, ()))
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
