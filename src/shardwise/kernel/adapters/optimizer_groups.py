@@ -202,16 +202,22 @@ def hyperparameters_of(
     return hyperparameters
 
 
-def parameters_elsewhere(groups: Sequence[Group], listed: Collection[str] = ()) -> tuple[str, ...]:
+def parameters_elsewhere(
+    groups: Sequence[Group], name: str = "", saved: SavedNames | None = None
+) -> tuple[str, ...]:
     """Return the parameters whose state other ranks keep: those that own the parameters.
 
     This rank has no state of them, but of others. Flattened parameters are never among them,
-    because each rank has other elements of them.
+    because each rank has other elements of them. A load must not give this rank their state: it
+    would never be stepped here, and a save could take it for that of the owner.
 
     Args:
         groups: the param groups.
-        listed: parameters that are among them also if this rank has no state at all.
+        name: the name under which a checkpoint lists parameters that were among them on a rank.
+        saved: the contents of the checkpoint. They count if this rank has no state at all.
     """
+    lists = saved.object(name) if saved is not None and saved.has_object(name) else []
+    listed = settings_by_member(name, lists)
     has_state = {
         each.name: bool(group.states.get(each.tensor))
         for group in groups

@@ -133,19 +133,14 @@ class OptimizerBinding(Binding):
 
         The optimizer does not change until `restore` gives it the created state.
         """
-        local_state, values = LocalState(), LocalState()
+        local_state, values, self._formats = LocalState(), LocalState(), {}
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
-        self._formats = {}
         if saved.has_object(self._formats_name):
             orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
             self._formats = {each: orders_of(value) for each, value in orders.items()}
-        name = f"{self.name}.{ELSEWHERE}"
-        listed = settings_by_member(name, saved.object(name)) if saved.has_object(name) else ()
-        elsewhere = parameters_elsewhere(self._groups, listed)
+        elsewhere = parameters_elsewhere(self._groups, f"{self.name}.{ELSEWHERE}", saved)
         for group in self._groups:
-            for parameter in group.with_state:
-                if parameter.name in elsewhere:
-                    continue  # a save could take a state that is never stepped for the owner's
+            for parameter in (each for each in group.with_state if each.name not in elsewhere):
                 prefix = f"{self.name}.{parameter.representative_name}"
                 local_state.problems += group.find_object_problems(prefix, saved)
                 claim_shards(local_state, prefix, parameter, saved, selection)
@@ -163,8 +158,8 @@ class OptimizerBinding(Binding):
             each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
             each.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
-        for each_name in filter(saved.has_object, (self._formats_name, name)):
-            local_state.grouped[each_name] = []
+        for name in filter(saved.has_object, (self._formats_name, f"{self.name}.{ELSEWHERE}")):
+            local_state.grouped[name] = []
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
             saved_groups = saved.object(self._groups_name)
             settings = settings_by_member(self._groups_name, saved_groups)

@@ -354,13 +354,7 @@ def plan_together(
             _make_offer(request, known, note, group, plan_cache.of_shards),
             _Offer,
             _combine_offers,
-            partial(
-                _conclude,
-                request=request,
-                known=known,
-                of_shards=plan_cache.of_shards,
-                destination=destination,
-            ),
+            partial(_conclude, request=request, plans=plan_cache, destination=destination),
             _Agreement,
         )
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
@@ -450,8 +444,7 @@ def _combine_offers(offers: Sequence[_Offer]) -> _Offer:
 def _conclude(
     offer: _Offer,
     request: SaveRequest,
-    known: Mapping[bytes, SavePlan],
-    of_shards: Collection[str],
+    plans: PlanCache,
     destination: Destination | None,
 ) -> _Agreement:
     refuse_unequal(
@@ -461,15 +454,15 @@ def _conclude(
     )
     if destination is not None:
         destination.lock(request)
-    now_of_shards = [name for name, value in offer.elements.items() if value is None]
-    plan = offer.plans[0] if offer.plans and {*now_of_shards} <= {*of_shards} else None
+    of_shards = [name for name, value in offer.elements.items() if value is None]
+    plan = offer.plans[0] if offer.plans and plans.of_shards.issuperset(of_shards) else None
     if plan is not None:
-        request.check_room(known[plan].bytes_stored)
+        request.check_room(plans.get(plan, 0).bytes_stored)
     return _Agreement(
         plan=plan,
         values_differ=len(offer.digests) > 1,
         check_replicas=offer.check_replicas,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
-        of_shards=now_of_shards,
+        of_shards=of_shards,
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from shardwise.kernel.adapters.optimizer_groups import ELSEWHERE
 from shardwise.kernel.manifest.manifest import FROZEN
 from shardwise.kernel.state.name_lookup import is_below, rename_function
 from shardwise.ports.binding import SavedNames
+from shardwise.ports.module_binding import ELSEWHERE
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
