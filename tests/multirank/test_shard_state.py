@@ -172,7 +172,7 @@ def save_and_diverge(path: str) -> None:
             optimizer.step()
             handle = checkpointer.save(step, {"model": made, "optimizer": optimizer})
             assert handle is not None
-            handle.committed(60.0)
+            handle.result(60.0)
             expected = [float(each["scale"]) for each in optimizer.state.values()]
             fresh = model("fsdp2")
             other = DivergingLater(fresh.parameters())
