@@ -42,6 +42,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "untrained": {"pp": 2, "steps": 0, "distributed": True, "clip": 0.0},
     "interleaved": {"pp": 2, "vp": 2, "distributed": True, "clip": 0.0},
     "experts": {"pp": 2, "ep": 2, "distributed": True, "bf16": True, **MOE},
+    "layer-wise": {"muon": "layer-wise", "clip": 0.0},
+    "layer-wise-bfloat16": {"muon": "layer-wise", "bf16": True, **LLAMA},
 }
 # What goes on from them: source, ranks, and how they are divided then.
 RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -61,11 +63,14 @@ RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "untrained-before": ("untrained", 3, {"distributed": True, "stepped": 1}),
     "experts-alone": ("experts", 1, {}),
     "experts-divided": ("experts", 3, {"distributed": True}),
+    "layer-wise-three": ("layer-wise", 3, {"muon": "layer-wise", "stepped": 1}),
+    "layer-wise-chained": ("layer-wise", 2, {"muon": "chained"}),
+    "layer-wise-stages": ("layer-wise-bfloat16", 4, {"pp": 2, "muon": "layer-wise"}),
     "experts-elsewhere": ("experts", 4, {"ep": 4, "distributed": True, "stepped": 1}),
 }
 DEFAULT = [  # each feature is loaded once
     *("overlapping", "interleaved-again", "float16-stages", "frozen-stages"),
-    *("untrained-before", "experts-elsewhere"),
+    *("untrained-before", "experts-elsewhere", "layer-wise-stages"),
 ]
 RUNS = mostly_long([*TRAINED, *RESUMED], [*DEFAULT, *(RESUMED[name][0] for name in DEFAULT)])
 # What Megatron-Core wrote itself, and what goes on from it.

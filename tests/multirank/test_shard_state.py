@@ -150,6 +150,41 @@ def test_later_saves_keep_the_values_of_each_shard(gang: Gang, tmp_path: Path) -
     gang.run(save_twice, str(tmp_path), world=2)
 
 
+class DivergingLater(Local):
+    """Ranks have equal elements first, and different ones later."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, differs=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            if state["step"] > 1:
+                state["scale"] += dist.get_rank()
+
+
+def save_and_diverge(path: str) -> None:
+    made = model("fsdp2")
+    optimizer = DivergingLater(made.parameters())
+    with sw.Checkpointer(path, save_every=1) as checkpointer:
+        for step in range(4):
+            optimizer.step()
+            handle = checkpointer.save(step, {"model": made, "optimizer": optimizer})
+            assert handle is not None
+            handle.result(60.0)
+            expected = [float(each["scale"]) for each in optimizer.state.values()]
+            fresh = model("fsdp2")
+            other = DivergingLater(fresh.parameters())
+            sw.load(path, {"model": fresh, "optimizer": other}, step=step)
+            assert [float(each["scale"]) for each in other.state.values()] == expected, step
+    assert expected == [16.0 + 7 * dist.get_rank()] * len(expected)
+
+
+def test_elements_that_differ_later_are_kept(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_and_diverge, str(tmp_path), world=2)
+
+
 def save(path: str, differs: bool) -> None:
     state = run("fsdp2", 4, differs=differs)
     state["optimizer"].step()

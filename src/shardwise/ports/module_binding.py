@@ -15,13 +15,14 @@ from shardwise.kernel.adapters.modules import (
     has_class,
     modules_in,
 )
-from shardwise.kernel.adapters.optimizer_groups import STEP, Group
+from shardwise.kernel.adapters.optimizer_groups import ELSEWHERE, STEP, Group
 from shardwise.kernel.adapters.optimizers import OptimizerBinding
 from shardwise.kernel.adapters.values import ObjectBinding
 from shardwise.kernel.state.local_state import view_for_numpy
 from shardwise.kernel.state.tensors import detach_checked, is_dtensor, is_instance
 
 __all__ = [
+    "ELSEWHERE",
     "STEP",
     "Group",
     "ModuleBinding",

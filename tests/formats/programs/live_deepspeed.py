@@ -23,13 +23,22 @@ from parallel_deepspeed import held as list_own_files
 from parallel_deepspeed import train_pipeline
 from small_model import Model, optimizer_of, scheduler_of, tokens_of
 from torch import nn
-from train_deepspeed import CASES, config, gathered
+from train_deepspeed import CASES, MUON, config, gathered, muon_of
 
 import shardwise as sw
 
 MORE = {
     "zero0-float16": {"stage": 0, "fp16": True},
     "zero0-fused": {"stage": 0, "bf16": True, "fused": True},
+    "zero0-muon": {"stage": 0, "muon": True},
+    "zero2-muon": {"stage": 2, "muon": True},
+    "zero2-muon-float32-offload": {"stage": 2, "muon": True, "offload": True},
+    "zero3-muon": {"stage": 3, "muon": True, "zero": {"reduce_scatter": False}},
+    "zero3-muon-memory": {
+        "stage": 3,
+        "muon": True,
+        "zero": {"reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True},
+    },
     "zero3-persistent": {
         "stage": 3,
         "bf16": True,
@@ -42,7 +51,9 @@ FUSED = deepspeed.runtime.engine.FusedAdam
 def engine_of(case: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     model = Model()
-    optimizer = optimizer_of(model, sgd=case.get("sgd", False))
+    optimizer = (
+        muon_of(model) if case.get("muon") else optimizer_of(model, sgd=case.get("sgd", False))
+    )
     # DeepSpeed flattens only master weights of its own fused Adam, which must be compiled first.
     deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW if case.get("fused") else FUSED
     engine, *_ = deepspeed.initialize(
@@ -84,7 +95,8 @@ def do(directory: Path, name: str, case: dict[str, Any], source: str) -> None:
         engine.save_checkpoint(str(directory / f"{name}-native"))
     sw.save(directory / name, state, check_replicas=True)
     # DeepSpeed gathers nothing from flat master weights without ZeRO.
-    held = {"parameters": {}} if case.get("fused") else gathered(engine, case)
+    has_none = case.get("fused") or case.get("muon")
+    held = {"parameters": {}} if has_none else gathered(engine, case)
     held |= {"module": module_of(engine, case)}
     held["counts"] = [engine.global_steps, engine.global_samples, engine.lr_scheduler.last_epoch]
     held["scale"] = engine.optimizer.loss_scale if case.get("fp16") else None
@@ -115,7 +127,7 @@ def main(directory: Path, jobs: list[str]) -> None:
         if case in PARALLEL:
             do_pipeline(directory, name, PARALLEL[case], source)
         else:
-            do(directory, name, {**CASES, **MORE}[case], source)
+            do(directory, name, {**CASES, **MUON, **MORE}[case], source)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -35,8 +35,11 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
@@ -128,6 +131,31 @@ def models_of(case: dict[str, Any], config: TransformerConfig) -> Iterator[Any]:
         yield model.to(config.params_dtype)
 
 
+def without_state(optimizer: Any, config: Any = None) -> None:
+    """Make no state before the first step."""
+
+
+def muon_and_adam(settings: OptimizerConfig, chunks: list[Any]) -> ChainedOptimizer:
+    """Return torch's Muon for matrices and Adam for the rest, as Megatron-Core divides them.
+
+    Megatron-Core's own Muon needs a package that PyPI lacks.
+    """
+    settings.bf16 = False  # a layer-wise optimizer makes the master weights
+    adams = get_megatron_optimizer(settings, chunks).chained_optimizers
+    groups = []
+    for group in (group for each in adams for group in each.optimizer.param_groups):
+        matrices = [parameter for parameter in group["params"] if parameter.dim() == 2]
+        group["params"] = [each for each in group["params"] if each.dim() != 2]
+        kept = {
+            key: group[key]
+            for key in group
+            if key not in torch.optim.AdamW([torch.empty(0)]).defaults
+        }
+        groups.append({**kept, "params": matrices})
+    muon = torch.optim.Muon([each for each in groups if each["params"]], lr=1e-2)
+    return ChainedOptimizer([FP32Optimizer(muon, settings, without_state), *adams])
+
+
 def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
     """Return this rank's chunks of the model, its optimizer and its scheduler."""
     config = config_of(case)
@@ -158,7 +186,17 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any, Any]:
         use_distributed_optimizer=bool(case.get("distributed")),
         clip_grad=case.get("clip", 1.0),
     )
-    optimizer = get_megatron_optimizer(settings, chunks)
+    make = muon_and_adam if case.get("muon") else get_megatron_optimizer
+    optimizer = make(settings, chunks)
+    if case.get("muon") == "layer-wise":
+        settings.bf16 = config.bf16
+        optimizer = LayerWiseDistributedOptimizer(
+            optimizer.chained_optimizers,
+            settings,
+            ProcessGroupCollection.use_mpu_process_groups(),
+            [without_state] * len(optimizer.chained_optimizers),
+        )
+        optimizer.allgather_params = optimizer.broadcast_params  # gloo gathers equal sizes only
     config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
     scheduler = OptimizerParamScheduler(
         optimizer, 0.0, 1e-2, 1e-3, 1, 10, "cosine", 0.01, 0.01, 10, "constant"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,23 +20,22 @@ from shardwise.kernel.errors import StateError
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
 from shardwise.kernel.state.parameters import LOCAL, Parameter
-from shardwise.kernel.state.plain_values import JsonValue, find_differences
 from shardwise.kernel.state.tensors import SHARD
 
 GROUPS = "param_groups"
 STEP = "step"
-NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS = "shared_state", "entries", "memory_formats"
+NOT_OF_PARAMETERS = SHARED, ENTRIES, FORMATS, ELSEWHERE = (
+    *("shared_state", "entries", "memory_formats", "state_elsewhere"),
+)
 """The names below an optimizer's for state that belongs to no single parameter, for what its
-`state_dict` returns besides state and param groups, and for the strides of state."""
+`state_dict` returns besides state and param groups, for the strides of state, and for parameters
+that have no state on some of the ranks that hold them."""
 OTHER_KEYS = "other_keys"
 """The key in checkpoints under which a dict has the state whose keys are not plain names."""
 CLASS = "__class__"
 """The key in checkpoints that says of which class an object in the state is."""
 NOT_HYPERPARAMETERS = ("params", "param_names", "is_expert_parallel")
 """Keys of a param group that are not hyperparameters."""
-_SCHEDULER_SUFFIXES = ("_lr", "_momentum")
-_DEEPSPEED_KEYS = {"bias_correction", STEP}
-"""Keys in the param groups of DeepSpeed's Adam that torch's Adam lacks."""
 
 
 class Group:
@@ -113,39 +112,6 @@ class Group:
         others = nested.pop(OTHER_KEYS, None)
         self.states[parameter] = nested | others if isinstance(others, dict) else nested
 
-    def set_hyperparameters(self, name: str, settings: object) -> None:
-        """Set the hyperparameters of the group.
-
-        Raises:
-            StateError: they are not a dict.
-        """
-        if not isinstance(settings, dict):
-            optimizer = name.partition(f".{GROUPS}")[0]
-            raise StateError(
-                f"{name}: expected a dict of hyperparameters in the checkpoint, found a "
-                f"{type(settings).__name__}: leave the optimizer out with "
-                f"skip=[{f'{optimizer}.*'!r}]"
-            )
-        for key, value in hyperparameters_of(settings, self.other_keys).items():
-            current = self.settings.get(key)
-            if isinstance(current, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
-                with torch.no_grad():
-                    current.copy_(torch.as_tensor(value, device=current.device))
-            else:
-                self.settings[key] = value
-
-    def is_count(self, name: str, key: str, parameter: Parameter, saved: SavedNames) -> bool:
-        """Return whether the state of this key is a scalar for parameters that are none.
-
-        Args:
-            name: the name of the optimizer.
-        """
-        for each in (parameter, *self.parameters):
-            if each.name_and_shape[1] != ():
-                entry = saved.tensor(f"{name}.{each.representative_name}.{key}")
-                return entry is not None and entry.shape == ()
-        return False
-
     def find_object_problems(self, name: str, saved: SavedNames) -> Iterator[str]:
         """Yield the reasons why objects in the saved state of a parameter cannot be made."""
         for key in saved.names_below(name):
@@ -157,6 +123,14 @@ class Group:
                         f"{type(self.optimizer).__name__} uses, so the object cannot be made: use "
                         "the optimizer that saved it, or leave the optimizer out with skip="
                     )
+
+    def counts(self, prefix: str, key: str, parameter: Parameter, saved: SavedNames) -> bool:
+        """Return whether the saved state of this key is a scalar for parameters that are none."""
+        for each in (parameter, *self.parameters):
+            if each.name_and_shape[1] != ():
+                entry = saved.tensor(f"{prefix}.{each.representative_name}.{key}")
+                return entry is not None and entry.shape == ()
+        return False
 
     @cached_property
     def _classes(self) -> dict[str, type]:
@@ -210,7 +184,7 @@ def _has_only_attributes(cls: type) -> bool:
 def steps_are_in(optimizer: Optimizer) -> Literal["tensors", "integers", "groups"]:
     """Return where an optimizer counts its steps; see `Group`."""
     module = type(optimizer).__module__
-    if module.startswith("deepspeed.ops."):
+    if module.startswith(("deepspeed.ops.", "deepspeed.runtime.zero.muon.")):
         return "integers"
     return "groups" if module.startswith(("transformer_engine.", "apex.")) else "tensors"
 
@@ -282,37 +256,6 @@ def nest_keys(leaves: Mapping[str, object]) -> dict[str, object]:
     return tree
 
 
-def settings_by_member(name: str, encoded: object) -> dict[str, JsonValue]:
-    """Return the hyperparameters of each parameter, given the saved list of param groups."""
-    settings: dict[str, JsonValue] = {}
-    if not isinstance(encoded, list):
-        raise StateError(
-            f"{name}: expected a list of groups in the checkpoint, found a "
-            f"{type(encoded).__name__}: leave the optimizer out with "
-            f"skip=[{name.removesuffix(GROUPS) + '*'!r}]"
-        )
-    for group in encoded:
-        if not isinstance(group, dict) or not isinstance(group.get("members"), list):
-            raise StateError(
-                f"{name}: the checkpoint identifies parameters by position, but this optimizer "
-                "has other counts or shapes of parameters, or flattened parameters. Save with "
-                "names (use torch's get_optimizer_state_dict, or make the optimizer from "
-                "model.named_parameters()), or load without the optimizer"
-            )
-        value = group.get("value")
-        if isinstance(value, dict):
-            value = hyperparameters_of(value)
-        for member in group["members"]:
-            settings[str(member)] = value
-    return settings
-
-
-def dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a tensor, those with large strides first."""
-    strides = [0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-
-
 def orders_of(value: object) -> dict[str, tuple[int, ...]]:
     """Return the saved orders of dimensions by the key of the state. The input is not trusted."""
     found = value.items() if isinstance(value, dict) else ()
@@ -325,119 +268,6 @@ def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         return tensor
     memory = tensor.new_zeros([tensor.shape[dim] for dim in order])
     return memory.permute([order.index(dim) for dim in range(tensor.dim())])
-
-
-def settings_by_position(encoded: object, count: int) -> dict[int, list[JsonValue]]:
-    """Return the hyperparameters for groups without members, by the position of the group.
-
-    Args:
-        encoded: the saved list of param groups, which `settings_by_member` has checked.
-        count: the number of groups of the target.
-
-    Returns:
-        For each position, the different values that were saved: those of groups without members,
-        if there were any.
-    """
-    groups = cast(list[dict[str, Any]], encoded)
-    are_in_order = len(groups) == count and not any(
-        "positions" in g or "empty_positions" in g for g in groups
-    )
-    found: dict[int, list[JsonValue]] = {}
-    for key in ("empty_positions", "positions"):
-        of_key: dict[int, list[JsonValue]] = {}
-        for index, group in enumerate(groups):
-            positions = [index] if are_in_order else group.get(key)
-            for position in positions if isinstance(positions, list) else ():
-                if type(position) is int:
-                    of_key.setdefault(position, []).append(group.get("value"))
-        found = of_key | found
-    return found
-
-
-def with_frozen_members(
-    settings: Mapping[str, JsonValue], groups: Sequence[Group]
-) -> dict[str, JsonValue]:
-    """Return the settings, with those of each group also for its frozen parameters.
-
-    Some frameworks, such as DeepSpeed, leave frozen parameters out of the groups that they save.
-    """
-    completed = dict(settings)
-    for group in groups:
-        saved = next((settings[name] for name in group.names if name in settings), None)
-        for parameter in group.parameters if saved is not None else ():
-            for name in () if parameter.tensor.requires_grad else parameter.names:
-                completed.setdefault(name, saved)
-    return completed
-
-
-def find_group_problems(
-    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield the reasons why the param groups cannot take the saved hyperparameters.
-
-    One reason is that another kind of optimizer saved them. Another version of the same optimizer
-    has more settings or fewer. Another kind has both: unexpected settings, and missing ones.
-
-    Args:
-        name: name of the param groups.
-        groups: the param groups.
-        settings: the saved hyperparameters of each parameter.
-    """
-    for group in groups:
-        members = group.names
-        missing = sorted(set(members).difference(settings))
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            yield (
-                f"{name}: the checkpoint has no hyperparameters for {', '.join(missing[:3])}"
-                f"{more}; to keep the current ones, use skip=[{name!r}]"
-            )
-            continue
-        for member in members[1:]:
-            first, other = settings[members[0]], settings[member]
-            if first is not other and first != other:
-                keys = ", ".join(key[1:] for key, _, _ in find_differences(first, other, ""))
-                yield (
-                    f"{name}: {members[0]} and {member} are in one param group, but were saved "
-                    f"with different {keys}: put them into separate groups, or use skip=[{name!r}]"
-                )
-                break
-        saved = settings[members[0]] if members else {}
-        saved_keys = set(saved if isinstance(saved, dict) else ())
-        lacking = getattr(group.optimizer, "defaults", {}).keys() - saved_keys - _DEEPSPEED_KEYS
-        if not lacking:
-            continue
-        current_keys = set().union(*group.optimizer.param_groups)
-        unexpected = [
-            key
-            for key in sorted(saved_keys - current_keys - _DEEPSPEED_KEYS)
-            if not key.endswith(_SCHEDULER_SUFFIXES)
-        ]
-        if unexpected:
-            yield (
-                f"{name}: saved by another kind of optimizer, whose settings include "
-                f"{', '.join(unexpected)} and not {', '.join(sorted(lacking))}: leave it "
-                f"out with skip=[{name.removesuffix(GROUPS) + '*'!r}]"
-            )
-
-
-def find_prefix_problems(
-    name: str, groups: Sequence[Group], settings: Mapping[str, JsonValue]
-) -> Iterator[str]:
-    """Yield a problem that suggests a specification, if all saved names have one more prefix."""
-    members = [member for group in groups for member in group.names]
-    if not members or any(member in settings for member in members):
-        return
-    first = f".{members[0]}"
-    for saved_prefix in (each.removesuffix(first) for each in settings if each.endswith(first)):
-        if all(f"{saved_prefix}.{member}" in settings for member in members):
-            key = name.removesuffix(f".{GROUPS}")
-            text = f"{key}.{saved_prefix}.* -> {key}.*\n* -> *"
-            yield (
-                f"{name}: the checkpoint has these settings for {saved_prefix}.{members[0]}. "
-                f"rename= does not rename an optimizer's parameters: use spec=sw.spec({text!r})"
-            )
-            return
 
 
 def claim_shards(

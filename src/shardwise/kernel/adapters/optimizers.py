@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardwise.kernel.adapters.cells import optimizer_cells
 from shardwise.kernel.adapters.optimizer_groups import (
+    ELSEWHERE,
     ENTRIES,
     FORMATS,
     GROUPS,
@@ -19,16 +21,15 @@ from shardwise.kernel.adapters.optimizer_groups import (
     Group,
     as_saved,
     claim_shards,
-    dimension_order,
-    find_group_problems,
-    find_prefix_problems,
     hyperparameters_of,
     in_order,
     orders_of,
-    settings_by_member,
-    settings_by_position,
     steps_are_in,
-    with_frozen_members,
+)
+from shardwise.kernel.adapters.optimizer_settings import (
+    SavedSettings,
+    parameters_elsewhere,
+    settings_by_member,
 )
 from shardwise.kernel.adapters.optimizer_views import View, groups_of, steps_of, view_of
 from shardwise.kernel.adapters.values import ComparedBinding, missing_inside, tensors_inside
@@ -45,7 +46,7 @@ from shardwise.kernel.state.plain_values import (
     describes_tensor,
     encode,
 )
-from shardwise.kernel.state.tensors import SHARD, is_composite, is_dtensor, tensor_of_array
+from shardwise.kernel.state.tensors import SHARD, is_composite, tensor_of_array
 from shardwise.ports.binding import Binding, Cells, Context
 
 
@@ -66,6 +67,7 @@ class OptimizerBinding(Binding):
         self._formats_name = f"{name}.{FORMATS}"
         # The order of the dimensions of state tensors in memory, by parameter and key.
         self._formats: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._plain: dict[str, tuple[str, bool]] = {}  # kind (without indices), is_like_parameter
         self._views: list[View] = []
         self._saved = LocalState()  # what `local_state` returned last
         self._model_names: dict[str, str] = {}  # the full name of each parameter in its module
@@ -77,8 +79,7 @@ class OptimizerBinding(Binding):
         self._is_loaded = False
         self._groups: Sequence[Group] = ()
         self._states: list[tuple[Group, Parameter, dict[str, object], bool]] = []
-        self._settings: Mapping[str, JsonValue] = {}
-        self._by_position: Mapping[int, Sequence[JsonValue]] = {}
+        self._settings: SavedSettings | None = None
         self._tensors_in_values: dict[str, torch.Tensor] = {}
         self._to_build: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -86,7 +87,7 @@ class OptimizerBinding(Binding):
         """Return the state, sharded like the parameters, and the hyperparameters."""
         local_state = LocalState()
         groups = self.find_groups()
-        self._formats = {}
+        self._formats, self._plain = {}, {}
         for group in groups:
             for parameter in group.with_state:
                 if parameter.is_copy:
@@ -96,7 +97,16 @@ class OptimizerBinding(Binding):
                     # A rank without elements may have another step count, so leave out its scalars.
                     if not is_empty or (isinstance(value, torch.Tensor) and value.numel() > 1):
                         self._add_value(local_state, group, parameter, key, value)
+        # The factors of a square shard have its shape, too: other parameters tell what a key is.
+        of_shards = {kind for kind, is_like in self._plain.values() if not is_like}
+        names = {name for name, (kind, _) in self._plain.items() if kind in of_shards}
+        local_state.tensors = [
+            replace(leaf, is_like_parameter=False) if leaf.name in names else leaf
+            for leaf in local_state.tensors
+        ]
         local_state.join_parts(to_fill=False)
+        if elsewhere := parameters_elsewhere(groups):
+            local_state.grouped[f"{self.name}.{ELSEWHERE}"] = [(elsewhere, True)]
         grouped: list[tuple[tuple[str, ...], JsonValue]] = []
         for group in groups:
             settings = hyperparameters_of(group.settings, group.other_keys)
@@ -129,15 +139,15 @@ class OptimizerBinding(Binding):
 
         The optimizer does not change until `restore` gives it the created state.
         """
-        local_state, values = LocalState(), LocalState()
+        local_state, values, self._formats = LocalState(), LocalState(), {}
         self._groups, self._states, self._tensors_in_values = self.find_groups(), [], {}
         self._to_build = {}
-        self._formats = {}
         if saved.has_object(self._formats_name):
             orders = settings_by_member(self._formats_name, saved.object(self._formats_name))
             self._formats = {each: orders_of(value) for each, value in orders.items()}
+        elsewhere = parameters_elsewhere(self._groups, f"{self.name}.{ELSEWHERE}", saved)
         for group in self._groups:
-            for parameter in group.with_state:
+            for parameter in (each for each in group.with_state if each.name not in elsewhere):
                 prefix = f"{self.name}.{parameter.representative_name}"
                 local_state.problems += group.find_object_problems(prefix, saved)
                 claim_shards(local_state, prefix, parameter, saved, selection)
@@ -155,26 +165,12 @@ class OptimizerBinding(Binding):
             each.objects = {n: v for n, v in each.objects.items() if not n.endswith(LOCAL)}
             each.join_parts(to_fill=True)
         local_state.grouped[self._groups_name] = []  # a load needs only the name
-        if saved.has_object(self._formats_name):
-            local_state.grouped[self._formats_name] = []
+        for name in filter(saved.has_object, (self._formats_name, f"{self.name}.{ELSEWHERE}")):
+            local_state.grouped[name] = []
+        self._settings = None
         if selection.selects(self._groups_name) and saved.has_object(self._groups_name):
-            saved_groups = saved.object(self._groups_name)
-            settings = settings_by_member(self._groups_name, saved_groups)
-            self._settings = with_frozen_members(settings, self._groups)
-            self._by_position = settings_by_position(saved_groups, len(self._groups))
-            problems = [*find_group_problems(self._groups_name, self._groups, self._settings)]
-            if problems:
-                problems += find_prefix_problems(
-                    saved.saved_name(self._groups_name), self._groups, self._settings
-                )
-            for position, group in enumerate(self._groups):
-                if not group.names and len(self._by_position.get(position, ())) > 1:
-                    problems.append(
-                        f"{self._groups_name}: group {position} has no parameters here, and ranks "
-                        "saved it with different settings: to keep the current ones, use "
-                        f"skip=[{self._groups_name!r}]"
-                    )
-            local_state.problems += problems
+            self._settings = SavedSettings(self._groups_name, self._groups, saved)
+            local_state.problems += self._settings.find_problems(saved)
         selected = selection.select_from(local_state)
         selected.add(values)
         self._removed = []
@@ -206,8 +202,8 @@ class OptimizerBinding(Binding):
                 group.states.get(each.tensor) for each in group.parameters
             ):
                 group.settings.pop(STEP, None)
-            if self._groups_name in values:
-                self._set_hyperparameters(group, position)
+            if self._settings is not None and self._groups_name in values:
+                self._settings.set(group, position, allow_pickle=self._allow_pickle)
         for other in self._others:
             other.restore(values)
         for other in self._removed:
@@ -345,28 +341,15 @@ class OptimizerBinding(Binding):
     def _add_tensor(
         self, local_state: LocalState, parameter: Parameter, key: str, value: torch.Tensor
     ) -> None:
-        """Add a tensor of a parameter's state, and whether it is plain though sharded."""
-        self._note_format(parameter, key, value)
+        """Add a tensor of a parameter's state, and how it lies on the ranks."""
+        if (order := parameter.unusual_order(value)) is not None:
+            self._formats.setdefault(parameter.name, {})[key] = order
         leaves = parameter.leaves(self.name, key, value)
         local_state.tensors += leaves
-        if is_dtensor(parameter.tensor) and not is_dtensor(value) and not parameter.flat:
-            name = f"{self.name}.{parameter.name}.{key}"
-            if value.dim():
-                local_state.objects[name + LOCAL] = True
-
-    def _note_format(self, parameter: Parameter, key: str, value: torch.Tensor) -> None:
-        """Note in which order the dimensions of a state tensor lie in memory, if it is unusual.
-
-        The order decides in which order an optimizer adds numbers, and so how they are rounded.
-        """
-        if parameter.flat or is_dtensor(value) or value.dim() < 2:
-            return
-        like = parameter.tensor if parameter.tensor.shape == value.shape else None
-        if value.is_contiguous() and (like is None or like.is_contiguous()):
-            return
-        order = dimension_order(value)
-        if order != (dimension_order(like) if like is not None else (*range(value.dim()),)):
-            self._formats.setdefault(parameter.name, {})[key] = order
+        plain = (x for x in leaves if x.of_shard is not None and value.dim())
+        self._plain |= {x.name: (key.rstrip(".0123456789"), x.is_like_parameter) for x in plain}
+        if (layout := parameter.layout(value)) is not None:
+            local_state.objects[f"{self.name}.{parameter.name}.{key}{LOCAL}"] = layout
 
     def _add_saved_value(
         self,
@@ -465,7 +448,7 @@ class OptimizerBinding(Binding):
         on_host = key == STEP and not counts_on_device
         device = torch.device("cpu") if on_host else parameter.tensor.device
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        is_scalar = entry.shape == () and group.is_count(self.name, saved_key, parameter, saved)
+        is_scalar = entry.shape == () and group.counts(self.name, saved_key, parameter, saved)
         if key != STEP and not is_scalar and dtype != parameter.tensor.dtype:
             of_parameter = saved.tensor(self._model_names.get(parameter.representative_name, ""))
             if of_parameter is not None and of_parameter.dtype == entry.dtype:
@@ -473,10 +456,15 @@ class OptimizerBinding(Binding):
         if shard:
             return torch.zeros(entry.shape, dtype=dtype, device=device)
         name = f"{self.name}.{parameter.representative_name}.{saved_key}"
-        is_plain = saved.has_object(name + LOCAL)
-        allocated = parameter.allocate_state(dtype, entry.shape, device, is_plain=is_plain)
-        order = self._formats.get(parameter.name, {}).get(key, ())
-        return in_order(allocated, order)
+        layout = saved.object(name + LOCAL) if saved.has_object(name + LOCAL) else None
+        if layout is False:
+            raise StateError(
+                f"{name}: the optimizer kept this state as a DTensor over a mesh of its own, which "
+                "a load cannot make: call optimizer.step() once before the load, with gradients of "
+                f"zeros, which makes it; or leave it out with skip=[{name + '*'!r}]"
+            )
+        allocated = parameter.allocate_state(dtype, entry.shape, device, layout=layout)
+        return in_order(allocated, self._formats.get(parameter.name, {}).get(key, ()))
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
@@ -485,18 +473,3 @@ class OptimizerBinding(Binding):
                 f"loaded: leave the optimizer out with skip=[{f'{self.name}.*'!r}]"
             )
         return self._tensors_in_values[name]
-
-    def _set_hyperparameters(self, group: Group, position: int) -> None:
-        """Set the hyperparameters of a group to the saved ones of its first parameter.
-
-        A group without parameters gets those of its position, if they were saved.
-        """
-        if group.names:
-            name = f"{self._groups_name}.{group.names[0]}"
-            encoded = self._settings[group.names[0]]
-        elif position in self._by_position:
-            name = f"{self._groups_name}.{position}"
-            encoded = self._by_position[position][0]
-        else:
-            return
-        group.set_hyperparameters(name, decode(encoded, name, allow_pickle=self._allow_pickle))

@@ -354,7 +354,7 @@ def plan_together(
             _make_offer(request, known, note, group, plan_cache.of_shards),
             _Offer,
             _combine_offers,
-            partial(_conclude, request=request, known=known, destination=destination),
+            partial(_conclude, request=request, plans=plan_cache, destination=destination),
             _Agreement,
         )
     if not plan_cache.of_shards.issuperset(agreement.of_shards):
@@ -407,7 +407,9 @@ def _make_offer(
 ) -> _Offer:
     settings = f"step {request.step} to {request.place or request.store}"
     settings += " with overwrite=True" if request.overwrite else ""
-    elements = dict.fromkeys(of_shards) if known else request.state.elements(of_shards)
+    # Elements that were equal may differ now. The optimizers of torch have a step count at most.
+    is_prepared = bool(known) and not request.state.why_bound
+    elements = dict.fromkeys(of_shards) if is_prepared else request.state.elements(of_shards)
     return _Offer(
         settings=values_of(group.rank, {"": settings}),
         plans=sorted(known),
@@ -442,7 +444,7 @@ def _combine_offers(offers: Sequence[_Offer]) -> _Offer:
 def _conclude(
     offer: _Offer,
     request: SaveRequest,
-    known: Mapping[bytes, SavePlan],
+    plans: PlanCache,
     destination: Destination | None,
 ) -> _Agreement:
     refuse_unequal(
@@ -452,14 +454,15 @@ def _conclude(
     )
     if destination is not None:
         destination.lock(request)
-    plan = offer.plans[0] if offer.plans else None
+    of_shards = [name for name, value in offer.elements.items() if value is None]
+    plan = offer.plans[0] if offer.plans and plans.of_shards.issuperset(of_shards) else None
     if plan is not None:
-        request.check_room(known[plan].bytes_stored)
+        request.check_room(plans.get(plan, 0).bytes_stored)
     return _Agreement(
         plan=plan,
         values_differ=len(offer.digests) > 1,
         check_replicas=offer.check_replicas,
         save_id=offer.save_id,
         notes=sorted(offer.notes, key=offer.notes.__getitem__),
-        of_shards=[name for name, value in offer.elements.items() if value is None],
+        of_shards=of_shards,
     )

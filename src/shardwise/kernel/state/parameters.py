@@ -11,6 +11,7 @@ import torch
 
 from shardwise.kernel.boxes import Box, boxes_of_range
 from shardwise.kernel.errors import StateError
+from shardwise.kernel.state.json_fields import JsonValue
 from shardwise.kernel.state.local_state import Fragment, TensorLeaf
 from shardwise.kernel.state.stated_geometry import stated_geometry
 from shardwise.kernel.state.tensors import (
@@ -23,7 +24,7 @@ from shardwise.kernel.state.tensors import (
 )
 
 LOCAL = "@local"
-"""Ends the name of a plain value, which says that a state of a DTensor was no DTensor."""
+"""Ends the name of a plain value that says how a state lay on the ranks: `Parameter.layout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,7 @@ class Parameter:
         shape: tuple[int, ...],
         device: torch.device,
         *,
-        is_plain: bool = False,
+        layout: object = None,
     ) -> torch.Tensor:
         """Allocate a state tensor of a global shape.
 
@@ -210,9 +211,11 @@ class Parameter:
 
         Args:
             dtype, shape, device: those of the tensor.
-            is_plain: whether the optimizer kept a plain tensor, also if the parameter is a DTensor.
+            layout: how the optimizer kept it, as `layout` has told. It is not trusted. If the mesh
+                has another number of dimensions now, a DTensor is replicated.
         """
-        tensor = self.tensor
+        tensor, is_plain = self.tensor, layout is True
+        dims = layout if isinstance(layout, list) else None
         if is_plain and not self.flat and shape == self.name_and_shape[1]:
             return torch.zeros(local_tensor(tensor).shape, dtype=dtype, device=device)
         has_shape_of_part = shape != () and shape in {part.shape for part in self.flat}
@@ -220,16 +223,56 @@ class Parameter:
             return torch.zeros(
                 local_tensor(tensor).shape, dtype=dtype, device=local_tensor(tensor).device
             )
-        if shape == self.name_and_shape[1] and shape != ():
+        if shape == self.name_and_shape[1] and shape != () and dims is None:
             return torch.zeros_like(tensor, dtype=dtype)
-        if is_plain or not is_dtensor(tensor) or shape == ():
+        if is_plain or not is_dtensor(tensor) or (shape == () and dims is None):
             return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.distributed.tensor.zeros(
-            *shape,
-            dtype=dtype,
-            device_mesh=tensor.device_mesh,
-            placements=[torch.distributed.tensor.Replicate()] * tensor.device_mesh.ndim,
-        )
+        mesh, of_torch = tensor.device_mesh, torch.distributed.tensor
+        dims = dims if dims is not None and len(dims) == mesh.ndim else [None] * mesh.ndim
+        placements = [
+            of_torch.Replicate()
+            if dim not in range(len(shape))
+            else (own if dim == getattr(own, "dim", None) else of_torch.Shard(dim))
+            for own, dim in zip(tensor.placements, dims, strict=True)
+        ]
+        return of_torch.zeros(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+    def unusual_order(self, value: torch.Tensor) -> tuple[int, ...] | None:
+        """Return in which order the dimensions of a state tensor lie in memory, if it is unusual.
+
+        The order decides in which order an optimizer adds numbers, and so how they are rounded.
+        """
+        if self.flat or is_dtensor(value) or value.dim() < 2:
+            return None
+        like = self.tensor if self.tensor.shape == value.shape else None
+        if value.is_contiguous() and (like is None or like.is_contiguous()):
+            return None
+        order = _dimension_order(value)
+        usual = _dimension_order(like) if like is not None else (*range(value.dim()),)
+        return None if order == usual else order
+
+    def layout(self, value: torch.Tensor) -> JsonValue:
+        """Return how a state tensor lies on the ranks, if `allocate_state` could not tell it.
+
+        Returns:
+            True: a plain tensor, though the parameter is a DTensor. False: a DTensor over another
+            mesh than that of the parameter. A list: a DTensor, with the dimension that each
+            dimension of the mesh shards, or None. None: there is nothing to tell.
+        """
+        mesh, own = (getattr(each, "device_mesh", None) for each in (value, self.tensor))
+        if self.flat or (mesh is None and (own is None or not value.dim())):
+            return None
+        if mesh is None or mesh != own:
+            return mesh is None
+        of_both = [each.placements for each in (value, self.tensor) if is_dtensor(each)]
+        is_alike = of_both[0] == of_both[1] and value.shape == self.tensor.shape != ()
+        return None if is_alike else [getattr(each, "dim", None) for each in of_both[0]]
+
+
+def _dimension_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor, those with large strides first."""
+    strides = [0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _refuse_unless_scalar(name: str, value: torch.Tensor) -> None:

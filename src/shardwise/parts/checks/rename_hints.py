@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from shardwise.kernel.manifest.manifest import FROZEN
 from shardwise.kernel.state.name_lookup import is_below, rename_function
 from shardwise.ports.binding import SavedNames
+from shardwise.ports.module_binding import ELSEWHERE
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to names."""
@@ -43,12 +44,31 @@ def suggest(
 
     hint = (
         suggest_no_rename(missing, saved, fits)
+        or suggest_step(unexpected, saved.all_names())
         or suggest_trainable(missing, unclaimed)
         or suggest_opened_object(missing, saved.all_names())
         or suggest_renames(missing, unexpected, unclaimed, keys, fits)
         or suggest_key(missing, unclaimed, fits)
     )
     return _describe_missing_files(saved, missing) + (f"{hint}; " if hint else "")
+
+
+def suggest_step(unexpected: Collection[str], all_names: Iterable[str]) -> str:
+    """Return a hint to step an optimizer whose state was kept by the owners of parameters, or "".
+
+    Args:
+        unexpected: names that only the checkpoint has.
+        all_names: all names of the checkpoint.
+    """
+    for name in all_names:
+        optimizer, _, key = name.rpartition(".")
+        if key == ELSEWHERE and any(is_below(each, {optimizer}) for each in unexpected):
+            return (
+                f"each parameter's state was on the rank that owned it, and no rank has state of "
+                f"all parameters here: call step() of {optimizer} once before the load, with "
+                "gradients of zeros, so that each rank has that of the parameters that it owns"
+            )
+    return ""
 
 
 def _describe_missing_files(saved: SavedNames, missing: Iterable[str]) -> str:

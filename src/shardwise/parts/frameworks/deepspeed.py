@@ -7,6 +7,7 @@ recognised by their names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
@@ -41,6 +42,7 @@ from shardwise.ports.module_binding import (
 )
 
 VALUES_KEY = "deepspeed"
+MOMENTUM = "momentum_buffer"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 LOSS_SCALER = "loss_scaler"
 LOSS_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -94,6 +96,23 @@ class DeepSpeedOptimizerBinding(OptimizerBinding):
 
     def parameter_order(self) -> None:
         """Return None: checkpoints of DeepSpeed do not identify parameters by position."""
+
+    def restore(self, values: Mapping[str, JsonValue]) -> None:
+        """Set created state, plain state and hyperparameters, and Muon's momenta under ZeRO 3.
+
+        ZeRO 3 can keep them in memory, in tensors that then replace those of the state.
+        """
+        super().restore(values)
+        kept = getattr(self._optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+        for index, momentum in kept.items() if self._is_loaded else ():
+            state = self.optimizers[0].state.get(
+                self._optimizer.fp32_partitioned_groups_flat[index]
+            )
+            if state and MOMENTUM in state:
+                momentum.copy_(state[MOMENTUM])
+                state[MOMENTUM] = momentum
+            else:
+                momentum.zero_()
 
     def find_groups(self) -> list[Group]:
         """Return the param groups.
@@ -334,7 +353,57 @@ def _masters_in_flat_tensors(optimizer: Any, names: NamesById) -> Iterator[Param
             FlatRange.whole(names[id(parameter)], parameter.shape, start).cut(low, high)
             for parameter, start in zip(parameters, starts, strict=True)
         ]
-        yield Parameter(flat, "", tuple(ranges))
+        keeps_matrices = kind == "DeepSpeedZeroOptimizer" and not optimizer.cpu_offload
+        if keeps_matrices and _is_muon(optimizer) and getattr(parameters[0], "use_muon", False):
+            yield MatricesOfMuon(flat, "", tuple(ranges))
+        else:
+            yield Parameter(flat, "", tuple(ranges))
+
+
+def _is_muon(optimizer: Any) -> bool:
+    return "muon" in type(optimizer.optimizer).__name__.lower()  # as DeepSpeed tells it
+
+
+class MatricesOfMuon(Parameter):
+    """A partition of matrices under ZeRO 1 or 2 and DeepSpeed's Muon, which needs whole matrices.
+
+    If a partition has a part of a matrix, its rank keeps the momentum of the whole matrix. These
+    momenta lie one after the other. Offloaded to the CPU, they lie as the partition does.
+    """
+
+    def leaves(self, prefix: str, key: str, value: torch.Tensor) -> list[TensorLeaf]:
+        """Return the momenta, one leaf for each matrix; and other state as for any parameter."""
+        flat = value.detach().view(-1)
+        if flat.numel() != self._size:
+            raise StateError(
+                f"{prefix}.{self.representative_name}.{key}: Muon keeps {flat.numel()} elements for"
+                f" matrices of {self._size} elements, so their order is unknown: save with "
+                "engine.save_checkpoint(), or use ZeRO 3"
+            )
+        starts = accumulate((math.prod(each.shape) for each in self._parts), initial=0)
+        return [
+            FlatRange.whole(each.name, each.shape, start).leaf(f"{prefix}.{each.name}.{key}", flat)
+            for each, start in zip(self._parts, starts, strict=False)
+        ]
+
+    def allocate_state(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: torch.device,
+        *,
+        layout: object = None,
+    ) -> torch.Tensor:
+        """Allocate the momenta of all matrices of which the partition has a part."""
+        return torch.zeros(self._size, dtype=dtype, device=self.tensor.device)
+
+    @property
+    def _parts(self) -> list[FlatRange]:
+        return [each for each in self.flat if each.boxes]
+
+    @property
+    def _size(self) -> int:
+        return sum(math.prod(each.shape) for each in self._parts)
 
 
 def _masters_of_fp16_unfused(optimizer: Any, names: NamesById) -> Iterator[Parameter]:

@@ -29,6 +29,7 @@ MASTER_KEY = "param"
 _BUCKET_NAME = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
 _GROUP_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _NOT_HYPERPARAMETERS = ("params", STEP)
+_CHAINS = ("ChainedOptimizer", "LayerWiseDistributedOptimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
         StateError: names the feature.
     """
     kind, unsupported = type(optimizer).__name__, []
-    if hasattr(optimizer, "chained_optimizers") and kind != "ChainedOptimizer":
+    if hasattr(optimizer, "chained_optimizers") and kind not in _CHAINS:
         unsupported.append(kind)
     for chained in optimizers_in_chain(optimizer):
         inner, inner_kind = chained.optimizer, type(chained.optimizer).__name__
@@ -90,11 +91,25 @@ def refuse_unknown_optimizer(name: str, optimizer: object) -> None:
 
 def master_weights_of(optimizer: object) -> Iterator[MasterWeight]:
     """Yield the tensors that an optimizer updates on this rank."""
+    owned: set[int] = set()
     for chained_optimizer in optimizers_in_chain(optimizer):
-        yield from _MASTERS_OF_TYPE[type(chained_optimizer).__name__](chained_optimizer)
+        for master in _MASTERS_OF_TYPE[type(chained_optimizer).__name__](chained_optimizer):
+            owned.add(id(master.parameter))
+            yield master
+    for parameter in _divided_by_layer(optimizer):
+        if id(parameter) not in owned:
+            has_master = parameter.dtype != torch.float32  # on the rank that owns it
+            end = 0 if has_master else parameter.numel()
+            yield MasterWeight(parameter, None if has_master else parameter, 0, end)
 
 
-def rebuild_weights(optimizer: object) -> None:
+def _divided_by_layer(optimizer: object) -> Iterator[torch.Tensor]:
+    """Yield the parameters that a layer-wise optimizer divides among the data-parallel ranks."""
+    for key in ("dp_cp_params_list", "expt_dp_params_list"):
+        yield from chain.from_iterable(getattr(optimizer, key, None) or ())
+
+
+def rebuild_weights(optimizer: Any) -> None:
     """Compute the model's weights from the master weights. This is a collective."""
     gathering_chunks = []
     for chained_optimizer in optimizers_in_chain(optimizer):
@@ -108,6 +123,8 @@ def rebuild_weights(optimizer: object) -> None:
     for chained_optimizer in optimizers_in_chain(optimizer):
         if hasattr(chained_optimizer, "_copy_main_params_to_model_params"):
             chained_optimizer._copy_main_params_to_model_params()
+    if any(True for _ in _divided_by_layer(optimizer)):
+        optimizer.allgather_params()
     for chunk in gathering_chunks:
         chunk.start_param_sync(force_sync=True)
 
