@@ -1,0 +1,116 @@
+"""The memory of a fragment that a load fills with stored numbers times their scales.
+
+A load hands it boxes of the stored numbers, as it hands them to plain memory. They are computed in
+small parts, so the memory for this does not grow with the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardwise.kernel.boxes import Box, split_into_boxes
+from shardwise.kernel.engine.tensors import TensorMemory, memory_of
+from shardwise.parts.quantized.scales import FragmentScales
+from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
+from shardwise.ports.binding import Fragment
+from shardwise.ports.module_binding import view_for_numpy
+
+Array = npt.NDArray[Any]
+
+_AT_ONCE = 1 << 18
+"""The most numbers to compute at a time: 1 MiB in float32."""
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_SIGNED = np.concatenate([_FP4, -_FP4])
+_PAIRS: Array = np.stack([np.tile(_SIGNED, 16), np.repeat(_SIGNED, 16)], axis=-1)
+"""The two numbers in each byte of MXFP4, `(256, 2)`: the low bits are the first one."""
+
+
+def stored_box(scaled: BlockScaled, box: Box) -> Box:
+    """Return the box of the stored numbers that a box of the tensor needs."""
+    if not scaled.is_mxfp4:
+        return box
+    (expert, column, row), (experts, columns, rows) = box.offset, box.shape
+    numbers = 2 * MXFP4_BYTES
+    first, last = column // numbers, -(-(column + columns) // numbers)
+    return Box((expert, row, first, 0), (experts, rows, last - first, MXFP4_BYTES))
+
+
+class ScaledMemory:
+    """Memory with the methods of `TensorMemory` that a load needs.
+
+    Args:
+        scaled: the tensor.
+        fragment: the box of the tensor to fill, and its memory.
+        scales: the scales of its blocks.
+    """
+
+    device: torch.device | None = None
+    dtype = np.dtype(np.uint8)
+    itemsize = 1
+
+    def __init__(self, scaled: BlockScaled, fragment: Fragment, scales: FragmentScales) -> None:
+        self._scaled, self._scales = scaled, scales
+        self._box, self._stored = fragment.box, stored_box(scaled, fragment.box)
+        self._target: TensorMemory = memory_of(fragment.data)
+        self._target_dtype = fragment.data.dtype
+        self._data_dtype: torch.dtype = getattr(torch, scaled.data.dtype)
+
+    def bytes_of(self, index: tuple[slice, ...]) -> None:
+        """Return None: no stored byte is a byte of the target."""
+
+    def write(self, index: tuple[slice, ...], source: Array) -> None:
+        """Fill what a box of stored numbers decides.
+
+        Args:
+            index: the box, as slices of the stored box.
+            source: the stored numbers, as bytes.
+        """
+        corner = [o + s.start for o, s in zip(self._stored.offset, index, strict=True)]
+        most = _AT_ONCE // (2 if self._scaled.is_mxfp4 else 1)
+        for part in split_into_boxes(source.shape, most):
+            offset = tuple(a + b for a, b in zip(corner, part.offset, strict=True))
+            box = Box(offset, part.shape)
+            numbers = np.array(source[part.slices()])  # contiguous
+            if self._scaled.is_mxfp4:
+                self._write_mxfp4(box, numbers)
+            else:
+                self._write_fp8(box, numbers)
+        self._scales.used(source.size)
+
+    def _write_fp8(self, box: Box, numbers: Array) -> None:
+        values = torch.from_numpy(numbers).view(self._data_dtype).to(torch.float32)
+        scales = self._scales.select(box)
+        if scales.dtype == torch.uint8:  # exponents, as in e8m0
+            factors = (scales.to(torch.float32) - 127.0).exp2()
+        else:
+            factors = scales.to(torch.float32)
+        values *= factors
+        if self._scaled.rounds_to:
+            values = values.to(getattr(torch, self._scaled.rounds_to))
+        self._put(box.relative_to(self._box.offset), values)
+
+    def _write_mxfp4(self, box: Box, numbers: Array) -> None:
+        experts, rows, groups, size = box.shape
+        exponents = self._scales.select(box).view(torch.uint8).to(torch.int32) - 127
+        pairs = torch.from_numpy(_PAIRS[numbers]).view(experts, rows, groups, 2 * size)
+        pairs = pairs.to(torch.promote_types(torch.float32, self._target_dtype))
+        values = torch.ldexp(pairs, exponents)
+        (expert, row, group, byte) = box.offset
+        # Only a box of whole groups is one range of columns.
+        step = groups if size == MXFP4_BYTES else 1
+        for first in range(0, groups, step):
+            columns = values[:, :, first : first + step].reshape(experts, rows, -1).transpose(1, 2)
+            at = 2 * ((group + first) * MXFP4_BYTES + byte)
+            part = Box((expert, at, row), tuple(columns.shape))
+            wanted = part.intersect(self._box)
+            if wanted is not None:
+                inside = columns[wanted.relative_to(part.offset).slices()]
+                self._put(wanted.relative_to(self._box.offset), inside)
+
+    def _put(self, box: Box, values: torch.Tensor) -> None:
+        source = view_for_numpy(values.to(self._target_dtype)).numpy()
+        self._target.write(box.slices(), source)
