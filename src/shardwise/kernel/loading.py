@@ -140,7 +140,7 @@ def load_state(
                 if layout.step is None and options.needs_step:
                     refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
                 arena = Arena(options.staging_bytes, store.traits)
-                leaves = targets.tensors
+                leaves: Sequence[TensorLeaf] = targets.tensors
                 if options.dequantize:
                     leaves = _convert(leaves, saved, store, arena, verify=options.verify)
                 reads = plan_reads(leaves, saved, store, arena, verify=options.verify)
