@@ -6,27 +6,19 @@ small parts, so the memory for this does not grow with the tensor.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from shardwise.kernel.boxes import Box, split_into_boxes
 from shardwise.kernel.engine.tensors import TensorMemory, memory_of
+from shardwise.parts.quantized.numbers import Array, scale_fp8, unpack_fp4
 from shardwise.parts.quantized.scales import FragmentScales
 from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
 from shardwise.ports.binding import Fragment
 from shardwise.ports.module_binding import view_for_numpy
 
-Array = npt.NDArray[Any]
-
 _AT_ONCE = 1 << 18
 """The most numbers to compute at a time: 1 MiB in float32."""
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_SIGNED = np.concatenate([_FP4, -_FP4])
-_PAIRS: Array = np.stack([np.tile(_SIGNED, 16), np.repeat(_SIGNED, 16)], axis=-1)
-"""The two numbers in each byte of MXFP4, `(256, 2)`: the low bits are the first one."""
 
 
 def stored_box(scaled: BlockScaled, box: Box) -> Box:
@@ -82,13 +74,12 @@ class ScaledMemory:
         self._scales.used(source.size)
 
     def _write_fp8(self, box: Box, numbers: Array) -> None:
-        values = torch.from_numpy(numbers).view(self._data_dtype).to(torch.float32)
         scales = self._scales.select(box)
         if scales.dtype == torch.uint8:  # exponents, as in e8m0
             factors = (scales.to(torch.float32) - 127.0).exp2()
         else:
             factors = scales.to(torch.float32)
-        values *= factors
+        values = scale_fp8(numbers, self._data_dtype, factors)
         if self._scaled.rounds_to:
             values = values.to(getattr(torch, self._scaled.rounds_to))
         self._put(box.relative_to(self._box.offset), values)
@@ -96,9 +87,10 @@ class ScaledMemory:
     def _write_mxfp4(self, box: Box, numbers: Array) -> None:
         experts, rows, groups, size = box.shape
         exponents = self._scales.select(box).view(torch.uint8).to(torch.int32) - 127
-        pairs = torch.from_numpy(_PAIRS[numbers]).view(experts, rows, groups, 2 * size)
-        pairs = pairs.to(torch.promote_types(torch.float32, self._target_dtype))
-        values = torch.ldexp(pairs, exponents)
+        unscaled = unpack_fp4(numbers)
+        if self._target_dtype == torch.float64:  # as transformers, which multiplies in this dtype
+            unscaled = unscaled.double()
+        values = torch.ldexp(unscaled, exponents)
         (expert, row, group, byte) = box.offset
         # Only a box of whole groups is one range of columns.
         step = groups if size == MXFP4_BYTES else 1
