@@ -25,7 +25,8 @@ LAYERS = (
     ("parts.formats.readers",),
     ("parts.formats", "parts.memory"),
     ("parts.tiers",),
-    ("parts.checks", "parts.ranks", "parts.retention", "parts.stores", "parts.words"),
+    ("parts.checks", "parts.quantized", "parts.ranks", "parts.retention", "parts.stores")
+    + ("parts.words",),
     ("kernel.api",),
     ("kernel.loading",),
     ("kernel.checkpoint", "kernel.opening"),

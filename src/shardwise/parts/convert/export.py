@@ -20,13 +20,13 @@ from shardwise.kernel.engine.rounds import Round
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.events import Recorder, Sink
 from shardwise.kernel.manifest.layout import Layout, encode_layout
-from shardwise.kernel.manifest.quantized import REMEDY, find_quantized
 from shardwise.kernel.opening import OpenOptions, agree_to_open
 from shardwise.kernel.store import Files, open_store
 from shardwise.parts.checks.compare import check_all_together
 from shardwise.parts.convert.plan import ExportContents, TargetTensor, describe_empty_model
 from shardwise.parts.convert.targets import TARGETS
 from shardwise.parts.convert.write import ConversionReport, write_files
+from shardwise.parts.quantized.pairs import REMEDY, find_quantized
 from shardwise.ports.binding import Selection
 from shardwise.ports.foreign import Specification
 

@@ -6,6 +6,8 @@ small parts, so the memory for this does not grow with the tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -17,8 +19,10 @@ from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
 from shardwise.ports.binding import Fragment
 from shardwise.ports.module_binding import view_for_numpy
 
-_AT_ONCE = 1 << 18
-"""The most numbers to compute at a time: 1 MiB in float32."""
+_AT_ONCE = 1 << 20
+"""The most numbers to compute at a time: 4 MiB in float32, for each thread."""
+_HIGH = 16
+"""The least rows of a block at whose borders parts are cut."""
 
 
 def stored_box(scaled: BlockScaled, box: Box) -> Box:
@@ -29,6 +33,27 @@ def stored_box(scaled: BlockScaled, box: Box) -> Box:
     numbers = 2 * MXFP4_BYTES
     first, last = column // numbers, -(-(column + columns) // numbers)
     return Box((expert, row, first, 0), (experts, rows, last - first, MXFP4_BYTES))
+
+
+def _parts(whole: Box, block: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Yield parts of a box, of at most `most` numbers, whose rows share scales if blocks are high.
+
+    A part then needs one row of scales, and not one scale for each of its numbers.
+    """
+    cuts = [0]
+    if len(block) > 1 and block[-2] >= _HIGH:
+        first, size = whole.offset[-2], block[-2]
+        cuts += range(size - first % size, whole.shape[-2], size)
+    ends = [*cuts[1:], None]
+    for low, high in zip(cuts, ends, strict=True):
+        rows = whole
+        if len(cuts) > 1:
+            high = whole.shape[-2] if high is None else high
+            offset = (*whole.offset[:-2], whole.offset[-2] + low, whole.offset[-1])
+            rows = Box(offset, (*whole.shape[:-2], high - low, whole.shape[-1]))
+        for part in split_into_boxes(rows.shape, most):
+            corner = tuple(a + b for a, b in zip(rows.offset, part.offset, strict=True))
+            yield Box(corner, part.shape)
 
 
 class ScaledMemory:
@@ -47,9 +72,10 @@ class ScaledMemory:
     def __init__(self, scaled: BlockScaled, fragment: Fragment, scales: FragmentScales) -> None:
         self._scaled, self._scales = scaled, scales
         self._box, self._stored = fragment.box, stored_box(scaled, fragment.box)
-        self._target: TensorMemory = memory_of(fragment.data)
-        self._target_dtype = fragment.data.dtype
+        self._data = fragment.data.detach()
+        self._memory: TensorMemory | None = None if self._data.is_cpu else memory_of(self._data)
         self._data_dtype: torch.dtype = getattr(torch, scaled.data.dtype)
+        self._most = _AT_ONCE // (2 if scaled.is_mxfp4 else 1)
 
     def bytes_of(self, index: tuple[slice, ...]) -> None:
         """Return None: no stored byte is a byte of the target."""
@@ -62,11 +88,9 @@ class ScaledMemory:
             source: the stored numbers, as bytes.
         """
         corner = [o + s.start for o, s in zip(self._stored.offset, index, strict=True)]
-        most = _AT_ONCE // (2 if self._scaled.is_mxfp4 else 1)
-        for part in split_into_boxes(source.shape, most):
-            offset = tuple(a + b for a, b in zip(corner, part.offset, strict=True))
-            box = Box(offset, part.shape)
-            numbers = np.array(source[part.slices()])  # contiguous
+        whole = Box(tuple(corner), source.shape)
+        for box in _parts(whole, self._scaled.block, self._most):
+            numbers = np.ascontiguousarray(source[box.relative_to(whole.offset).slices()])
             if self._scaled.is_mxfp4:
                 self._write_mxfp4(box, numbers)
             else:
@@ -88,7 +112,7 @@ class ScaledMemory:
         experts, rows, groups, size = box.shape
         exponents = self._scales.select(box).view(torch.uint8).to(torch.int32) - 127
         unscaled = unpack_fp4(numbers)
-        if self._target_dtype == torch.float64:  # as transformers, which multiplies in this dtype
+        if self._data.dtype == torch.float64:  # as transformers, which multiplies in this dtype
             unscaled = unscaled.double()
         values = torch.ldexp(unscaled, exponents)
         (expert, row, group, byte) = box.offset
@@ -104,5 +128,8 @@ class ScaledMemory:
                 self._put(wanted.relative_to(self._box.offset), inside)
 
     def _put(self, box: Box, values: torch.Tensor) -> None:
-        source = view_for_numpy(values.to(self._target_dtype)).numpy()
-        self._target.write(box.slices(), source)
+        if self._memory is None:
+            self._data[box.slices()].copy_(values)
+            return
+        source = view_for_numpy(values.to(self._data.dtype)).numpy()
+        self._memory.write(box.slices(), source)  # on the right stream

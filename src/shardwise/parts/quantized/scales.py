@@ -92,10 +92,14 @@ class FragmentScales:
         The result has a dimension for each of the box: its length, or 1 if all scales along it are
         the same.
         """
-        stored = view_for_numpy(self._stored()).numpy().reshape(self._grid)
-        index = []
+        selected = view_for_numpy(self._stored()).numpy().reshape(self._grid)
         table = zip(box.offset, box.shape, self._scaled.block, self._low, strict=True)
-        for offset, n, block, low in table:
-            along = np.arange(offset, offset + n) // block - low
-            index.append(along[:1] if along[0] == along[-1] else along)
-        return torch.from_numpy(stored[np.ix_(*index)]).view(self._dtype)
+        for dim, (offset, n, block, low) in enumerate(table):
+            first, last = offset // block - low, (offset + n - 1) // block - low
+            selected = selected[(slice(None),) * dim + (slice(first, last + 1),)]
+            if block > 1 and first < last:
+                counts = np.full(last + 1 - first, block)
+                counts[0] -= offset % block
+                counts[-1] -= -(offset + n) % block
+                selected = selected.repeat(counts, axis=dim)
+        return torch.from_numpy(np.array(selected)).view(self._dtype)
