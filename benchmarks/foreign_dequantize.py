@@ -51,16 +51,17 @@ def main() -> None:
             report = bench.measure(f"warm: {name}", job)
             read[name] = sum(bench.gather_values(report.bytes_read))
             peaks[name] = max(peaks[name], peak_beyond(bench, f"peak: {name}", job))
-    rates = []
+    rates: list[dict[str, object]] = []
     for name in list(loads)[1:]:
-        row: dict[str, object] = {"scheme": name, "bytes read": read[name] / read[PLAIN]}
+        bytes_read = read[name] / read[PLAIN]
+        row: dict[str, object] = {"scheme": name, "bytes read": round(bytes_read, 3)}
         for cache in ("cold", "warm"):
             bench.compare(f"{cache}: {PLAIN}", f"{cache}: {name}")
-            seconds = bench.ratio(f"{cache}: {name}", f"{cache}: {PLAIN}")
-            row[f"{cache}: bytes in a second"] = rate = read[name] / read[PLAIN] / seconds
+            rate = bytes_read / bench.ratio(f"{cache}: {name}", f"{cache}: {PLAIN}")
+            row[f"{cache}: bytes read in a second"] = round(rate, 3)
             if name == "block FP8":
                 bench.goal(f"{cache}: bytes read in a second, of {PLAIN}", rate, least=LEAST)
-        rates.append({key: v if isinstance(v, str) else round(v, 3) for key, v in row.items()})
+        rates.append(row)
     bench.table(f"Bytes read, and bytes read in a second, of those of {PLAIN}", rates)
     bench.table(
         "Peak memory of a process beyond the target",

@@ -6,7 +6,7 @@ small parts, so the memory for this does not grow with the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import add
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
 from shardwise.ports.binding import Fragment
 from shardwise.ports.module_binding import view_for_numpy
 
-_AT_ONCE = 1 << 20
-"""The most numbers to compute at a time: 4 MiB in float32, for each thread."""
-_HIGH = 16
-"""The least rows of a block at whose borders parts are cut."""
+_AT_ONCE = 1 << 19
+"""The most numbers to compute at a time: 2 MiB in float32, for each thread."""
 
 
 def stored_box(scaled: BlockScaled, box: Box) -> Box:
@@ -33,27 +31,6 @@ def stored_box(scaled: BlockScaled, box: Box) -> Box:
     numbers = 2 * MXFP4_BYTES
     first, last = column // numbers, -(-(column + columns) // numbers)
     return Box((expert, row, first, 0), (experts, rows, last - first, MXFP4_BYTES))
-
-
-def _parts(whole: Box, block: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield parts of a box, of at most `most` numbers, whose rows share scales if blocks are high.
-
-    A part then needs one row of scales, and not one scale for each of its numbers.
-    """
-    cuts = [0]
-    if len(block) > 1 and block[-2] >= _HIGH:
-        first, size = whole.offset[-2], block[-2]
-        cuts += range(size - first % size, whole.shape[-2], size)
-    ends = [*cuts[1:], None]
-    for low, high in zip(cuts, ends, strict=True):
-        rows = whole
-        if len(cuts) > 1:
-            high = whole.shape[-2] if high is None else high
-            offset = (*whole.offset[:-2], whole.offset[-2] + low, whole.offset[-1])
-            rows = Box(offset, (*whole.shape[:-2], high - low, whole.shape[-1]))
-        for part in split_into_boxes(rows.shape, most):
-            corner = tuple(a + b for a, b in zip(rows.offset, part.offset, strict=True))
-            yield Box(corner, part.shape)
 
 
 class ScaledMemory:
@@ -88,9 +65,9 @@ class ScaledMemory:
             source: the stored numbers, as bytes.
         """
         corner = [o + s.start for o, s in zip(self._stored.offset, index, strict=True)]
-        whole = Box(tuple(corner), source.shape)
-        for box in _parts(whole, self._scaled.block, self._most):
-            numbers = np.ascontiguousarray(source[box.relative_to(whole.offset).slices()])
+        for part in split_into_boxes(source.shape, self._most):
+            box = Box(tuple(map(add, corner, part.offset)), part.shape)
+            numbers = np.ascontiguousarray(source[part.slices()])
             if self._scaled.is_mxfp4:
                 self._write_mxfp4(box, numbers)
             else:
@@ -98,19 +75,19 @@ class ScaledMemory:
         self._scales.used(source.size)
 
     def _write_fp8(self, box: Box, numbers: Array) -> None:
-        scales = self._scales.select(box)
+        scales, cuts = self._scales.select(box)
         if scales.dtype == torch.uint8:  # exponents, as in e8m0
             factors = (scales.to(torch.float32) - 127.0).exp2()
         else:
             factors = scales.to(torch.float32)
-        values = scale_fp8(numbers, self._data_dtype, factors)
+        values = scale_fp8(numbers, self._data_dtype, factors, cuts)
         if self._scaled.rounds_to:
             values = values.to(getattr(torch, self._scaled.rounds_to))
         self._put(box.relative_to(self._box.offset), values)
 
     def _write_mxfp4(self, box: Box, numbers: Array) -> None:
         experts, rows, groups, size = box.shape
-        exponents = self._scales.select(box).view(torch.uint8).to(torch.int32) - 127
+        exponents = self._scales.select(box)[0].view(torch.uint8).to(torch.int32) - 127
         unscaled = unpack_fp4(numbers)
         if self._data.dtype == torch.float64:  # as transformers, which multiplies in this dtype
             unscaled = unscaled.double()

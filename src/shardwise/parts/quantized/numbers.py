@@ -8,6 +8,8 @@ are smaller than the values by a power of two, which no rounding changes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,29 +24,43 @@ E2M1_FACTOR = 2.0**14
 _NAN = 0x7F
 
 
-def scale_fp8(numbers: Array, dtype: torch.dtype, factors: torch.Tensor) -> torch.Tensor:
+def scale_fp8(
+    numbers: Array, dtype: torch.dtype, factors: torch.Tensor, cuts: Sequence[int] = ()
+) -> torch.Tensor:
     """Return numbers in FP8 times their scales, in float32, as one multiplication rounds them.
 
     Args:
         numbers: the numbers as bytes, contiguous.
         dtype: `float8_e4m3fn` or `float8_e5m2`.
-        factors: positive scales in float32, which can be broadcast to the shape of the numbers.
+        factors: positive scales in float32, which can be broadcast to the shape of the numbers; or,
+            with `cuts`, which have a row for each row of blocks.
+        cuts: the first row of each row of blocks, and the number of rows.
     """
-    signed = numbers.view(np.int8)
+    bits = np.left_shift(
+        numbers.view(np.int8), 8 if dtype == torch.float8_e5m2 else 7, dtype=np.int16
+    )
     if dtype == torch.float8_e5m2:
-        bits = np.left_shift(signed, 8, dtype=np.int16)
-        return torch.from_numpy(bits).view(torch.float16).to(torch.float32) * factors
-    bits = np.left_shift(signed, 7, dtype=np.int16)  # the sign fills the two highest bits
-    bits &= ~0x4000
+        values = torch.from_numpy(bits).view(torch.float16).to(torch.float32)
+        return _multiply(values, factors, cuts)
+    bits &= ~0x4000  # the sign fills the two highest bits
     values = torch.from_numpy(bits).view(torch.float16).to(torch.float32)
     scaled = factors * E4M3_FACTOR
     if float(scaled.max()) == math.inf:
         values *= E4M3_FACTOR
         scaled = factors
-    values *= scaled
+    _multiply(values, scaled, cuts)
     magnitudes = numbers & _NAN
     if magnitudes.max(initial=0) == _NAN:
         values[torch.from_numpy(magnitudes == _NAN)] = torch.nan
+    return values
+
+
+def _multiply(values: torch.Tensor, factors: torch.Tensor, cuts: Sequence[int]) -> torch.Tensor:
+    """Multiply values by factors in place; see `scale_fp8`."""
+    if not cuts:
+        values *= factors
+    for row, (low, high) in enumerate(pairwise(cuts)):
+        values[..., low:high, :] *= factors[..., row : row + 1, :]
     return values
 
 

@@ -15,6 +15,8 @@ from shardwise.ports.module_binding import view_for_numpy
 
 _LARGEST_EXPONENT = 255
 """NaN as an exponent in e8m0."""
+_HIGH = 16
+"""The least rows of a block for which rows of blocks are multiplied one by one."""
 
 
 class FragmentScales:
@@ -86,20 +88,27 @@ class FragmentScales:
             raise RuntimeError(f"{self._scaled.scales.name}: the scales were not read")
         return values
 
-    def select(self, box: Box) -> torch.Tensor:
+    def select(self, box: Box) -> tuple[torch.Tensor, list[int]]:
         """Return the scales of a box in the stored tensor, as they are stored.
 
-        The result has a dimension for each of the box: its length, or 1 if all scales along it are
-        the same.
+        Returns:
+            The scales, whose dimensions are as long as those of the box, or 1 if all along it share
+            a scale. If blocks are high, the scales have a row for each row of blocks instead. Then
+            the list has the first row of each of them, and the number of rows; else, it is empty.
         """
         selected = view_for_numpy(self._stored()).numpy().reshape(self._grid)
         table = zip(box.offset, box.shape, self._scaled.block, self._low, strict=True)
+        cuts: list[int] = []
         for dim, (offset, n, block, low) in enumerate(table):
             first, last = offset // block - low, (offset + n - 1) // block - low
             selected = selected[(slice(None),) * dim + (slice(first, last + 1),)]
-            if block > 1 and first < last:
-                counts = np.full(last + 1 - first, block)
-                counts[0] -= offset % block
-                counts[-1] -= -(offset + n) % block
-                selected = selected.repeat(counts, axis=dim)
-        return torch.from_numpy(np.array(selected)).view(self._dtype)
+            if block == 1 or first == last:
+                continue
+            if dim == len(box.shape) - 2 and block >= _HIGH:
+                cuts = [0, *range(block - offset % block, n, block), n]
+                continue
+            counts = np.full(last + 1 - first, block)
+            counts[0] -= offset % block
+            counts[-1] -= -(offset + n) % block
+            selected = selected.repeat(counts, axis=dim)
+        return torch.from_numpy(np.array(selected)).view(self._dtype), cuts
