@@ -87,21 +87,23 @@ class ScaledMemory:
 
     def _write_mxfp4(self, box: Box, numbers: Array) -> None:
         experts, rows, groups, size = box.shape
-        exponents = self._scales.select(box)[0].view(torch.uint8).to(torch.int32) - 127
-        unscaled = unpack_fp4(numbers)
+        columns = numbers.reshape(experts, rows, groups * size).transpose(0, 2, 1)
+        unscaled = unpack_fp4(np.ascontiguousarray(columns))
         if self._data.dtype == torch.float64:  # as transformers, which multiplies in this dtype
             unscaled = unscaled.double()
-        values = torch.ldexp(unscaled, exponents)
-        (expert, row, group, byte) = box.offset
+        exponents = self._scales.select(box)[0].view(torch.uint8).to(torch.int32) - 127
+        by_group = unscaled.view(experts, groups, 2 * size, rows)
+        values = torch.ldexp(by_group, exponents.permute(0, 2, 3, 1))
+        expert, row, group, byte = box.offset
         # Only a box of whole groups is one range of columns.
         step = groups if size == MXFP4_BYTES else 1
         for first in range(0, groups, step):
-            columns = values[:, :, first : first + step].reshape(experts, rows, -1).transpose(1, 2)
+            part = values[:, first : first + step].reshape(experts, -1, rows)
             at = 2 * ((group + first) * MXFP4_BYTES + byte)
-            part = Box((expert, at, row), tuple(columns.shape))
-            wanted = part.intersect(self._box)
+            whole = Box((expert, at, row), tuple(part.shape))
+            wanted = whole.intersect(self._box)
             if wanted is not None:
-                inside = columns[wanted.relative_to(part.offset).slices()]
+                inside = part[wanted.relative_to(whole.offset).slices()]
                 self._put(wanted.relative_to(self._box.offset), inside)
 
     def _put(self, box: Box, values: torch.Tensor) -> None:

@@ -65,14 +65,18 @@ def _multiply(values: torch.Tensor, factors: torch.Tensor, cuts: Sequence[int]) 
 
 
 def unpack_fp4(numbers: Array) -> torch.Tensor:
-    """Return the numbers in e2m1 of which each byte has two, the low bits first, in float32.
+    """Return the numbers in e2m1 of which each byte has two, in float32.
 
     Args:
-        numbers: bytes of any shape. The last dimension of the result is twice as long.
+        numbers: bytes, `(…, n, m)`.
+
+    Returns:
+        The numbers, `(…, 2 n, m)`. Rows 2 i and 2 i + 1 are the low and the high bits of row i.
     """
     wide = numbers.astype(np.uint16)
-    bits = np.empty((*numbers.shape, 2), np.uint16)
-    bits[..., 0] = (wide & 0x08) << 12 | (wide & 0x07) << 9
-    bits[..., 1] = (wide & 0x80) << 8 | (wide & 0x70) << 5
-    halves = torch.from_numpy(bits.view(np.float16)).flatten(-2)
-    return halves.to(torch.float32) * E2M1_FACTOR
+    *outer, rows, columns = numbers.shape
+    bits = np.empty((*outer, rows, 2, columns), np.uint16)
+    bits[..., 0, :] = (wide & 0x08) << 12 | (wide & 0x07) << 9
+    bits[..., 1, :] = (wide & 0x80) << 8 | (wide & 0x70) << 5
+    halves = torch.from_numpy(bits.view(np.float16)).view(*outer, 2 * rows, columns)
+    return halves.to(torch.float32).mul_(E2M1_FACTOR)
