@@ -25,8 +25,8 @@ LAYERS = (
     ("parts.formats.readers",),
     ("parts.formats", "parts.memory"),
     ("parts.tiers",),
-    ("parts.checks", "parts.quantized", "parts.ranks", "parts.retention", "parts.stores")
-    + ("parts.words",),
+    ("parts.checks", "parts.ranks", "parts.retention", "parts.stores", "parts.words"),
+    ("parts.quantized",),
     ("kernel.api",),
     ("kernel.loading",),
     ("kernel.checkpoint", "kernel.opening"),
