@@ -57,7 +57,7 @@ RUNS = [
     Run("rebuild", 3),
     Run("recover", 4),
     *(Run("foreign_resume", processes) for processes in (1, 4)),
-    *(Run(f"foreign_{question}") for question in ("load", "export")),
+    *(Run(f"foreign_{question}") for question in ("load", "dequantize", "export")),
     *(Run(f"foreign_{question}", 1) for question in ("open", "check")),
 ]
 

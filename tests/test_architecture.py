@@ -26,6 +26,7 @@ LAYERS = (
     ("parts.formats", "parts.memory"),
     ("parts.tiers",),
     ("parts.checks", "parts.ranks", "parts.retention", "parts.stores", "parts.words"),
+    ("parts.quantized",),
     ("kernel.api",),
     ("kernel.loading",),
     ("kernel.checkpoint", "kernel.opening"),

@@ -113,6 +113,7 @@ def load(
     skip: Sequence[str] = (),
     rename: Rename | None = None,
     cast: bool = False,
+    dequantize: bool = False,
     resize: Mapping[str, str] | None = None,
     verify: bool = True,
     allow_pickle: bool = False,
@@ -141,6 +142,8 @@ def load(
         only, skip: shell patterns of the names of the state to load, and to leave unchanged.
         rename: maps names of the state to saved names: a function, or a mapping of prefixes.
         cast: convert tensors whose dtypes differ, unless quantized. If False, they are an error.
+        dequantize: compute the values of block-scaled tensors, such as block FP8 and MXFP4, with
+            their scales. If False, they are loaded as stored, and other targets are an error.
         resize: maps shell patterns to `"keep-common"`: copy the elements that both shapes have.
         allow_pickle: unpickle values that were pickled. Use this only for files that you trust.
         step, verify, spec, skip_unknown, format: as for `open`.
@@ -156,9 +159,9 @@ def load(
         RankError: another rank failed.
     """
     options = LoadOptions(strict=strict, only=only, skip=skip, rename=rename, cast=cast,
-        resize=resize or {}, verify=verify, allow_pickle=allow_pickle, read_once=read_once,
-        staging_bytes=staging_bytes, spec=spec, skip_unknown=skip_unknown, format=format,
-        step=step)  # fmt: skip
+        dequantize=dequantize, resize=resize or {}, verify=verify, allow_pickle=allow_pickle,
+        read_once=read_once, staging_bytes=staging_bytes, spec=spec, skip_unknown=skip_unknown,
+        format=format, step=step)  # fmt: skip
     return load_place(place, state, options, group=group, on_event=on_event)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.kernel.adapters import bind_state
 from shardwise.kernel.adapters.optimizer_groups import GROUPS
 from shardwise.kernel.decoding import prepare_decoding
-from shardwise.kernel.engine.buffers import Arena
+from shardwise.kernel.engine.buffers import SMALLEST_BUFFER, Arena
 from shardwise.kernel.engine.group import Group, TimedGroup
 from shardwise.kernel.engine.load import LoadReport, RankReads, ReadAlone, plan_reads
 from shardwise.kernel.engine.match import MatchReport, agree_on_match, make_report, match_targets
@@ -32,7 +32,12 @@ from shardwise.kernel.plugins import (
     ignore_failure,
     load_built_in,
 )
-from shardwise.kernel.state.local_state import LocalState, ParameterOrder, copy_overlapping
+from shardwise.kernel.state.local_state import (
+    LocalState,
+    ParameterOrder,
+    TensorLeaf,
+    copy_overlapping,
+)
 from shardwise.kernel.state.name_lookup import Rename, SavedNames, Selection, rename_function
 from shardwise.kernel.state.tensors import mesh_axes
 from shardwise.kernel.store import Files, Store, count_retries
@@ -77,6 +82,7 @@ class LoadOptions(OpenOptions):
     skip: Sequence[str] = ()
     rename: Rename | None = None
     cast: bool = False
+    dequantize: bool = False
     resize: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True
     allow_pickle: bool = False
@@ -88,7 +94,8 @@ class LoadOptions(OpenOptions):
     def settings(self) -> str:
         """The options that must be equal on all ranks, formatted for error messages."""
         return (
-            f"strict={self.strict}, cast={self.cast}, verify={self.verify}, "
+            f"strict={self.strict}, cast={self.cast}, dequantize={self.dequantize}, "
+            f"verify={self.verify}, "
             f"read_once={self.read_once}, "
             f"staging_bytes={self.staging_bytes}, resize={self.resize}"
         )
@@ -122,6 +129,8 @@ def load_state(
             store, layout = check()
         with recorder.stage("match"):
             saved = _saved_names(layout, rename, bindings, options.resize, selection, group)
+            if options.dequantize:
+                saved = load_built_in("shardwise.quantized", "dequantize")(saved)
         path, strict = str(store), options.strict
         with Round(group, "matching names") as all_ranks:
             with recorder.stage("match"):
@@ -131,7 +140,10 @@ def load_state(
                 if layout.step is None and options.needs_step:
                     refuse_unknown_step(path, _loaded_optimizers(bindings, targets, own))
                 arena = Arena(options.staging_bytes, store.traits)
-                reads = plan_reads(targets.tensors, saved, store, arena, verify=options.verify)
+                leaves: Sequence[TensorLeaf] = targets.tensors
+                if options.dequantize:
+                    leaves = _convert(leaves, saved, store, arena, verify=options.verify)
+                reads = plan_reads(leaves, saved, store, arena, verify=options.verify)
                 strategy = _choose_strategy(group, options.read_once)
             with recorder.stage("match"):
                 unexpected = agree_on_match(all_ranks, own, path, saved, state, strict=strict)
@@ -143,12 +155,29 @@ def load_state(
                 _restore_values(bindings, targets, saved, store, group, verify=options.verify)
         for binding in bindings:  # outside of a round: bindings may communicate here
             binding.rebuild_weights()
-    return _make_report(path, layout, reads, own, unexpected, bindings, recorder)
+    return _make_report(path, saved, reads, own, unexpected, bindings, recorder)
+
+
+def _convert(
+    leaves: Sequence[TensorLeaf], saved: SavedNames, store: Files, arena: Arena, *, verify: bool
+) -> Sequence[TensorLeaf]:
+    """Return leaves whose quantized tensors are dequantized as they are filled."""
+    stored = SavedNames(saved.layout)
+    # A thread that fills a tensor holds a buffer of `arena`, and may have to read scales.
+    size = max(SMALLEST_BUFFER, arena.threads * arena.buffer_size // 8)
+    spare = Arena(size, store.traits)
+
+    def read(scales: Sequence[TensorLeaf]) -> int:
+        reads = plan_reads(scales, stored, store, spare, verify=verify)
+        reads.fill_alone()
+        return reads.bytes_read
+
+    return saved.as_stored(leaves, read)
 
 
 def _make_report(
     path: str,
-    layout: Layout,
+    saved: SavedNames,
     reads: RankReads,
     own: MatchReport,
     unexpected: Sequence[str],
@@ -157,14 +186,15 @@ def _make_report(
 ) -> LoadReport:
     return LoadReport(
         path=path,
-        step=layout.step,
+        step=saved.layout.step,
         bytes_needed=reads.bytes_needed,
-        bytes_read=reads.bytes_read,
+        bytes_read=reads.bytes_read + saved.scale_bytes,
         bytes_received=reads.bytes_received,
         files=len(set(reads.spans.file.tolist())),
         missing=tuple(own.missing),
         unexpected=tuple(unexpected),
         optimizers=_names_of_optimizers(bindings, own.filled),
+        dequantized=tuple(saved.dequantized),
         seconds=recorder.seconds(),
         record=recorder.record(),
     )

@@ -56,6 +56,10 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "replicas": "shardwise.parts.checks.replica_check:refuse_differing_replicas",
         "names": "shardwise.parts.checks.rename_hints:suggest",
     },
+    "shardwise.quantized": {
+        "find": "shardwise.parts.quantized.pairs:StoredQuantized",
+        "dequantize": "shardwise.parts.quantized.dequantized:Dequantized",
+    },
     "shardwise.resizing": {
         "resize": "shardwise.parts.resizing:Resizing.from_patterns",
     },

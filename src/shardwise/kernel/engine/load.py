@@ -55,6 +55,8 @@ class LoadReport:
         missing: names of the state that the checkpoint lacks; unchanged (`strict=False` only).
         unexpected: names of the checkpoint that no rank asked for (`strict=False` only).
         optimizers: the names of the optimizers whose state was loaded on this rank.
+        dequantized: names of tensors whose values this rank computed with their scales
+            (`dequantize=True` only).
         seconds: the time of each stage (open, match, plan, read, restore), and `total`.
         record: the events of the stages, and the waits for other ranks.
     """
@@ -68,6 +70,7 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     optimizers: tuple[str, ...]
+    dequantized: tuple[str, ...] = ()
     seconds: dict[str, float]
     record: OperationRecord = field(default_factory=OperationRecord)
 
@@ -83,6 +86,8 @@ class LoadReport:
         unexpected = ""
         if self.unexpected:
             unexpected = f"; {format_count(len(self.unexpected), 'name')} left over"
+        if self.dequantized:
+            missing = f"; {format_count(len(self.dequantized), 'tensor')} dequantized{missing}"
         read = format_bytes(self.bytes_read)
         if self.bytes_received:
             read += f" and received {format_bytes(self.bytes_received)} from other nodes"
@@ -268,8 +273,8 @@ def _plan_reads(
         for fragment in leaf.fragments:
             box = fragment.box
             check_memory(leaf.name, fragment.data)
-            memory.append(memory_of(fragment.data, dtype))
-            bytes_needed += fragment.data.numel() * memory[-1].itemsize
+            memory.append(fragment.memory or memory_of(fragment.data, dtype))
+            bytes_needed += box.size * memory[-1].itemsize
             tensor.append(index)
             offsets.append(box.offset[:dims])  # only empty tensors have more dimensions
             shapes.append(box.shape[:dims])

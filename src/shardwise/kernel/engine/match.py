@@ -13,7 +13,6 @@ from shardwise.kernel.decoding import prepare_decoding
 from shardwise.kernel.engine.rounds import Round
 from shardwise.kernel.errors import MismatchError
 from shardwise.kernel.manifest.manifest import TensorEntry
-from shardwise.kernel.manifest.quantized import REMEDY
 from shardwise.kernel.plugins import load_built_in
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 from shardwise.kernel.state.name_lookup import SavedNames, Selection, is_below
@@ -158,9 +157,10 @@ def _describe_mismatch(
     if entry.dtype == dtype:
         return None
     dtypes = f"{leaf.name}: {entry.dtype} in the checkpoint, {dtype} in the target"
-    if (partner := saved.quantized.get(entry.name)) is not None:
-        return f"{dtypes}; it is quantized together with {partner}: {REMEDY}"
-    return None if cast else f"{dtypes} (cast=True converts)"
+    if (reason := saved.quantized.why_not_cast(entry.name, leaf.dtype)) is not None:
+        return f"{dtypes}; {reason}"
+    is_converted = cast or saved.quantized.converts(entry.name)
+    return None if is_converted else f"{dtypes} (cast=True converts)"
 
 
 def agree_on_match(
@@ -236,6 +236,9 @@ def _conclude(
     unclaimed, unexpected = _find_unclaimed(report, saved)
     if not strict:
         problems |= dict.fromkeys(_describe_unfilled({*report.wanted} - {*report.filled}))
+        if missing or unexpected:
+            absent = [*map(saved.saved_name, missing)]
+            problems |= dict.fromkeys(saved.quantized.refuse_unscaled(absent, unclaimed))
     elif missing or unexpected:
         problems |= dict.fromkeys(_describe_missing(saved, missing))
         problems |= dict.fromkeys(f"{name}: in the checkpoint only" for name in unexpected)
@@ -281,7 +284,9 @@ def _describe_missing(saved: SavedNames, missing: Iterable[str]) -> Iterator[str
             root = root.rpartition(".")[0]
         is_left_out = root and root not in saved.layout.missing_files
         yield f"{name}: " + (
-            f"left out: {reason_of[root]}" if is_left_out else "not in the checkpoint"
+            f"left out: {reason_of[root]}"
+            if is_left_out
+            else saved.quantized.why_absent(saved.saved_name(name)) or "not in the checkpoint"
         )
 
 

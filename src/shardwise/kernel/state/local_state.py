@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -25,10 +26,16 @@ ParameterOrder = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A box of a global tensor, and the local tensor of the same shape that holds it."""
+    """A box of a global tensor, and the local tensor of the same shape that holds it.
+
+    Attributes:
+        memory: for a load that converts, what receives the stored box, as a `TensorMemory` does,
+            and fills `data`, which may then have another shape.
+    """
 
     box: Box
     data: torch.Tensor
+    memory: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from fnmatch import translate
 from functools import cached_property
+from typing import Protocol
+
+import torch
 
 from shardwise.kernel.errors import StateError, add_note
 from shardwise.kernel.manifest.layout import Layout
 from shardwise.kernel.manifest.manifest import TensorEntry
-from shardwise.kernel.manifest.quantized import find_quantized
-from shardwise.kernel.state.local_state import LocalState
+from shardwise.kernel.plugins import load_built_in
+from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 
 MOST_COMPARED = 2000  # a comparison of two names takes about 0.1 ms
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -60,13 +63,41 @@ def rename_function(rename: Rename | None) -> Callable[[str], str]:
     return rename_by_prefix
 
 
+class Quantized(Protocol):
+    """The quantized tensors of a checkpoint, by their names there."""
+
+    def converts(self, name: str) -> bool:
+        """Return whether this load computes the values of a tensor with its scales."""
+
+    def why_not_cast(self, name: str, dtype: torch.dtype) -> str | None:
+        """Return why a tensor must not be converted to a dtype; None if it may be."""
+
+    def why_absent(self, name: str) -> str | None:
+        """Return how a tensor is stored that the checkpoint has only under other names."""
+
+    def refuse_unscaled(self, missing: Collection[str], unused: Collection[str]) -> Iterable[str]:
+        """Yield a line for each tensor that would be left out or loaded without its scales.
+
+        Args:
+            missing: the names that the target has and the checkpoint lacks.
+            unused: the names of the checkpoint that no rank loads.
+        """
+
+
 class SavedNames:
     """The contents of a checkpoint, looked up by the names of the target.
 
     Args:
         layout: the checkpoint.
         saved_name: returns the name in the checkpoint, given a name of the target.
+
+    Attributes:
+        dequantized: the names of the target whose values this rank computes with scales.
+        scale_bytes: the bytes that this rank has read for these scales.
     """
+
+    dequantized: Sequence[str] = ()
+    scale_bytes = 0
 
     def __init__(self, layout: Layout, saved_name: Callable[[str], str] = str) -> None:
         self.layout = layout
@@ -127,9 +158,25 @@ class SavedNames:
         return [*self._tensors, *self._objects, *self.layout.per_rank]
 
     @cached_property
-    def quantized(self) -> Mapping[str, str]:
-        """The checkpoint's names of quantized tensors and of their scales; see `find_quantized`."""
-        return find_quantized(self.layout.tensors)
+    def quantized(self) -> Quantized:
+        """The quantized tensors of the checkpoint."""
+        found: Quantized = load_built_in("shardwise.quantized", "find")(self.layout)
+        return found
+
+    def as_stored(
+        self, leaves: Sequence[TensorLeaf], read: Callable[[Sequence[TensorLeaf]], int]
+    ) -> Sequence[TensorLeaf]:
+        """Return leaves whose fragments are boxes of the stored tensors.
+
+        Args:
+            leaves: matched leaves.
+            read: fills leaves by their names in the checkpoint, and returns the bytes read.
+
+        Raises:
+            FormatError: scales are invalid.
+            MismatchError: names of one memory have different values in the checkpoint.
+        """
+        return leaves
 
     @cached_property
     def _names_below(self) -> dict[str, list[str]]:

@@ -42,6 +42,10 @@ DType = Annotated[
     str | None,
     _option("DTYPE", "Convert the model's floats: bfloat16, float16, float32 or float64."),
 ]
+Quantize = Annotated[
+    list[str] | None,
+    _option("PATTERN", "With --to hf: write these weights in block FP8. Repeatable."),
+]
 Spec = Annotated[
     str | None, _option("FILE", "A layout specification of SRC: a file, or a built-in name.")
 ]
@@ -68,6 +72,7 @@ def export(
     skip: Skip = None,
     model_key: ModelKey = "model",
     dtype: DType = None,
+    quantize: Quantize = None,
     spec: Spec = None,
     files: RankFiles = None,
     let: Let = None,
@@ -100,6 +105,7 @@ def export(
         "skip": skip or (),
         "model_key": model_key,
         "dtype": dtype,
+        "quantize": quantize or (),
         "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,
         "format": format,

@@ -20,13 +20,23 @@ from shardwise.kernel.engine.rounds import Round
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.events import Recorder, Sink
 from shardwise.kernel.manifest.layout import Layout, encode_layout
-from shardwise.kernel.manifest.quantized import REMEDY, find_quantized
 from shardwise.kernel.opening import OpenOptions, agree_to_open
 from shardwise.kernel.store import Files, open_store
 from shardwise.parts.checks.compare import check_all_together
-from shardwise.parts.convert.plan import ExportContents, TargetTensor, describe_empty_model
+from shardwise.parts.convert.block_fp8 import (
+    QuantizingSource,
+    describe_quantization,
+    quantize_tensors,
+)
+from shardwise.parts.convert.plan import (
+    ExportContents,
+    ExportFiles,
+    TargetTensor,
+    describe_empty_model,
+)
 from shardwise.parts.convert.targets import TARGETS
 from shardwise.parts.convert.write import ConversionReport, write_files
+from shardwise.parts.quantized.pairs import REMEDY, find_quantized
 from shardwise.ports.binding import Selection
 from shardwise.ports.foreign import Specification
 
@@ -45,6 +55,7 @@ class ExportOptions:
     dtype: str | None
     verify: bool
     max_file: int
+    quantize: Sequence[str] = ()
 
     @property
     def settings(self) -> str:
@@ -52,7 +63,7 @@ class ExportOptions:
         target = open_store(self.target)
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
-            f"{self.max_file}"
+            f"{self.max_file}, {self.quantize}"
         )
 
     def check(self) -> None:
@@ -69,6 +80,10 @@ class ExportOptions:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
         if type(self.max_file) is not int or self.max_file < 1:
             raise StateError(f"max_file={self.max_file!r}: expected a number of bytes, at least 1")
+        if self.quantize and self.to != "hf":
+            raise StateError("quantize=: only to='hf' writes block FP8: leave it out")
+        if isinstance(self.quantize, str):
+            raise StateError(f"quantize={self.quantize!r}: expected a list of patterns")
 
 
 def export(
@@ -81,6 +96,7 @@ def export(
     skip: Sequence[str] = (),
     model_key: str = "model",
     dtype: str | None = None,
+    quantize: Sequence[str] = (),
     verify: bool = True,
     spec: Specification | None = None,
     skip_unknown: bool = False,
@@ -103,6 +119,8 @@ def export(
         model_key: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
+        quantize: with `"hf"`, shell patterns of the names of weights to write in block FP8, such as
+            `["*_proj.weight"]`.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
         group, on_event: as for `load`.
@@ -115,7 +133,7 @@ def export(
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
-        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
+        dtype=dtype, verify=verify, max_file=max_file, quantize=quantize)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
@@ -150,11 +168,24 @@ def write_export(
         selected, described, tensors, save_id, options.model_key, options.max_file
     )
     files = TARGETS[options.to](contents)
+    if options.to == "hf":
+        files = _with_config(files, source, contents)
+    checkpoint = Checkpoint(source, layout, verify=options.verify)
+    reader = QuantizingSource(checkpoint, tensors)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
-        check_all_together(source, layout, names, recorder, group)
-    checkpoint = Checkpoint(source, layout, verify=options.verify)
-    return write_files(files, checkpoint, open_store(options.target), group, recorder)
+        check_all_together(source, layout, names - reader.computed, recorder, group)
+    return write_files(files, reader, open_store(options.target), group, recorder)
+
+
+def _with_config(files: ExportFiles, source: Files, contents: ExportContents) -> ExportFiles:
+    """Add the configuration of a model in block FP8, which is written before the index."""
+    config, lines = describe_quantization(source, contents.model_tensors())
+    return replace(
+        files,
+        make_index_files=lambda sums: {**config, **files.make_index_files(sums)},
+        left_out=(*files.left_out, *lines),
+    )
 
 
 def _select_contents(
@@ -199,4 +230,4 @@ def _select_contents(
         is_float = each.name in converted and each.dtype in FLOATS
         selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
     objects = tuple(each for each in layout.objects if selection.selects(each.name))
-    return replace(layout, objects=objects), tuple(selected)
+    return replace(layout, objects=objects), quantize_tensors(selected, options.quantize)

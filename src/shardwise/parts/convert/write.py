@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from shardwise.kernel.boxes import Box, boxes_of_range
-from shardwise.kernel.checkpoint import Checkpoint
 from shardwise.kernel.engine.buffers import aligned_buffer
 from shardwise.kernel.engine.group import Group
 from shardwise.kernel.engine.rounds import Round, unite
@@ -28,6 +27,7 @@ from shardwise.kernel.errors import CheckpointExistsError, CorruptionError
 from shardwise.kernel.events import Recorder, format_bytes, format_count
 from shardwise.kernel.store import Store, store_below, why_no_directory
 from shardwise.kernel.store.store import Buffer
+from shardwise.parts.convert.block_fp8 import Source
 from shardwise.parts.convert.plan import (
     BytesFromChecksums,
     ExportFiles,
@@ -82,7 +82,7 @@ class ConversionReport:
 
 def write_files(
     files: ExportFiles,
-    source: Checkpoint,
+    source: Source,
     target: Store,
     group: Group,
     recorder: Recorder,
@@ -183,7 +183,7 @@ def _divide_among_ranks(files: Sequence[OutputFile], ranks: int) -> list[list[Ou
 
 def _write_own_files(
     files: Sequence[OutputFile],
-    source: Checkpoint,
+    source: Source,
     target: Store,
     recorder: Recorder,
 ) -> dict[str, list[int]]:
@@ -203,7 +203,7 @@ def _write_own_files(
     return sums
 
 
-def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChecksums:
+def write_file(file: OutputFile, source: Source, target: Store) -> RangeChecksums:
     """Write a file, which appears under its name when it is durable.
 
     Returns:
@@ -230,7 +230,7 @@ def write_file(file: OutputFile, source: Checkpoint, target: Store) -> RangeChec
 
 
 def _chunks_of(
-    file: OutputFile, source: Checkpoint, sums: RunningChecksums
+    file: OutputFile, source: Source, sums: RunningChecksums
 ) -> Iterator[tuple[int, Buffer, Buffer]]:
     """Yield three values for each chunk of a file.
 
@@ -263,7 +263,7 @@ def _chunks_of(
         yield low, data[summed:], padded
 
 
-def _fill(file: OutputFile, source: Checkpoint, low: int, data: Buffer) -> None:
+def _fill(file: OutputFile, source: Source, low: int, data: Buffer) -> None:
     """Fill a chunk with the known bytes of a file, and with the parts of tensors.
 
     Args:

@@ -1,0 +1,1 @@
+"""Quantized tensors: small numbers that have a meaning only with their scales."""
