@@ -24,7 +24,14 @@ from shardwise.kernel.manifest.quantized import REMEDY, find_quantized
 from shardwise.kernel.opening import OpenOptions, agree_to_open
 from shardwise.kernel.store import Files, open_store
 from shardwise.parts.checks.compare import check_all_together
-from shardwise.parts.convert.plan import ExportContents, TargetTensor, describe_empty_model
+from shardwise.parts.convert.naming import name_as_published
+from shardwise.parts.convert.plan import (
+    ExportContents,
+    ExportFiles,
+    TargetTensor,
+    describe_empty_model,
+)
+from shardwise.parts.convert.published import PublishedFiles, read_published_files
 from shardwise.parts.convert.targets import TARGETS
 from shardwise.parts.convert.write import ConversionReport, write_files
 from shardwise.ports.binding import Selection
@@ -45,6 +52,7 @@ class ExportOptions:
     dtype: str | None
     verify: bool
     max_file: int
+    base: str | os.PathLike[str] | None = None
 
     @property
     def settings(self) -> str:
@@ -52,7 +60,7 @@ class ExportOptions:
         target = open_store(self.target)
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
-            f"{self.max_file}"
+            f"{self.max_file}, {self.base}"
         )
 
     def check(self) -> None:
@@ -69,6 +77,8 @@ class ExportOptions:
             raise StateError(f"dtype={self.dtype!r}: choose one of {', '.join(FLOATS)}")
         if type(self.max_file) is not int or self.max_file < 1:
             raise StateError(f"max_file={self.max_file!r}: expected a number of bytes, at least 1")
+        if self.base is not None and self.to != "hf":
+            raise StateError(f"base={str(self.base)!r}: it belongs to to='hf': leave it out")
 
 
 def export(
@@ -86,6 +96,7 @@ def export(
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
     max_file: int = 5 << 30,
+    base: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
@@ -105,33 +116,54 @@ def export(
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
+        base: with `"hf"`, the directory of the Hugging Face model that was trained. Its
+            configuration and tokenizer are copied. If the checkpoint has Megatron-Core's names,
+            `config.json` says which built-in specification gives it those of Hugging Face; without
+            `base`, the arguments of Megatron-LM in the checkpoint do, where they suffice.
         group, on_event: as for `load`.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
+        CheckpointNotFoundError: there is no checkpoint, or `base` has no `config.json`.
         StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
             whole model and the checkpoint has only the trained part.
-        MismatchError: the source stores a tensor several times, and the copies differ.
+        MismatchError: the source stores a tensor several times, and the copies differ; or the
+            model does not fit its `config.json`.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
-        dtype=dtype, verify=verify, max_file=max_file)  # fmt: skip
+        dtype=dtype, verify=verify, max_file=max_file, base=base)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
             with Round(ranks, "opening a checkpoint") as all_ranks:
                 options.check()
+                published = None if base is None else read_published_files(base)
                 store, settings = open_place(place), options.settings
+                settings += "" if published is None else f" {published.digest}"
                 check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
             source, layout = check()
-        return write_export(options, source, layout, ranks, recorder)
+            lines: tuple[str, ...] = ()
+            if to == "hf" and spec is None:
+                layout, lines = name_as_published(source, layout, published, model_key)
+        return _write_export(options, source, layout, published, lines, ranks, recorder)
 
 
-def write_export(
-    options: ExportOptions, source: Files, layout: Layout, group: Group, recorder: Recorder
+def _write_export(
+    options: ExportOptions,
+    source: Files,
+    layout: Layout,
+    published: PublishedFiles | None,
+    lines: tuple[str, ...],
+    group: Group,
+    recorder: Recorder,
 ) -> ConversionReport:
     """Write the selected tensors and values of a checkpoint. All ranks call it together.
+
+    Args:
+        published: the files to copy beside the weights of a model.
+        lines: lines for the report.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
@@ -150,11 +182,29 @@ def write_export(
         selected, described, tensors, save_id, options.model_key, options.max_file
     )
     files = TARGETS[options.to](contents)
+    files = replace(files, left_out=(*files.left_out, *lines))
+    if published is not None:
+        files = _with_published(files, published, contents)
     if options.verify:
         names = {part.name for file in files.tensor_files for part in file.tensor_parts()}
         check_all_together(source, layout, names, recorder, group)
     checkpoint = Checkpoint(source, layout, verify=options.verify)
     return write_files(files, checkpoint, open_store(options.target), group, recorder)
+
+
+def _with_published(
+    files: ExportFiles, published: PublishedFiles, contents: ExportContents
+) -> ExportFiles:
+    """Add the files beside the weights of a model. They are written before the index of weights."""
+    model = contents.model_tensors()
+    floats = [(each.dtype, each.part.size) for each in model if each.dtype in FLOATS]
+    quantized = bool(find_quantized([each.entry for each in model]))
+    further, lines = published.describing(floats, quantized=quantized)
+    return replace(
+        files,
+        make_index_files=lambda sums: {**further, **files.make_index_files(sums)},
+        left_out=(*files.left_out, *lines),
+    )
 
 
 def _select_contents(
