@@ -1,7 +1,7 @@
 """Which built-in specification belongs to a model: by its `config.json`, or Megatron's arguments.
 
-A family is one or more architectures of Hugging Face whose tensors the same specifications describe:
-one from Megatron-Core's names and shapes to Hugging Face's, and one back.
+A family is one or more architectures of Hugging Face whose tensors the same specifications
+describe: one from Megatron-Core's names and shapes to Hugging Face's, and one back.
 """
 
 from __future__ import annotations
