@@ -73,9 +73,16 @@ def name_as_published(
 
 
 def _arguments_of(source: Files, layout: Layout) -> Mapping[str, Any]:
-    names = [entry.name for entry in layout.objects if entry.name in ARGUMENTS]
-    value = Checkpoint(source, layout)[names[0]] if names else {}
-    return value if isinstance(value, Mapping) else {}
+    """Return the arguments by name. A checkpoint holds them as one value, or each as a value."""
+    checkpoint = Checkpoint(source, layout, verify=True)
+    found: dict[str, Any] = {}
+    for entry in layout.objects:
+        for name in ARGUMENTS:
+            if entry.name == name and isinstance(value := checkpoint[name], Mapping):
+                found |= value
+            elif entry.name.startswith(f"{name}."):
+                found[entry.name.removeprefix(f"{name}.")] = checkpoint[entry.name]
+    return found
 
 
 def _with_predicted_tokens(choice: Choice, names: Iterable[str]) -> Mapping[str, int]:
