@@ -24,14 +24,15 @@ from megatron.core import parallel_state as ps
 from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import gpt_layer_specs as layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import (
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import shardwise as sw
 
 Config = dict[str, Any]
+for absent in ("TEColumnParallelLinear", "TELinear"):
+    if not isinstance(getattr(multi_latent_attention, absent), type):  # 0.16 needs a class
+        setattr(multi_latent_attention, absent, type(absent, (), {}))
 SIGMOID = ("glm4_moe", "deepseek_v3")
 PADDED_VOCAB = 64
 
