@@ -149,7 +149,7 @@ def _make_specification(spec: str | None, files: str | None, let: list[str]) -> 
         if files or let:
             raise typer.BadParameter("--files and --let belong to --spec: pass --spec FILE too")
         return None
-    values = {}
+    values: dict[str, Any] = {}
     for assignment in let:
         name, _, value = assignment.partition("=")
         if not value.isdecimal():

@@ -52,15 +52,15 @@ class ExportOptions:
     dtype: str | None
     verify: bool
     max_file: int
-    base: str | os.PathLike[str] | None = None
+    base: str | os.PathLike[str] | None
+    has_spec: bool
 
-    @property
-    def settings(self) -> str:
-        """The options as text, which must be equal on all ranks."""
-        target = open_store(self.target)
+    def settings_with(self, published: PublishedFiles | None) -> str:
+        """Return the options and a digest of files as text, which must be equal on all ranks."""
+        target, digest = open_store(self.target), "" if published is None else published.digest
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
-            f"{self.max_file}, {self.base}"
+            f"{self.max_file}, {digest}"
         )
 
     def check(self) -> None:
@@ -116,10 +116,9 @@ def export(
         dtype: the dtype to convert the model's floats to; an error for quantized tensors.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
-        base: with `"hf"`, the directory of the Hugging Face model that was trained. Its
-            configuration and tokenizer are copied. If the checkpoint has Megatron-Core's names,
-            `config.json` says which built-in specification gives it those of Hugging Face; without
-            `base`, the arguments of Megatron-LM in the checkpoint do, where they suffice.
+        base: with `"hf"`, the directory of the trained Hugging Face model, whose configuration and
+            tokenizer are copied. `config.json`, or without `base` Megatron's arguments in the
+            checkpoint, says how tensors with Megatron-Core's names get those of Hugging Face.
         group, on_event: as for `load`.
 
     Raises:
@@ -127,12 +126,12 @@ def export(
         CheckpointNotFoundError: there is no checkpoint, or `base` has no `config.json`.
         StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
             whole model and the checkpoint has only the trained part.
-        MismatchError: the source stores a tensor several times, and the copies differ; or the
-            model does not fit its `config.json`.
+        MismatchError: copies of a tensor differ, or the model does not fit its `config.json`.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
-        dtype=dtype, verify=verify, max_file=max_file, base=base)  # fmt: skip
+        dtype=dtype, verify=verify, max_file=max_file, base=base,
+        has_spec=spec is not None)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
@@ -140,14 +139,10 @@ def export(
             with Round(ranks, "opening a checkpoint") as all_ranks:
                 options.check()
                 published = None if base is None else read_published_files(base)
-                store, settings = open_place(place), options.settings
-                settings += "" if published is None else f" {published.digest}"
+                store, settings = open_place(place), options.settings_with(published)
                 check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
             source, layout = check()
-            lines: tuple[str, ...] = ()
-            if to == "hf" and spec is None:
-                layout, lines = name_as_published(source, layout, published, model_key)
-        return _write_export(options, source, layout, published, lines, ranks, recorder)
+        return _write_export(options, source, layout, published, ranks, recorder)
 
 
 def _write_export(
@@ -155,7 +150,6 @@ def _write_export(
     source: Files,
     layout: Layout,
     published: PublishedFiles | None,
-    lines: tuple[str, ...],
     group: Group,
     recorder: Recorder,
 ) -> ConversionReport:
@@ -163,7 +157,6 @@ def _write_export(
 
     Args:
         published: the files to copy beside the weights of a model.
-        lines: lines for the report.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
@@ -171,9 +164,12 @@ def _write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
+    lines: tuple[str, ...] = ()
+    if options.to == "hf" and not options.has_spec:
+        layout, lines = name_as_published(source, layout, published, options.model_key)
     selected, tensors = _select_contents(options, layout)
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
-    digest.update(f"{source}: {options.settings}".encode())
+    digest.update(f"{source}: {options.settings_with(published)}".encode())
     save_id = digest.hexdigest()
     unskipped = Selection(skip=options.skip)
     objects = tuple(each for each in layout.objects if unskipped.selects(each.name))

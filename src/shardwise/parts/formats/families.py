@@ -143,6 +143,7 @@ def choose_by_arguments(arguments: Mapping[str, Any]) -> Choice | None:
     heads, layers = arguments.get("num_attention_heads"), arguments.get("num_layers")
     padded, vocab = arguments.get("padded_vocab_size"), arguments.get("vocab_size")
     groups = arguments.get("num_query_groups")
+    numbers: dict[str, object]
     if not arguments.get("group_query_attention", groups is not None):
         groups = heads
     has_vocabulary = type(vocab) is int
@@ -162,9 +163,10 @@ def choose_by_arguments(arguments: Mapping[str, Any]) -> Choice | None:
         numbers["layers"] = layers
         numbers["mla"] = int(bool(arguments.get("multi_latent_attention")))
         numbers["mtp"] = int(bool(arguments.get("mtp_num_layers")))
-    if family is None or not all(type(number) is int for number in numbers.values()):
+    known = {name: number for name, number in numbers.items() if type(number) is int}
+    if family is None or len(known) < len(numbers):
         return None
-    return Choice(family.to_hf, numbers, vocabulary_is_padded=not has_vocabulary)
+    return Choice(family.to_hf, known, vocabulary_is_padded=not has_vocabulary)
 
 
 def are_of_megatron(names: Iterable[str], model_key: str) -> bool:
