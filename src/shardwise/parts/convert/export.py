@@ -100,9 +100,7 @@ def export(
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint in another format. All ranks call this function and share the work.
-
-    Written files are read back and compared.
+    """Write a checkpoint in another format, and read it back. All ranks call it and share the work.
 
     Args:
         place: a checkpoint in any format, or the root of a run.
@@ -124,8 +122,7 @@ def export(
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
         CheckpointNotFoundError: there is no checkpoint, or `base` has no `config.json`.
-        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
-            whole model and the checkpoint has only the trained part.
+        StateError: an option is invalid, or the format cannot hold a selected tensor.
         MismatchError: copies of a tensor differ, or the model does not fit its `config.json`.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
