@@ -57,7 +57,7 @@ LAYERS_OF_MEMORY = (
 LAYERS_OF_FORMATS = (
     ("opening", "steps"),
     ("reader", "specification"),
-    ("remap", "specs"),
+    ("families", "remap", "specs"),
     ("foreign_builder",),
     ("language", "merge_ranks"),
     ("values",),

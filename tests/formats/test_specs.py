@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -34,8 +35,9 @@ def with_states(ranks: Mapping[tuple[int, ...], dict[str, Array]]) -> Ranks:
 
 
 def test_what_ships() -> None:
-    shipped = r"\(megatron_gpt2, megatron_llama, megatron_mixtral\)"
-    with pytest.raises(sw.StateError, match=f"nor a built-in specification {shipped}"):
+    of_megatron = "megatron_gpt2, megatron_gpt_oss, megatron_llama, megatron_mixtral, megatron_moe"
+    shipped = f"(gpt_oss_to_megatron, llama_to_megatron, {of_megatron}, moe_to_megatron)"
+    with pytest.raises(sw.StateError, match=f"nor a built-in specification {re.escape(shipped)}"):
         sw.spec("of_nobody")
 
 

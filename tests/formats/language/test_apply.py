@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import shardwise as sw
 from tests.formats.language.rankfiles import Array, numbered, opened, problems, read, same
 
 TP2 = {"tp": 2}
@@ -187,6 +188,108 @@ def test_optimizer_states_follow_their_parameters() -> None:
     same(got["model.0.b"], fused[1::2])
     same(got["optimizer.0.a.exp_avg"], fused[::2] + 50)
     same(got["optimizer.0.b.step"], numbered(1).reshape(()))
+
+
+PARTS = """
+    let n = 2
+    q [(g q d) h] -> w [(g (q + k + v) d) h] where g = 2, q = n
+    k [(g k d) h] -> w [(g (q + k + v) d) h] where g = 2, q = n
+    v [(g v d) h] -> w [(g (q + k + v) d) h] where g = 2, q = n
+"""
+
+
+def arrays_of_parts() -> dict[str, Array]:
+    return {"q": numbered(8, 3), "k": numbered(4, 3) + 50, "v": numbered(4, 3) + 90}
+
+
+def test_one_tensor_from_several_arrays() -> None:
+    parts = arrays_of_parts()
+    q, k, v = (parts[name].reshape(2, -1, 2, 3) for name in "qkv")
+    fused = np.concatenate([q, k, v], 1).reshape(-1, 3)
+    same(read(PARTS, {}, {(): parts})["w"], fused)
+    back = """
+        w [(g (q + k + v) d) h] -> q [(g q d) h], k [(g k d) h], v [(g v d) h] where g = 2, q = 2
+    """
+    found = read(back, {}, {(): {"w": fused}})
+    for name, array in parts.items():
+        same(found[name], array)
+
+
+@pytest.mark.parametrize("lacking", ["q", "k", "v"])
+def test_a_part_that_no_array_has(lacking: str) -> None:
+    parts = arrays_of_parts()
+    del parts[lacking]
+    with pytest.raises(sw.MismatchError, match=r"w: \[16, 3\]: \d+ of its 48 elements are there"):
+        read(PARTS, {}, {(): parts})
+
+
+def test_parts_of_other_sizes() -> None:
+    parts = arrays_of_parts()
+    parts["k"] = numbered(2, 3)
+    with pytest.raises(sw.MismatchError, match=r"w: its arrays disagree on its shape"):
+        read(PARTS, {}, {(): parts})
+
+
+def test_a_part_that_two_arrays_have() -> None:
+    text = "*.g [(g f)] -> w [((g + u) f)]\n*.u [(u f)] -> w [((g + u) f)]"
+    arrays = {"a.g": numbered(2), "a.u": numbered(2) + 5, "b.u": numbered(2) + 5}
+    same(read(text, {}, {(): arrays})["w"], np.array([0, 1, 5, 6], np.int32))
+    text = "g [(g f)] -> w [((g + u) f)]\nw -> w"
+    with pytest.raises(sw.MismatchError, match="its arrays overlap"):
+        read(text, {}, {(): {"g": numbered(2), "w": numbered(4)}})
+
+
+def test_parts_that_alternate() -> None:
+    alternating = numbered(2, 3, 8)
+    text = "w [e h (f (g + u))] -> v [e ((g + u) f) h]"
+    turned = np.concatenate([alternating[..., ::2], alternating[..., 1::2]], 2).transpose(0, 2, 1)
+    same(read(text, {}, {(): {"w": alternating}})["v"], turned.copy())
+    back = "v [e ((g + u) f) h] -> w [e h (f (g + u))]"
+    same(read(back, {}, {(): {"v": turned.copy()}})["w"], alternating)
+
+
+def test_rules_copied_twice() -> None:
+    text = """
+        w -> layer.w [h]
+        l.{i}.{p*} like {p*}, layer.* -> model.l.{i + 0}.*
+        m.{k}.{p*} like {p*}, layer.* -> model.l.{i_last + k}.*
+        optimizer.{p*}.step like {p*}, model.* -> optimizer.*.step []
+        optimizer.{p*}.{state} like {p*}, model.* -> optimizer.*.{state}
+        let i_last = 2
+    """
+    names = {"l.0.w": 0, "l.1.w": 1, "m.0.w": 2}
+    arrays = {name: numbered(3) + number for name, number in names.items()}
+    arrays |= {f"optimizer.{name}.m": -array for name, array in arrays.items()}
+    arrays |= {f"optimizer.{name}.step": np.array(number) for name, number in names.items()}
+    found = read(text, {}, {(): arrays})
+    for number in names.values():
+        same(found[f"model.l.{number}.w"], numbered(3) + number)
+        same(found[f"optimizer.l.{number}.w.m"], -(numbered(3) + number))
+        same(found[f"optimizer.l.{number}.w.step"], np.array(number))
+
+
+def test_a_scalar_of_an_array_that_becomes_several_tensors() -> None:
+    text = """
+        w [e h] -> model.{e} [h]
+        v -> model.v [h]
+        optimizer.{p*}.step like {p*}, model.* -> optimizer.*.step []
+    """
+    arrays = {"w": numbered(2, 3), "optimizer.w.step": numbered(1).reshape(())}
+    with pytest.raises(sw.MismatchError, match=r"optimizer.w.step: no rule matches it"):
+        read(text, {}, {(): arrays})
+
+
+def test_conditions() -> None:
+    text = """
+        let last = 2, both = 0
+        l.{i} -> twice.{i}, again.{i} on both = 1
+        l.{i} -> end on i = last
+        l.{i} -> start.{i}
+    """
+    arrays = {f"l.{i}": numbered(2) + i for i in range(3)}
+    assert [*read(text, {}, {(): arrays})] == ["end", "start.0", "start.1"]
+    assert len(read(text, {}, {(): arrays}, both=1)) == 6
+    assert "end" not in read(text, {}, {(): arrays}, last=7)
 
 
 def test_rules_of_some_ranks_only() -> None:

@@ -70,7 +70,14 @@ def test_captures() -> None:
         ("a [...] -> b [h]", "`...` must be on both sides"),
         ("a -> b where q = 1", "`where` gives q a size, but this rule has no such axis"),
         ("ranks tp\na.{tp} -> b", "tp is captured here, but declared"),
-        ("a -> b on pp = 0", "pp is not an axis of the ranks"),
+        ("a -> b on pp = 0", "pp is not an axis of the ranks, and neither captured nor declared"),
+        ("a.{i} -> b on j = 0", "j is not an axis of the ranks"),
+        ("a [(x h)] -> b [((y + z) h)]", "uses the part `h y`, but the array has only `h x`"),
+        ("a [((x + w) h)] -> b [((x + z) h)]", "no tensor takes `h w`"),
+        (
+            "w.{s} -> l.w\nx.{s}.{p*} like {p*}, l.* -> m.*",
+            "s is captured here and in line 1; rename one",
+        ),
         (
             "o.* like *, m.* -> o.*",
             "no other rule has an array and tensors with the names after `like`",

@@ -60,6 +60,9 @@ SkipUnknown = Annotated[
     bool, typer.Option("--skip-unknown", help="Leave out pickled values of unknown classes.")
 ]
 Format = Annotated[str | None, _option("FORMAT", "The format to read, if SRC has several formats.")]
+Base = Annotated[
+    str | None, _option("DIR", "With --to hf: the Hugging Face model that was trained.")
+]
 MaxFile = Annotated[str, _option("SIZE", "Size limit for the tensors in each file.")]
 
 
@@ -78,6 +81,7 @@ def export(
     let: Let = None,
     skip_unknown: SkipUnknown = False,
     format: Format = None,  # noqa: A002 - the option's name
+    base: Base = None,
     max_file: MaxFile = "5G",
     as_json: AsJson = False,
 ) -> None:
@@ -85,6 +89,8 @@ def export(
 
     \b
     --to hf                   Hugging Face safetensors: the model alone.
+                              --base adds its configuration and tokenizer, and
+                              names Megatron-Core's tensors as in that model.
     --to peft                 The adapters of a model of PEFT.
     --to dcp                  PyTorch DCP: model, optimizer and values.
     --to torch                One file, as torch.save writes it.
@@ -109,6 +115,7 @@ def export(
         "spec": _make_specification(spec, files, let or []),
         "skip_unknown": skip_unknown,
         "format": format,
+        "base": base,
         "max_file": _parse_size("--max-file", max_file),
     }
     with _join_process_group() as is_rank_0, progress() as on_event:
@@ -148,7 +155,7 @@ def _make_specification(spec: str | None, files: str | None, let: list[str]) -> 
         if files or let:
             raise typer.BadParameter("--files and --let belong to --spec: pass --spec FILE too")
         return None
-    values = {}
+    values: dict[str, Any] = {}
     for assignment in let:
         name, _, value = assignment.partition("=")
         if not value.isdecimal():

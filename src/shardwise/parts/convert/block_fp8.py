@@ -163,9 +163,11 @@ class QuantizingSource:
 
 
 def describe_quantization(
-    source: Files, model: Sequence[TargetTensor]
+    source: Files, model: Sequence[TargetTensor], base: bytes | None = None
 ) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
-    """Return `config.json` for a model in block FP8, from that of the source, and lines.
+    """Return `config.json` for a model in block FP8, and lines.
+
+    It is that of the base, or of the source, with a description of the quantization.
 
     A file that describes the tensors already is copied as it is. If the source has none, a line
     for the report says what the configuration must have.
@@ -173,6 +175,7 @@ def describe_quantization(
     Args:
         source: the files of the source.
         model: the tensors of the model, with names relative to it.
+        base: `config.json` of the base, if there is one.
     """
     names = {each.name for each in model}
     quantized = {n for n in names if f"{n}{SCALES}" in names}
@@ -191,14 +194,29 @@ def describe_quantization(
         "weight_block_size": [*BLOCK_SIZE],
         "modules_to_not_convert": sorted(modules),
     }
+    if base is not None:
+        config = msgspec.json.decode(base, type=dict[str, Any])
+        if _QUANTIZATION in config:
+            return {}, ()
+        return {CONFIG: _with_description(config, description)}, ()
     if not isinstance(source, ForeignFiles) or CONFIG not in source.tree.sizes:
         text = msgspec.json.encode({_QUANTIZATION: description}).decode()
         return {}, (f"{CONFIG}: the source has none; that of the model needs {text}",)
     config = source.tree.read_json(CONFIG, dict[str, Any], "the configuration of a model")
     if _QUANTIZATION in config:
         return {CONFIG: source.tree.read(CONFIG, limit=_LARGEST)}, ()
+    return {CONFIG: _with_description(config, description)}, ()
+
+
+def _with_description(config: Mapping[str, Any], description: Mapping[str, Any]) -> bytes:
     content = msgspec.json.encode({**config, _QUANTIZATION: description})
-    return {CONFIG: msgspec.json.format(content, indent=2) + b"\n"}, ()
+    return msgspec.json.format(content, indent=2) + b"\n"
+
+
+def is_in_block_fp8(model: Sequence[TargetTensor]) -> bool:
+    """Return whether some weights of a model have the scales of block FP8."""
+    names = {each.name for each in model}
+    return any(f"{name}{SCALES}" in names for name in names)
 
 
 _LARGEST = 64 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -24,16 +24,20 @@ from shardwise.kernel.opening import OpenOptions, agree_to_open
 from shardwise.kernel.store import Files, open_store
 from shardwise.parts.checks.compare import check_all_together
 from shardwise.parts.convert.block_fp8 import (
+    CONFIG,
     QuantizingSource,
     describe_quantization,
+    is_in_block_fp8,
     quantize_tensors,
 )
+from shardwise.parts.convert.naming import name_as_published
 from shardwise.parts.convert.plan import (
     ExportContents,
     ExportFiles,
     TargetTensor,
     describe_empty_model,
 )
+from shardwise.parts.convert.published import PublishedFiles, read_published_files
 from shardwise.parts.convert.targets import TARGETS
 from shardwise.parts.convert.write import ConversionReport, write_files
 from shardwise.parts.quantized.pairs import REMEDY, find_quantized
@@ -55,15 +59,16 @@ class ExportOptions:
     dtype: str | None
     verify: bool
     max_file: int
+    base: str | os.PathLike[str] | None
+    has_spec: bool
     quantize: Sequence[str] = ()
 
-    @property
-    def settings(self) -> str:
-        """The options as text, which must be equal on all ranks."""
-        target = open_store(self.target)
+    def settings_with(self, published: PublishedFiles | None) -> str:
+        """Return the options and a digest of files as text, which must be equal on all ranks."""
+        target, digest = open_store(self.target), "" if published is None else published.digest
         return (
             f"{target}, {self.to}, {self.only}, {self.skip}, {self.model_key}, {self.dtype}, "
-            f"{self.max_file}, {self.quantize}"
+            f"{self.max_file}, {self.quantize}, {digest}"
         )
 
     def check(self) -> None:
@@ -84,6 +89,8 @@ class ExportOptions:
             raise StateError("quantize=: only to='hf' writes block FP8: leave it out")
         if isinstance(self.quantize, str):
             raise StateError(f"quantize={self.quantize!r}: expected a list of patterns")
+        if self.base is not None and self.to != "hf":
+            raise StateError(f"base={str(self.base)!r}: it belongs to to='hf': leave it out")
 
 
 def export(
@@ -102,12 +109,11 @@ def export(
     skip_unknown: bool = False,
     format: str | None = None,  # noqa: A002 - the usual name
     max_file: int = 5 << 30,
+    base: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | Group | None = None,
     on_event: Sink | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint in another format. All ranks call this function and share the work.
-
-    Written files are read back and compared.
+    """Write a checkpoint in another format, and read it back. All ranks call it and share the work.
 
     Args:
         place: a checkpoint in any format, or the root of a run.
@@ -123,33 +129,46 @@ def export(
             `["*_proj.weight"]`.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
+        base: with `"hf"`, the directory of the trained Hugging Face model, whose configuration and
+            tokenizer are copied. `config.json`, or without `base` Megatron's arguments in the
+            checkpoint, says how tensors with Megatron-Core's names get those of Hugging Face.
         group, on_event: as for `load`.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
-        StateError: an option is invalid, the format cannot hold a selected tensor, or it holds a
-            whole model and the checkpoint has only the trained part.
-        MismatchError: the source stores a tensor several times, and the copies differ.
+        CheckpointNotFoundError: there is no checkpoint, or `base` has no `config.json`.
+        StateError: an option is invalid, or the format cannot hold a selected tensor.
+        MismatchError: copies of a tensor differ, or the model does not fit its `config.json`.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
     options = ExportOptions(target=target, to=to, only=only, skip=skip, model_key=model_key,
-        dtype=dtype, verify=verify, max_file=max_file, quantize=quantize)  # fmt: skip
+        dtype=dtype, verify=verify, max_file=max_file, base=base, quantize=quantize,
+        has_spec=spec is not None)  # fmt: skip
     how = OpenOptions(spec=spec, skip_unknown=skip_unknown, format=format, step=step)
     recorder = Recorder(on_event)
     with pause_gc(), resolved_group(group) as ranks, ExitStack() as cleanup:
         with recorder.stage("open"):
             with Round(ranks, "opening a checkpoint") as all_ranks:
                 options.check()
-                store, settings = open_place(place), options.settings
+                published = None if base is None else read_published_files(base)
+                store, settings = open_place(place), options.settings_with(published)
                 check = agree_to_open(all_ranks, store, ranks, cleanup, how, settings)
             source, layout = check()
-        return write_export(options, source, layout, ranks, recorder)
+        return _write_export(options, source, layout, published, ranks, recorder)
 
 
-def write_export(
-    options: ExportOptions, source: Files, layout: Layout, group: Group, recorder: Recorder
+def _write_export(
+    options: ExportOptions,
+    source: Files,
+    layout: Layout,
+    published: PublishedFiles | None,
+    group: Group,
+    recorder: Recorder,
 ) -> ConversionReport:
     """Write the selected tensors and values of a checkpoint. All ranks call it together.
+
+    Args:
+        published: the files to copy beside the weights of a model.
 
     Raises:
         CheckpointExistsError: the target holds something else, or another process writes there.
@@ -157,9 +176,12 @@ def write_export(
         MismatchError: the source stores a tensor several times, and the copies differ.
         CorruptionError: the source is damaged, or a written file does not read back as written.
     """
+    lines: tuple[str, ...] = ()
+    if options.to == "hf" and not options.has_spec:
+        layout, lines = name_as_published(source, layout, published, options.model_key)
     selected, tensors = _select_contents(options, layout)
     digest = hashlib.blake2b(encode_layout(layout), digest_size=8)  # the same on all ranks
-    digest.update(f"{source}: {options.settings}".encode())
+    digest.update(f"{source}: {options.settings_with(published)}".encode())
     save_id = digest.hexdigest()
     unskipped = Selection(skip=options.skip)
     objects = tuple(each for each in layout.objects if unskipped.selects(each.name))
@@ -168,8 +190,9 @@ def write_export(
         selected, described, tensors, save_id, options.model_key, options.max_file
     )
     files = TARGETS[options.to](contents)
+    files = replace(files, left_out=(*files.left_out, *lines))
     if options.to == "hf":
-        files = _with_config(files, source, contents)
+        files = _with_model_files(files, source, published, contents)
     checkpoint = Checkpoint(source, layout, verify=options.verify)
     reader = QuantizingSource(checkpoint, tensors)
     if options.verify:
@@ -178,13 +201,29 @@ def write_export(
     return write_files(files, reader, open_store(options.target), group, recorder)
 
 
-def _with_config(files: ExportFiles, source: Files, contents: ExportContents) -> ExportFiles:
-    """Add the configuration of a model in block FP8, which is written before the index."""
-    config, lines = describe_quantization(source, contents.model_tensors())
+def _with_model_files(
+    files: ExportFiles,
+    source: Files,
+    published: PublishedFiles | None,
+    contents: ExportContents,
+) -> ExportFiles:
+    """Add the files beside the weights of a model. They are written before the index of weights.
+
+    These are the published files, and the configuration of a model in block FP8.
+    """
+    model = contents.model_tensors()
+    further: Mapping[str, bytes] = {}
+    lines: tuple[str, ...] = ()
+    if published is not None:
+        floats = [(each.dtype, each.part.size) for each in model if each.dtype in FLOATS]
+        quantized = is_in_block_fp8(model) or bool(find_quantized([each.entry for each in model]))
+        further, lines = published.describing(floats, quantized=quantized)
+    described, more = describe_quantization(source, model, further.get(CONFIG))
+    further = {**further, **described}
     return replace(
         files,
-        make_index_files=lambda sums: {**config, **files.make_index_files(sums)},
-        left_out=(*files.left_out, *lines),
+        make_index_files=lambda sums: {**further, **files.make_index_files(sums)},
+        left_out=(*files.left_out, *lines, *more),
     )
 
 

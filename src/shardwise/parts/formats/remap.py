@@ -127,14 +127,23 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
     itemsize = layout.itemsizes
     first_element = new.start // itemsize[new.file]
     first_offset = first_element[:, None] // strides % shapes
-    source_dims = _find_source_dims(new, shapes, strides, labels)
-    extent_in_old = np.ones((len(new), dims), np.int64)
+    source_dims, steps_of_new = _find_source_dims(new, shapes, strides, labels)
+    extent_in_old, step = np.ones((2, len(new), dims), np.int64)
     rows, dims_of_new = np.nonzero(source_dims >= 0)
-    extent_in_old[rows, source_dims[rows, dims_of_new]] = new.shape[rows, dims_of_new]
+    dims_of_old, steps = source_dims[rows, dims_of_new], steps_of_new[rows, dims_of_new]
+    step[rows, dims_of_old] = steps
+    extent_in_old[rows, dims_of_old] = (new.shape[rows, dims_of_new] - 1) * steps + 1
     _refuse_reshapes(new, first_offset + extent_in_old > shapes, labels)
     new_rows, old_rows, offset, shape = find_overlaps(
         (new.file, first_offset, extent_in_old), (old.tensor, old.offset, old.shape)
     )
+    # Of every `step` elements of the old tensor, the new one has the first.
+    step = step[new_rows]
+    into_step = (first_offset[new_rows] - offset) % step
+    offset, shape = offset + into_step, (shape - into_step + step - 1) // step
+    has_elements = (shape > 0).all(axis=1)
+    new_rows, old_rows = new_rows[has_elements], old_rows[has_elements]
+    offset, shape, step = offset[has_elements], shape[has_elements], step[has_elements]
     old_piece, new_piece = old.select(old_rows), new.select(new_rows)
     skipped = ((offset - old_piece.offset) * old_piece.stride).sum(axis=1)
     old_dims = source_dims[new_rows]
@@ -143,36 +152,44 @@ def _compose(new: Pieces, old: Pieces, layout: Layout, labels: Sequence[str]) ->
         values_of_old = np.take_along_axis(values, np.maximum(old_dims, 0), axis=1)
         return np.where(old_dims >= 0, values_of_old, fill)
 
-    shift = take_along_source(offset - first_offset[new_rows], 0)
+    shift = take_along_source((offset - first_offset[new_rows]) // step, 0)
     return Pieces(
         new_piece.tensor,
         old_piece.file,
         old_piece.start + skipped * itemsize[new_piece.file],
         new_piece.offset + shift,
         take_along_source(shape, 1),
-        take_along_source(old_piece.stride, 0),
+        take_along_source(old_piece.stride * step, 0),
     )
 
 
 def _find_source_dims(
     new: Pieces, shapes: IntArray, strides: IntArray, labels: Sequence[str]
-) -> IntArray:
+) -> tuple[IntArray, IntArray]:
     """Find which dimension of the old tensor each dimension of each piece comes from.
-
-    The result is -1 for dimensions of size 1.
 
     Args:
         shapes, strides: the old tensor of each piece.
 
+    Returns:
+        The dimensions, -1 for dimensions of size 1; and the steps along them: 2 if the piece has
+        every other element.
+
     Raises:
-        StateError: a dimension with several elements matches no dimension of the old tensor.
+        StateError: a dimension with several elements matches no dimension of the old tensor, or
+            two match the same one.
     """
     has_several_elements = new.shape > 1
-    matches = new.stride[:, :, None] == strides[:, None, :]
+    matches = new.stride[:, :, None] % np.maximum(strides, 1)[:, None, :] == 0
     matches &= (shapes > 1)[:, None, :]
-    _refuse_reshapes(new, has_several_elements & ~matches.any(axis=2), labels)
+    # The first match has the largest stride.
     source_dims: IntArray = np.where(has_several_elements, matches.argmax(axis=2), -1)
-    return source_dims
+    is_repeated = (source_dims[:, :, None] == source_dims[:, None, :]).sum(axis=2) > 1
+    is_reshaped = ~matches.any(axis=2) | is_repeated
+    _refuse_reshapes(new, has_several_elements & is_reshaped, labels)
+    own_strides = np.take_along_axis(strides, np.maximum(source_dims, 0), axis=1)
+    steps = new.stride // np.maximum(own_strides, 1)
+    return source_dims, np.where(has_several_elements, steps, 1)
 
 
 def _refuse_reshapes(new: Pieces, is_reshaped: BoolArray, labels: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from shardwise.parts.formats.containers.pickle_values import PickledInstance
 from shardwise.parts.formats.containers.ranges import FileRange
 from shardwise.parts.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.parts.formats.containers.torch_files import read_torch_file
+from shardwise.parts.formats.families import DIRECTIONS, choose_by_config
 from shardwise.parts.formats.file_tree import FileTree
 from shardwise.parts.formats.foreign import Row, StoredArray, StoredPart, build_catalogue
 from shardwise.parts.formats.foreign_builder import Builder
@@ -78,29 +79,51 @@ class Specification:
 
 
 def spec(
-    source: str | os.PathLike[str], *, files: str | None = None, **let_values: int
+    source: str | os.PathLike[str],
+    *,
+    files: str | None = None,
+    to: str | None = None,
+    **let_values: int,
 ) -> Specification:
     """Parse a specification, which says how stored arrays make up global tensors.
 
     docs/language.md describes the language. Pass the result as `spec=` to `open` or `load`.
 
     Args:
-        source: the name of a built-in specification (`"megatron_llama"`), a path, or the text.
+        source: the name of a built-in specification (`"megatron_llama"`), a path, or the text; or
+            the directory of a Hugging Face model, whose `config.json` then says which built-in
+            specification belongs to the model, with which numbers.
         files: the pattern of the names of the ranks' files, relative to the opened directory.
             `{axis}` stands for the coordinate of the rank along an axis:
             `"mp_rank_{tp}/model_optim_rng.pt"`. Without a pattern, the specification applies to the
             global tensors of the checkpoint.
+        to: with the directory of a model, whose names the tensors get: `"hf"` (the default), from
+            those of Megatron-Core, or `"megatron"`, from those of Hugging Face.
         let_values: the numbers that the text declares with `let`, by name: `spec(…, vocab=50_257)`.
 
     Raises:
         SpecError: the text has an error; the message shows the line and a caret.
-        StateError: the file does not exist, or a value is not a whole number.
+        StateError: the file does not exist, a value is not a whole number, or no built-in
+            specification belongs to the model.
+        FormatError: the `config.json` of the model is malformed, or lacks a number.
     """
     for name, value in let_values.items():
         if type(value) is not int:
             raise StateError(f"{name}={value!r}: expected a whole number, for example {name}=8")
-    if isinstance(source, str) and ("->" in source or "\n" in source):
-        return Specification(parse(source), let_values, files)
+    if to not in (None, *DIRECTIONS):
+        raise StateError(f"to={to!r}: choose one of {', '.join(DIRECTIONS)}")
+    is_text = isinstance(source, str) and ("->" in source or "\n" in source)
+    is_model = not is_text and source not in builtin_names() and Path(source).is_dir()
+    if is_model:
+        choice = choose_by_config(FileTree(source), to or "hf")
+        return Specification(load_builtin(choice.name), {**choice.numbers, **let_values}, files)
+    if to is not None:
+        raise StateError(
+            f"to={to!r}: it belongs to the directory of a Hugging Face model: pass the directory "
+            "that has config.json, or leave out to="
+        )
+    if is_text:
+        return Specification(parse(str(source)), let_values, files)
     if source in builtin_names():
         return Specification(load_builtin(str(source)), let_values, files)
     path = Path(source)

@@ -22,6 +22,13 @@ from shardwise.ports.binding import Box, FlatRange, Parameter
 
 _EXTRA_STATE_PATH = re.compile(r"(?:.*\.)?_extra_state\d*")
 _LAYER_NUMBER = re.compile(r"((?:.*?\.)?layers\.)(\d+)(?=\.)")
+_NAMES_OF_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+"""The names of norms as modules of their own, and within the linear layers after them."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 
 
@@ -29,14 +36,20 @@ def with_checkpoint_name(parameter: Parameter, has_tensor: Callable[[str], bool]
     """Return a tensor of a module under the name that a checkpoint has.
 
     Older checkpoints of Megatron-LM have the module's own names. If the checkpoint has only this
-    name, use it. The tensor then is not a part of a stack, for example of experts.
+    name, use it. The tensor then is not a part of a stack, for example of experts. The same applies
+    to norms, which Transformer Engine and Megatron-Core itself name differently.
 
     Args:
         parameter: the tensor, as `describe_model` returns it.
         has_tensor: returns whether the checkpoint has a tensor of a name.
     """
     flat = parameter.flat
-    if not has_tensor(parameter.name) or any(has_tensor(part.name) for part in flat):
+    if any(has_tensor(part.name) for part in flat):
+        return parameter
+    own = parameter.name
+    names = (own, *_other_names(own), *_other_names(flat[0].name))
+    name = next(filter(has_tensor, names), None)
+    if name is None:
         return parameter
     stacked_dims = len(flat[0].shape) - parameter.tensor.dim()
     boxes = tuple(
@@ -44,10 +57,16 @@ def with_checkpoint_name(parameter: Parameter, has_tensor: Callable[[str], bool]
         for part in flat
         for box in part.boxes
     )
-    own_range = replace(
-        flat[0], name=parameter.name, shape=flat[0].shape[stacked_dims:], boxes=boxes
-    )
+    own_range = replace(flat[0], name=name, shape=flat[0].shape[stacked_dims:], boxes=boxes)
     return replace(parameter, flat=(own_range,))
+
+
+def _other_names(name: str) -> Iterator[str]:
+    """Yield the names that a norm has if other modules make up the layer."""
+    for pair in _NAMES_OF_NORMS:
+        for present, other in (pair, pair[::-1]):
+            if f".{present}" in name:
+                yield name.replace(f".{present}", f".{other}")
 
 
 def cut_ranges(ranges: Sequence[FlatRange], low: int, high: int) -> tuple[FlatRange, ...]:

@@ -57,9 +57,11 @@ def match_rules(
         has_name = np.zeros(len(catalogue.names), bool)
         has_name[list(found)] = True
         matched = (rule_of_row == UNMATCHED) & has_name[catalogue.name]
-        for axis, value in rule.coordinates:
-            matched &= coordinates_along(catalogue, axis) == value.evaluate(environment)
-        if not rule.coordinates:
+        for name, value in rule.conditions:
+            matched &= _values_of(name, found, spec, catalogue, environment) == value.evaluate(
+                environment
+            )
+        if not rule.conditions:
             unmatched_names -= found.keys()
         rule_of_row[matched] = rule_index
     all_matches = []
@@ -69,11 +71,39 @@ def match_rules(
             continue
         positions = {axis: coordinates_along(catalogue, axis)[rows] for axis in spec.ranks}
         for capture in numbers.intersection(rule.pattern.variables()):
-            number_of_name = np.zeros(len(catalogue.names), np.int64)
-            number_of_name[list(found)] = [int(texts.pop(capture)) for texts in found.values()]
-            positions[capture] = number_of_name[catalogue.name[rows]]
+            positions[capture] = _captured_numbers(capture, found, catalogue)[rows]
+            for texts in found.values():
+                texts.pop(capture)
         all_matches.append(Matches(rule, rows, found, positions))
     return all_matches, np.flatnonzero(rule_of_row == UNMATCHED)
+
+
+def _values_of(
+    name: str,
+    found: Mapping[int, Mapping[str, str]],
+    spec: Spec,
+    catalogue: Catalogue,
+    environment: Environment,
+) -> IntArray | int:
+    """Return the value of a name after `on` for each array, or for all.
+
+    Args:
+        found: for the index of each name that the rule matches, the captured texts.
+    """
+    if name in spec.ranks:
+        return coordinates_along(catalogue, name)
+    if name in spec.lets:
+        return environment.value_of(name)
+    return _captured_numbers(name, found, catalogue)
+
+
+def _captured_numbers(
+    capture: str, found: Mapping[int, Mapping[str, str]], catalogue: Catalogue
+) -> IntArray:
+    """Return the captured number for each array; 0 for arrays that the rule does not match."""
+    number_of_name = np.zeros(len(catalogue.names), np.int64)
+    number_of_name[list(found)] = [int(texts[capture]) for texts in found.values()]
+    return number_of_name[catalogue.name]
 
 
 def coordinates_along(catalogue: Catalogue, axis: str) -> IntArray:

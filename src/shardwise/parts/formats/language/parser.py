@@ -148,7 +148,7 @@ def _read_clauses(scanner: Scanner, rule: Rule) -> Rule:
         if scanner.accept("where"):
             rule = replace(rule, sizes=(*rule.sizes, *_read_list(scanner, read_pair)))
         elif scanner.accept("on"):
-            rule = replace(rule, coordinates=(*rule.coordinates, *_read_list(scanner, read_pair)))
+            rule = replace(rule, conditions=(*rule.conditions, *_read_list(scanner, read_pair)))
         else:
             scanner.fail("expected `where`, `on` or the end")
     return rule
@@ -295,23 +295,26 @@ def _read_sum(scanner: Scanner, literal_counts: Counter[str], depth: int) -> Axi
 def _expand_like(rules: Sequence[Rule], source: SourceText) -> tuple[Rule, ...]:
     """Replace each `like` statement with renamed copies of other rules.
 
-    For example: `optimizer.*.{s} like *, model.* -> optimizer.*.{s}`.
+    For example: `optimizer.*.{s} like *, model.* -> optimizer.*.{s}`. The copies of a statement are
+    copied by the statements after it.
 
     Raises:
         SpecError: a `like` statement has the wrong form, or no rule matches it.
     """
     originals = [each for each in rules if each.like is None]
     expanded: list[Rule] = []
+    all_copies: list[Rule] = []
     for rule in rules:
         if rule.like is None:
             expanded.append(rule)
             continue
-        copies = list(_copy_rules(rule, *rule.like, originals, source))
+        copies = list(_copy_rules(rule, *rule.like, [*originals, *all_copies], source))
         if not copies:
             raise source.error(
                 rule.position, "no other rule has an array and tensors with the names after `like`"
             )
         expanded += copies
+        all_copies += [copy for copy in copies if copy.targets]
     return tuple(expanded)
 
 
@@ -335,6 +338,10 @@ def _copy_rules(
         )
     prefix = "".join(text for text in texts if isinstance(text, str))
     for rule in rules:
+        named = [_rename(target, new_target, prefix, result_star.names) for target in rule.targets]
+        targets = tuple(target for target in named if target is not None)
+        if len(targets) < len(named):
+            continue
         names = set(rule.pattern.variables()) & set(like.pattern.variables())
         if shared := {name for name in names if not name.startswith("*")}:
             raise source.error(
@@ -342,20 +349,25 @@ def _copy_rules(
                 f"{' and '.join(sorted(shared))} is captured here and in line "
                 f"{source.line_number(rule.position)}; rename one",
             )
-        named = [_rename(target, new_target, prefix, result_star.names) for target in rule.targets]
-        targets = tuple(target for target in named if target is not None)
-        if len(targets) < len(named):
-            continue
         has_shape = new_target.shape is not None  # then it replaces the shape of the rule
+        if has_shape and _splits_array(rule):
+            continue  # an array of another shape lacks the axis that is in the name
         yield replace(
             rule,
             pattern=_insert(like.pattern, star, rule.pattern),
             targets=targets,
             array_shape=None if has_shape else rule.array_shape,
             sizes=(*(() if has_shape else rule.sizes), *like.sizes),
-            coordinates=rule.coordinates + like.coordinates,
+            conditions=rule.conditions + like.conditions,
             position=position,
         )
+
+
+def _splits_array(rule: Rule) -> bool:
+    """Return whether the names of a rule's tensors have an axis of the array, such as `{e}`."""
+    dims = rule.array_shape.dims if rule.array_shape is not None else ()
+    axes = {axis.name for dim in dims for axis in axes_in(dim)} - {*rule.pattern.variables()}
+    return any(axes & {*target.name.variables()} for target in rule.targets)
 
 
 def _is_star(part: object) -> bool:

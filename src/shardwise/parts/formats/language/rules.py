@@ -105,8 +105,8 @@ class Rule:
         array_shape: the shape of each array; None if it is the shape of the target without the axes
             of ranks and of captured numbers.
         sizes: sizes of axes, from `where`.
-        coordinates: from `on`: for each axis, the coordinate of the ranks to which the rule
-            applies.
+        conditions: from `on`: for each axis of the ranks, captured number or declared number, the
+            value at which the rule applies.
         position: the index of the rule's first character in the text.
         like: for a statement `pattern like star, results -> target`, which copies rules: `star` and
             `results`. In `pattern`, `star` captures the name of another array, whose rule is
@@ -118,7 +118,7 @@ class Rule:
     targets: tuple[Target, ...] = ()
     array_shape: Shape | None = None
     sizes: tuple[tuple[str, Expression], ...] = ()
-    coordinates: tuple[tuple[str, Expression], ...] = ()
+    conditions: tuple[tuple[str, Expression], ...] = ()
     position: int = field(default=0, compare=False)
     like: tuple[Pattern, Pattern] | None = None
 
@@ -176,10 +176,10 @@ class Spec:
     source: SourceText = NO_SOURCE
 
     def numeric_captures(self) -> frozenset[str]:
-        """Return the captures that are used as an axis or in arithmetic, and so are numbers."""
+        """Return the captures that are an axis, in arithmetic or after `on`, and so are numbers."""
         numbers: set[str] = set()
         for rule in self.rules:
-            numbers |= rule.axes().keys()
+            numbers |= rule.axes().keys() | {name for name, _ in rule.conditions}
             for target in rule.targets:
                 for expression in target.name.expressions():
                     if not expression.is_name:
@@ -289,10 +289,12 @@ def check_spec(spec: Spec) -> None:
 
 def _check_names(spec: Spec, rule: Rule) -> None:
     captures, axes = rule.pattern.variables(), rule.axes()
-    for name, value in rule.coordinates:
-        if name not in spec.ranks:
+    for name, value in rule.conditions:
+        if name not in (*spec.ranks, *spec.lets, *captures):
             raise spec.source.error(
-                rule.position, f"{name} is not an axis of the ranks; declare it with `ranks`"
+                rule.position,
+                f"{name} is not an axis of the ranks, and neither captured nor declared; declare "
+                "it with `ranks` or `let`, or capture it on the left",
             )
         _check_variables(spec, value, {*spec.ranks, *spec.lets}, rule.position)
     for name, _ in rule.sizes:
@@ -326,7 +328,7 @@ def _check_variables(
 
 
 def _check_shapes(spec: Spec, rule: Rule, indexed_axes: frozenset[str]) -> None:
-    """Check that tensors use every part of the stored array, and only parts that it has."""
+    """Check that tensors use every part of the stored array. Other arrays may have more parts."""
     for target in rule.targets:
         shape = rule.shape_of(target)
         if (shape.ellipsis is None) != ((rule.array_shape or shape).ellipsis is None):
@@ -357,16 +359,17 @@ def _check_array_parts(rule: Rule, dimension_maps: Sequence[DimensionMap]) -> No
     used_parts: set[frozenset[str]] = set()
     for target, dimension_map in zip(rule.targets, dimension_maps, strict=True):
         array_parts = _axes_of_terms(dimension_map.array_dims)
-        for tensor_part in _axes_of_terms(dimension_map.tensor_dims):
-            local_axes = frozenset(
-                axis for axis in tensor_part if dimension_map.is_local(axis)
-            ) | set(dimension_map.split_axes)
-            if local_axes not in array_parts:
-                raise LayoutError(
-                    f"{rule.shape_of(target)} uses the part {_format_axes(local_axes)}, but the "
-                    f"array has only {', '.join(map(_format_axes, array_parts))}"
-                )
-            used_parts.add(local_axes)
+        tensor_parts = [
+            frozenset(axis for axis in part if dimension_map.is_local(axis))
+            | set(dimension_map.split_axes)
+            for part in _axes_of_terms(dimension_map.tensor_dims)
+        ]
+        if not set(tensor_parts) & set(array_parts):
+            raise LayoutError(
+                f"{rule.shape_of(target)} uses the part {_format_axes(tensor_parts[0])}, but the "
+                f"array has only {', '.join(map(_format_axes, array_parts))}"
+            )
+        used_parts |= set(tensor_parts)
     if rule.array_shape is None or not dimension_maps:
         return
     for part in _axes_of_terms(dimension_maps[0].array_dims):

@@ -312,8 +312,8 @@ def _find_boxes(catalogue: Catalogue, group: _ArrayGroup, shape: Sequence[int]) 
     }
     for term in expand_terms(dimension_map.tensor_dims, sizes):
         local_axes = {axis for axis in term.steps if dimension_map.is_local(axis)}
-        if all(sizes[axis] for axis in local_axes):
-            array_term = array_terms[frozenset(local_axes | set(dimension_map.split_axes))]
+        array_term = array_terms.get(frozenset(local_axes | set(dimension_map.split_axes)))
+        if array_term is not None and all(sizes[axis] for axis in local_axes):
             yield _place_boxes(catalogue, group, term, array_term, np.array(shape, np.int64))
 
 
