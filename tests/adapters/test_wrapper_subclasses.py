@@ -228,7 +228,7 @@ def fake(n: int) -> torch.Tensor:
 MAKERS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "TwoTensor": (
         lambda: TwoTensor(torch.ones(3), torch.zeros(3)),
-        r"TwoTensor.*wraps other tensors \(a, b\): put its parts into",
+        r"TwoTensor.*(wraps other tensors \(a, b\): put its parts|has no rule: register a rule)",
     ),
     "MaskedTensor": (
         lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
@@ -270,13 +270,16 @@ PLACES: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_has_no_memory_is_refused_by_name(tmp_path: Path, kind: str, place: str) -> None:
+    if kind == "TwoTensor" and place in ("item", "module"):
+        pytest.skip("its inner tensors are saved: see tests/tensor_classes")
     make, said = MAKERS[kind]
     put, name = PLACES[place]
     with pytest.raises(sw.StateError, match=rf"^{name}: .*{said}"):
         sw.save(tmp_path / "c", put(make()))
     assert not (tmp_path / "c").exists()
     sw.save(tmp_path / "c", put(torch.ones(3)))
-    if place != "per rank":  # a load only replaces this value
+    builds_anew = (kind, place) == ("TwoTensor", "optimizer")  # state is built as it was saved
+    if place != "per rank" and not builds_anew:  # a load only replaces this value
         with pytest.raises(sw.StateError, match=rf"^{name}: .*{said}"):
             sw.load(tmp_path / "c", put(make()))
 

@@ -118,9 +118,8 @@ def export(
     Args:
         place: a checkpoint in any format, or the root of a run.
         target: a new directory.
-        to: `"hf"` (safetensors), `"peft"` (the adapters of a model of PEFT), `"dcp"`
-            (torch.distributed.checkpoint), `"torch"` (one file of torch.save),
-            `"deepspeed-universal"` (for ZeRO 1, 2 and 3), or `"native"`.
+        to: `"hf"` (safetensors), `"peft"` (adapters), `"dcp"` (torch.distributed.checkpoint),
+            `"torch"` (torch.save), `"deepspeed-universal"` (for ZeRO 1 to 3), or `"native"`.
         only, skip: shell patterns of the names to write, as for `load`.
         model_key: the key of the model in the state, for formats that hold only a model; "" if the
             checkpoint is only a model.
@@ -129,9 +128,8 @@ def export(
             `["*_proj.weight"]`.
         step, verify, spec, skip_unknown, format: as in `open`. `verify` compares all copies.
         max_file: the most bytes of tensors in a file.
-        base: with `"hf"`, the directory of the trained Hugging Face model, whose configuration and
-            tokenizer are copied. `config.json`, or without `base` Megatron's arguments in the
-            checkpoint, says how tensors with Megatron-Core's names get those of Hugging Face.
+        base: with `"hf"`, the directory of the Hugging Face model whose configuration and tokenizer
+            are copied. They say how tensors with Megatron-Core's names are named there.
         group, on_event: as for `load`.
 
     Raises:

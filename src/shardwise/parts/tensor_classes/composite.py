@@ -252,8 +252,14 @@ def build(
     rule, cls = find_class(name, described["class"], known)
     context = _of_shape(context, rule, torch.Size(shape))
     stride = torch.empty(shape, device="meta").stride()
-    with user_code(name, "__tensor_unflatten__()"):
+    try:
         tensor = cls.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+    except Exception as error:  # code of the class
+        raise StateError(
+            f"{name}: {cls.__name__}.__tensor_unflatten__() cannot build what was saved: "
+            f"{type(error).__name__}: {error}: load with the version of the library that saved it, "
+            "or leave it out with skip="
+        ) from error
     if tensor.shape != shape or str(tensor.dtype) != f"torch.{described['dtype']}":
         raise StateError(
             f"{name}: the saved inner tensors make a {tensor.dtype} tensor of shape "
