@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import shutil
 import sys
 import tempfile
@@ -25,15 +24,17 @@ from pathlib import Path
 
 from tests.soak.faults import FAULTS, Fault, Field
 from tests.soak.history import History
+from tests.soak.judging import LONGEST_CYCLE, LONGEST_SILENCE, judged, longest_silence
 from tests.soak.steadiness import Steadiness
-from tests.soak.trainer import Line, Orders, lines_of, train
-from tests.tools.gang import Gang, Outcome
+from tests.soak.trainer import Line, Orders, lines_of, size_of, train
+from tests.tools.gang import Gang, Outcome, Patience
 
 NODES = 4
-LONGEST_CYCLE = 60.0
 SLOW, SLOW_KEPT = 8.0, 10
 GROUP_TIMEOUT = 20.0
-LONGEST_LINE, SHOWN = 300, 12
+SHOWN = 12
+PRESSURE = Path("/proc/pressure/cpu")
+"""How long processes have waited for a processor, on kernels that say so."""
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     slow: list[int] = field(default_factory=list)
+    silence: tuple[float, int] = 0.0, 0
+    """The longest time in which no rank went on, in seconds, and its cycle."""
 
 
 class Soak:
@@ -92,15 +95,17 @@ class Soak:
             train,
             orders,
             world=len(orders.nodes),
-            timeout=LONGEST_CYCLE,
             group_timeout=GROUP_TIMEOUT,
+            patience=Patience(LONGEST_SILENCE, partial(size_of, journal), LONGEST_CYCLE),
         )
+        ended_at = time.time()
         done.set()
-        injected.join(LONGEST_CYCLE)
+        injected.join(LONGEST_SILENCE)
         self.tally.cycles[fault] += 1
         self.tally.seconds.append(time.monotonic() - start)
         lines = lines_of(journal)
-        wrong = judged(outcomes, lines, kind)
+        self.tally.silence = max(self.tally.silence, (longest_silence(lines, ended_at), number))
+        wrong = judged(outcomes, lines, kind, ended_at)
         wrong += self._history.learn(number, orders.nodes, lines, self._field.lost)
         if self._history.source:
             self.tally.sources.setdefault(fault, Counter())[self._history.source] += 1
@@ -146,7 +151,7 @@ class Soak:
         kept = self._logs / f"cycle-{number}-{fault.replace(' ', '-')}"
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        text = "\n".join([*wrong, "", str(orders), ""])
+        text = "\n".join([*wrong, "", load_of_machine(), str(orders), ""])
         text += "\n".join(f"\nrank {each.rank} {each.kind}\n{each.report}" for each in outcomes)
         (kept / "what-happened.txt").write_text(text)
         with suppress(FileNotFoundError):
@@ -168,6 +173,15 @@ class Soak:
         self._field.clear()
 
 
+def load_of_machine() -> str:
+    """Return how busy the machine is, to tell a slow cycle from one that hangs."""
+    pressure = ""
+    with suppress(OSError):
+        pressure = PRESSURE.read_text().partition("\n")[0]
+    loads = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    return f"{os.cpu_count()} processors; load in the last 1, 5, 15 minutes: {loads}; {pressure}"
+
+
 def moments(lines: list[Line]) -> str:
     """Return when each event last happened, in seconds from the beginning."""
     last = {line.what: line.at for line in lines}
@@ -176,39 +190,10 @@ def moments(lines: list[Line]) -> str:
     return "".join(f"; {what} {last[what] - start:.1f}" for what in shown if what in last)
 
 
-def judged(outcomes: list[Outcome], lines: list[Line], kind: Fault) -> list[str]:
-    """Return the outcomes that the fault does not explain."""
-    raised = {line.rank: line.text for line in lines if line.what == "raised"}
-    wrong = []
-    for each in outcomes:
-        text = raised.get(each.rank, each.report).strip()
-        if each.kind == "hung":
-            wrong.append(f"rank {each.rank} hung for {LONGEST_CYCLE:.0f} s")
-        elif only_lost_ended_ranks(text, lines):
-            continue
-        elif each.kind != "value" and not (kind.ends_training and is_expected(each, text)):
-            said = text.splitlines()[-1] if text else ""
-            wrong.append(f"rank {each.rank} {each.kind}: {said[:LONGEST_LINE]}")
-    return wrong
-
-
-def only_lost_ended_ranks(text: str, lines: list[Line]) -> bool:
-    """Return whether a rank failed because it waited for nodes whose ranks had already ended.
-
-    If the fault has killed the agents of these nodes, no rank is there to start them again.
-    """
-    lost = {int(rank) for rank in re.findall(r"rank (\d+): its node \S+ is lost", text)}
-    return bool(lost) and lost <= {line.rank for line in lines if line.what == "ended"}
-
-
-def is_expected(outcome: Outcome, text: str) -> bool:
-    """Return whether a rank was killed or failed because another one was lost."""
-    return outcome.signal is not None or "shardwise.kernel.errors." in text
-
-
 def report(soak: Soak, seed: int, seconds: float) -> bool:
     """Print a report, and return whether there were no failures."""
     tally = soak.tally
+    silence, cycle = tally.silence
     total = sum(tally.cycles.values())
     print(f"\n{'fault':34}{'cycles':>8}{'memory':>8}{'storage':>9}{'nothing':>9}{'steps lost':>12}")
     for fault, count in sorted(tally.cycles.items()):
@@ -222,6 +207,7 @@ def report(soak: Soak, seed: int, seconds: float) -> bool:
     rate = f"{3600 * total / seconds:.0f} per hour, the longest took {longest:.1f} s"
     print(f"\n{total} cycles in {seconds:.0f} s ({rate}), seed {seed}")
     print(f"{len(tally.slow)} cycles took longer than {SLOW:.0f} s; logs of {SLOW_KEPT} are kept")
+    print(f"the longest time in which no rank went on: {silence:.1f} s, in cycle {cycle}")
     failures = [*tally.failures, *soak.steadiness.failures()]
     for line in soak.steadiness.lines():
         print(line)

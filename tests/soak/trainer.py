@@ -95,6 +95,11 @@ def lines_of(journal: Path) -> list[Line]:
     return []
 
 
+def size_of(journal: Path) -> int:
+    """Return the size of a journal in bytes: it grows whenever a rank goes on."""
+    return journal.stat().st_size if journal.exists() else 0
+
+
 def index_of(box: sw.Box) -> torch.Tensor:
     """Return the index of each element of a box in its tensor."""
     at = [torch.arange(low, low + size) for low, size in zip(box.offset, box.shape, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 PRELOAD = ("torch", "torch.distributed.tensor.debug", "shardwise")
 CLEANUP_TIMEOUT = 10.0  # seconds for a worker to clean up after a call
+STACKS_TIMEOUT = 2.0  # seconds for workers that hang to write their stacks
+LOOK_SECONDS = 0.5  # how often to look for progress
 
 
 class GangError(ShardwiseError):
@@ -43,6 +46,41 @@ class GangError(ShardwiseError):
         }
         parts = [f"--- rank {rank} ---\n{report}" for rank, report in self.failures.items()]
         super().__init__(f"failed on {len(failed)} of {len(outcomes)} ranks\n" + "\n".join(parts))
+
+
+class Patience:
+    """A limit for a call, or for the time in which a call makes no progress.
+
+    Args:
+        seconds: the limit.
+        progress: returns a value that changes when the call makes progress. Then the limit begins
+            anew. None: the limit is for the whole call.
+        longest: limit for the whole call, in seconds, with or without progress.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        progress: Callable[[], object] | None = None,
+        longest: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._progress = (lambda: None) if progress is None else progress
+        self._seen = self._progress()
+        now = clock()
+        self._latest = now + longest
+        self._end = min(now + seconds, self._latest)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the limit, 0.0 if it has passed."""
+        seen = self._progress()
+        now = self._clock()
+        if seen != self._seen:
+            self._seen = seen
+            self._end = min(now + self._seconds, self._latest)
+        return max(0.0, self._end - now)
 
 
 class Gang:
@@ -118,12 +156,13 @@ class Gang:
         world: int | None = None,
         timeout: float = 60.0,
         group_timeout: float = 20.0,
+        patience: Patience | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
         """Call a function as `run` does, but return the outcome of each rank instead of raising.
 
         The other ranks continue when one dies. Ranks that have not returned after `timeout`
-        seconds are killed and count as hung.
+        seconds, or at the limit of `patience`, are killed and count as hung.
         """
         world = self.size if world is None else world
         if not 1 <= world <= self.size:
@@ -143,7 +182,7 @@ class Gang:
             )
             try:
                 _send_task(workers, task)
-                outcomes = _collect_outcomes(workers, time.monotonic() + timeout)
+                outcomes = _collect_outcomes(workers, patience or Patience(timeout))
                 _dismiss_workers(workers)
             except BaseException:  # for example KeyboardInterrupt
                 for worker in workers:
@@ -202,15 +241,16 @@ class _Worker:
         except (EOFError, OSError):
             return False
 
-    def kill_hung(self, rank: int) -> Outcome:
-        """Kill the worker, and return an outcome with the stacks of its threads."""
+    def ask_for_stacks(self) -> None:
+        """Let the worker write the stacks of its threads."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, STACKS_SIGNAL)
-            self.process.join(0.2)
-        self.end(0.0)
+
+    @property
+    def stacks(self) -> str:
+        """The stacks that the worker has written so far."""
         file = self.stacks_file
-        stacks = file.read_text(errors="replace") if file.exists() else ""
-        return Outcome(rank=rank, kind="hung", report=f"did not answer in time\n{stacks}")
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def end(self, grace: float) -> None:
         """Wait up to `grace` seconds for the process to exit, then kill it."""
@@ -241,15 +281,38 @@ def _send_task(workers: Sequence[_Worker], task: Task) -> None:
         worker.send(pickle.dumps(replace(task, rank=rank, environ=environ)))
 
 
-def _collect_outcomes(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
-    """Return the outcomes by rank. Kill workers that have not answered by the deadline."""
+def _collect_outcomes(workers: Sequence[_Worker], patience: Patience) -> list[Outcome]:
+    """Return the outcomes by rank. Kill workers that have not answered by the limit."""
     outcomes: dict[int, Outcome] = {}
-    for rank in _indices_as_they_report(workers, deadline):
+    for rank in _indices_as_they_report(workers, patience):
         outcomes[rank] = workers[rank].receive_outcome(rank)
-    for rank, worker in enumerate(workers):
-        if rank not in outcomes:
-            outcomes[rank] = worker.kill_hung(rank)
+    hung = {rank: worker for rank, worker in enumerate(workers) if rank not in outcomes}
+    stacks = _kill_hung(list(hung.values()))
+    for rank, text in zip(hung, stacks, strict=True):
+        report = f"did not answer in time\n{text}"
+        outcomes[rank] = Outcome(rank=rank, kind="hung", report=report)
     return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _kill_hung(workers: Sequence[_Worker]) -> list[str]:
+    """Kill workers, and return the stacks of their threads.
+
+    All write their stacks before the first is killed. The others would react to its death, and
+    their stacks would no longer show where they hung.
+    """
+    for worker in workers:
+        worker.ask_for_stacks()
+    before: list[str] = []
+    stacks = [""] * len(workers)
+    deadline = time.monotonic() + STACKS_TIMEOUT
+    while (stacks != before or not all(stacks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, stacks = stacks, [worker.stacks for worker in workers]
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.end(0.0)
+    return stacks
 
 
 def _dismiss_workers(workers: Sequence[_Worker]) -> None:
@@ -257,22 +320,23 @@ def _dismiss_workers(workers: Sequence[_Worker]) -> None:
     alive = [worker for worker in workers if worker.process.is_alive()]
     for worker in alive:
         worker.send(DISMISS)
-    answered = set(_indices_as_they_report(alive, time.monotonic() + CLEANUP_TIMEOUT))
+    answered = set(_indices_as_they_report(alive, Patience(CLEANUP_TIMEOUT)))
     for index, worker in enumerate(alive):
         if index not in answered or not worker.is_ready():
             worker.end(0.0)
 
 
-def _indices_as_they_report(workers: Sequence[_Worker], deadline: float) -> Iterator[int]:
-    """Yield the index of each worker when it sends a message or exits, until the deadline."""
+def _indices_as_they_report(workers: Sequence[_Worker], patience: Patience) -> Iterator[int]:
+    """Yield the index of each worker when it sends a message or exits, until the limit."""
     pending = dict(enumerate(workers))
-    while pending and (remaining := deadline - time.monotonic()) > 0:
+    while pending and (remaining := patience.seconds_left()) > 0:
         waitables: dict[Any, int] = {
             waitable: index
             for index, worker in pending.items()
             for waitable in (worker.pipe, worker.process.sentinel)
         }
-        for index in {waitables[waitable] for waitable in wait(list(waitables), remaining)}:
+        ready = wait(list(waitables), min(remaining, LOOK_SECONDS))
+        for index in {waitables[waitable] for waitable in ready}:
             del pending[index]
             yield index
 

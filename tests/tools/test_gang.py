@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.tools.gang import Gang, GangError
+from tests.tools.gang import Gang, GangError, Patience
 
 
 class UnpicklableError(Exception):
@@ -87,6 +87,19 @@ def sleep_on(rank: int) -> int:
     if dist.get_rank() == rank:
         time.sleep(60)
     return dist.get_rank()
+
+
+def sleep_for(seconds: float) -> int:
+    time.sleep(seconds)
+    return dist.get_rank()
+
+
+def wait_for_the_end_of_rank_0() -> None:
+    process = torch.tensor(os.getpid())
+    dist.broadcast(process, 0)
+    while dist.get_rank() == 0 or Path(f"/proc/{int(process)}/cwd").exists():
+        time.sleep(0.001)
+    os._exit(0)
 
 
 def send_in_the_background() -> float:
@@ -284,6 +297,53 @@ def test_a_rank_that_is_stopped(gang: Gang) -> None:
     outcomes = gang.run_outcomes(end_on, 0, "SIGSTOP", world=2, timeout=3.0)
     assert [outcome.kind for outcome in outcomes] == ["hung", "value"]
     assert gang.run(summed, 0) == [6] * 4
+
+
+def test_each_stack_shows_where_a_rank_hung_not_how_it_took_the_end_of_another(gang: Gang) -> None:
+    outcomes = gang.run_outcomes(wait_for_the_end_of_rank_0, world=3, timeout=3.0)
+    assert [outcome.kind for outcome in outcomes] == ["hung"] * 3
+    for outcome in outcomes:
+        assert "in wait_for_the_end_of_rank_0" in outcome.report
+    assert gang.run(summed, 0) == [6] * 4
+
+
+def test_a_call_that_makes_progress_does_not_hang(gang: Gang) -> None:
+    patience = Patience(0.3, progress=time.monotonic)
+    outcomes = gang.run_outcomes(sleep_for, 2.0, world=2, patience=patience)
+    assert [outcome.value for outcome in outcomes] == [0, 1]
+
+
+def test_a_call_that_makes_no_progress_any_more_hangs(gang: Gang) -> None:
+    changes = iter([1, 2, 3])
+    patience = Patience(1.0, progress=lambda: next(changes, None))
+    outcomes = gang.run_outcomes(sleep_on, 1, world=2, patience=patience)
+    assert outcomes[1].kind == "hung"
+    assert next(changes, None) is None
+    assert gang.run(summed, 0) == [6] * 4
+
+
+def test_the_limit_begins_anew_with_progress_but_not_beyond_the_longest_time() -> None:
+    now, done = 100.0, 0
+    patience = Patience(10.0, lambda: done, longest=25.0, clock=lambda: now)
+    now = 109.0
+    assert patience.seconds_left() == 1.0
+    done = 1
+    assert patience.seconds_left() == 10.0
+    now = 118.0
+    assert patience.seconds_left() == 1.0
+    done = 2
+    assert patience.seconds_left() == 7.0
+    now, done = 126.0, 3
+    assert patience.seconds_left() == 0.0
+
+
+def test_without_a_sign_of_progress_the_limit_is_for_the_whole_call() -> None:
+    now = 100.0
+    patience = Patience(10.0, clock=lambda: now)
+    now = 109.0
+    assert patience.seconds_left() == 1.0
+    now = 110.0
+    assert patience.seconds_left() == 0.0
 
 
 def test_an_interrupt_is_not_waited_for(gang: Gang) -> None:
