@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchao.optim
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torchao.optim.adam import single_param_adam
 
 import shardwise as sw
 from tests.breadth import mostly_long
 from tests.tensor_classes.tensors import MAKERS, TRAINING, bits, values
 from tests.tools.gang import Gang
 
+torchao_optim = pytest.importorskip("torchao.optim")
 SPLIT_BY_COLUMNS = ("int8, one scale", "intx", "int4", "mxfp8", "mxfp4", "nvfp4")
 """Classes with scales for blocks of columns, or one scale."""
 
@@ -148,7 +147,7 @@ def training(name: str, *, sharded: bool, rows: int) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(128, rows), nn.Linear(rows, 64, bias=False))
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
+    return model, getattr(torchao_optim, name)(model.parameters(), lr=1e-2)
 
 
 def step(model: nn.Module, optimizer: Any, at: int) -> None:
@@ -165,7 +164,7 @@ def step(model: nn.Module, optimizer: Any, at: int) -> None:
             state["exp_avg_sq"] = optimizer._new_buffer(parameter, False)
         state["step"] += 1
         with torch.no_grad():
-            single_param_adam(
+            torchao_optim.adam.single_param_adam(
                 parameter.detach(),
                 parameter.grad,
                 state["step"],

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+pytest.importorskip("torchao")
 from torchao.float8.float8_linear import LinearMMConfig
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig, MXFP8TrainingOpConfig
