@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -218,6 +219,26 @@ def test_training_continues_as_if_it_had_not_stopped(
     gang: Gang, tmp_path: Path, name: str, rows: int, world: int
 ) -> None:
     gang.run(resume, str(tmp_path), name, rows, world=world)
+
+
+def sizes(path: str) -> tuple[int, int]:
+    """Save with shardwise and with DCP, and return the bytes of both checkpoints."""
+    model, optimizer = training("AdamW8bit", sharded=True, rows=1024)
+    step(model, optimizer, 0)
+    sw.save(f"{path}/sw", {"model": model, "optimizer": optimizer})
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    torch.distributed.checkpoint.save(state, checkpoint_id=f"{path}/dcp")
+    dist.barrier()
+    ours, theirs = (
+        sum(each.stat().st_size for each in Path(path, name).rglob("*")) for name in ("sw", "dcp")
+    )
+    return ours, theirs
+
+
+def test_a_checkpoint_is_not_larger_than_that_of_dcp(gang: Gang, tmp_path: Path) -> None:
+    for ours, theirs in gang.run(sizes, str(tmp_path), world=2):
+        assert ours <= theirs
 
 
 def whole_state(path: str, name: str, *, save: bool) -> list[Any]:

@@ -68,6 +68,16 @@ def test_a_scale_that_was_computed_before_is_forgotten(tmp_path: Path) -> None:
     assert live.weight._precomputed_scale is None
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8, activations", "intx", "float8 experts"])
+def test_a_module_on_the_meta_device_is_allocated(tmp_path: Path, kind: str) -> None:
+    saved, live = Holder(MAKERS[kind](values(0))), Holder(MAKERS[kind](values(1)).to("meta"))
+    other = live.weight
+    sw.save(str(tmp_path), {"model": saved})
+    sw.load(str(tmp_path), {"model": live})
+    assert live.weight is other
+    assert bits(live.weight) == bits(saved.weight)
+
+
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     def tied(seed: int) -> nn.Module:
         model = nn.Module()

@@ -24,6 +24,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "shardwise.composites": {
         "encode": "shardwise.parts.tensor_classes.composite:encode_composite",
         "decode": "shardwise.parts.tensor_classes.composite:decode_composite",
+        "empty_like": "shardwise.parts.tensor_classes.composite:empty_like",
         "state_of_tensor": "shardwise.parts.tensor_classes.states:state_of_tensor",
         "fit_to_checkpoint": "shardwise.parts.tensor_classes.states:fit_to_checkpoint",
         "state_of_parameter": "shardwise.parts.tensor_classes.states:state_of_parameter",

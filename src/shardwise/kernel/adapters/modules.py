@@ -21,13 +21,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from shardwise.kernel.adapters.cells import module_cells
 from shardwise.kernel.adapters.values import fit_to_checkpoint, state_of_tensor
 from shardwise.kernel.errors import StateError, user_code
-from shardwise.kernel.plugins import built_in
+from shardwise.kernel.plugins import built_in, load_built_in
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
 from shardwise.kernel.state.parameters import Parameter
-from shardwise.kernel.state.plain_values import JsonValue, decode, encode
+from shardwise.kernel.state.plain_values import COMPOSITES, JsonValue, decode, encode
 from shardwise.kernel.state.stated_geometry import copy_statements
-from shardwise.kernel.state.tensors import is_dtensor, is_instance, tensor_leaf
+from shardwise.kernel.state.tensors import (
+    is_composite,
+    is_dtensor,
+    is_instance,
+    tensor_leaf,
+)
 from shardwise.ports.binding import Binding, Cells, Context, Layers
 
 EXTRA_STATE = "_extra_state"
@@ -232,7 +237,10 @@ class Part:
             device = torch.device("cpu") if default.type == "meta" else default
             if is_dtensor(tensor):
                 device = torch.device(tensor.device_mesh.device_type)
-            replacement = torch.empty_like(tensor, device=device)
+            if is_composite(tensor):
+                replacement = load_built_in(COMPOSITES, "empty_like")(tensor, device)
+            else:
+                replacement = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
             copy_statements(tensor, replacement)
@@ -311,7 +319,7 @@ class ModuleBinding(Binding):
         """Return the targets, also those that are not selected and so stay unchanged."""
 
         def is_loaded(name: str) -> bool:
-            return saved.tensor(name) is not None and selection.selects(name)
+            return saved.kind(name) is not None and selection.selects(name)
 
         for part in self._parts:
             part.allocate_meta_tensors(is_loaded)

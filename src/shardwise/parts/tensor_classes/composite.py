@@ -211,6 +211,25 @@ def decode_composite(
     return tensor
 
 
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a composite tensor of the same class and context, whose memory is not initialized."""
+    local: Any = local_tensor(tensor)
+    keys, context = local.__tensor_flatten__()
+    inner: dict[str, torch.Tensor] = {}
+    for key in keys:
+        each = getattr(local, key)
+        make = empty_like if is_composite(each) else torch.empty_like
+        inner[key] = make(each, device=device)
+    made: torch.Tensor = type(local).__tensor_unflatten__(
+        inner, context, local.shape, local.stride()
+    )
+    if not is_dtensor(tensor):
+        return made
+    make_dtensor: Any = torch.distributed.tensor.DTensor  # from_local() needs more of the class
+    wrapped: torch.Tensor = make_dtensor(made, tensor._spec, requires_grad=False)
+    return wrapped
+
+
 def check_description(name: str, described: Fields) -> None:
     """Check what a checkpoint says of a composite tensor.
 
