@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
+from tests.faults.test_damage import rewrite_manifest
 from tests.tensor_classes.tensors import Holder, bits
 
 
@@ -152,20 +154,15 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", HOSTILE, ids=str)
-def test_a_hostile_description_is_refused(
-    tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardwise.parts.tensor_classes import states
+def test_a_hostile_description_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    def alter(body: bytes) -> bytes:
+        document = json.loads(body.rstrip().rstrip(b",") + b"}")
+        [entry] = [each for each in document["objects"] if each["name"] == "optimizer.weight.x"]
+        entry["value"] |= change
+        return json.dumps(document).encode()[:-1] + b","
 
-    honest = states.describe
-
-    def hostile(*arguments: Any) -> Any:
-        return {**honest(*arguments), **change}
-
-    saved = keeping(0, has_state=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(states, "describe", hostile)
-        sw.save(tmp_path, saved)
+    sw.save(tmp_path, keeping(0, has_state=True))
+    rewrite_manifest(tmp_path, alter)
     live = keeping(1, has_state=False)
     with pytest.raises(sw.ShardwiseError, match=r"optimizer\.weight\.x"):
         sw.load(tmp_path, live)
