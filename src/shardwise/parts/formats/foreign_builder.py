@@ -20,6 +20,8 @@ from shardwise.kernel.manifest.pieces import Pieces, Runs
 from shardwise.parts.formats.file_tree import FileTree
 from shardwise.parts.formats.foreign import (
     StoredArray,
+    StoredComposite,
+    StoredPart,
     StoredTensor,
     hide_terms,
     pieces_of_boxes,
@@ -28,6 +30,7 @@ from shardwise.parts.formats.foreign import (
 from shardwise.parts.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.parts.formats.nested import STORED, NestedState, name_leaves, name_parameters
 from shardwise.parts.formats.optimizers import ParamGroup, merge_param_groups
+from shardwise.parts.formats.stored_composites import describe
 from shardwise.parts.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.ports.binding import JsonValue, encode
 
@@ -107,12 +110,19 @@ class Builder:
         self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
 
-    def add_array(self, name: str, array: StoredArray | StoredTensor) -> None:
+    def add_array(self, name: str, array: StoredArray | StoredTensor | StoredComposite) -> None:
         """Add a tensor and all its elements.
 
+        A tensor that wraps others becomes these, with names below its own, and a plain value.
+
         Raises:
-            FormatError: the shape is too large.
+            FormatError: the shape is too large, or an inner tensor is a part on one rank.
+            StateError: a part of what the tensor keeps besides its inner tensors has no plain form.
         """
+        if isinstance(array, StoredComposite):
+            self._objects.append(ObjectEntry(name, describe(name, array)))
+            self._add_inner(name, array)
+            return
         self.add_tensor(name, array.dtype, array.shape)
         if isinstance(array, StoredArray):
             self.add_box(name, (0,) * len(array.shape), array)
@@ -120,6 +130,21 @@ class Builder:
         for replica, boxes in ((False, array.boxes), (True, array.replicas)):
             for offset, part in boxes:
                 self.add_box(name, offset, part, replica=replica)
+
+    def _add_inner(self, name: str, tensor: StoredComposite, tied_to: str | None = None) -> None:
+        """Add the inner tensors of a tensor, or ties to those of another one."""
+        for key, each in tensor.inner:
+            full_name = f"{name}.{key}"
+            if isinstance(each, StoredComposite):
+                self._add_inner(full_name, each, tied_to and f"{tied_to}.{key}")
+            elif tied_to is not None:
+                self.add_tie(full_name, f"{tied_to}.{key}")
+            elif isinstance(each, StoredPart):
+                raise FormatError(
+                    f"{full_name}: only one rank's part: open the directory with all files"
+                )
+            else:
+                self.add_array(full_name, each)
 
     def add_box(
         self,
@@ -287,7 +312,10 @@ class Builder:
         if name not in arrays:
             self._objects.append(ObjectEntry(name, plain))
         for path, array in arrays.items():
-            self.add_array(path, array)
+            if isinstance(array, StoredComposite):  # `plain` describes it
+                self._add_inner(path, array)
+            else:
+                self.add_array(path, array)
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
         """Add the param groups of an optimizer.
@@ -321,12 +349,15 @@ class Builder:
                 indices. If so, the module's names replace the indices.
         """
         named = name_leaves(name_parameters(state) if is_ordered else state)
-        first_names: dict[StoredArray | StoredTensor, str] = {}
+        first_names: dict[StoredArray | StoredTensor | StoredComposite, str] = {}
         for path, array in named.tensors.items():
             name = named.names[path]
             first = first_names.setdefault(array, name) if math.prod(array.shape) else name
             if first == name:
                 self.add_array(name, array)
+            elif isinstance(array, StoredComposite):
+                self._objects.append(ObjectEntry(name, describe(name, array)))
+                self._add_inner(name, array, first)
             else:
                 self.add_tie(name, first)
         for path, value in named.values.items():

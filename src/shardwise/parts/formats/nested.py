@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from shardwise.kernel.errors import FormatError
 from shardwise.parts.formats.containers.pickle_values import UnknownObject
-from shardwise.parts.formats.foreign import StoredArray, StoredPart, StoredTensor
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite, StoredPart, StoredTensor
 from shardwise.parts.formats.optimizers import (
     GROUPS,
     PARAM_NAMES,
@@ -23,7 +23,7 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalization modules, which a state_dict lists among the parameters."""
 MODULE_PREFIX = "model."
 """Precedes the names of parameters that are at the top level of a state."""
-STORED = StoredArray, StoredTensor
+STORED = StoredArray, StoredTensor, StoredComposite
 _ARRAYS = (*STORED, StoredPart)
 
 NestedState: TypeAlias = Mapping[Any, Any]
@@ -40,7 +40,7 @@ class NamedState:
         optimizers: the optimizers, by the names of their param groups.
     """
 
-    tensors: Mapping[Path, StoredArray | StoredTensor]
+    tensors: Mapping[Path, StoredArray | StoredTensor | StoredComposite]
     values: Mapping[Path, Any]
     names: Mapping[Path, str]
     in_optimizers: Collection[Path]
@@ -228,7 +228,7 @@ def _with_parameter_names(optimizer: NestedState, module: NestedState) -> Nested
         return optimizer
     parameter_indices = [index for group in groups for index in group[PARAMS]]
     is_sharded = any(isinstance(array, StoredPart) for array in module.values())
-    parameters: dict[StoredArray | StoredTensor | StoredPart, str] = {}
+    parameters: dict[StoredArray | StoredTensor | StoredComposite | StoredPart, str] = {}
     for name, array in module.items():
         is_buffer = not is_sharded and name.rpartition(".")[2] in _NORM_BUFFERS
         if isinstance(array, StoredPart if is_sharded else STORED) and not is_buffer:

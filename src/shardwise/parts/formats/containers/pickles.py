@@ -27,10 +27,11 @@ from shardwise.parts.formats.containers.pickle_values import (
     explain_error,
     list_parts,
 )
+from shardwise.parts.formats.foreign import StoredComposite
 
 MOST_NAMES_SHOWN = 20
 MOST_DEPTH = 100
-_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice, StoredComposite)
 
 
 def unpickle(
