@@ -34,6 +34,8 @@ from shardwise.parts.formats.stored_composites import describe
 from shardwise.parts.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.ports.binding import JsonValue, encode
 
+_MOST_OF_HYPERPARAMETER = 64
+"""The most elements of a tensor that is a hyperparameter, such as a learning rate."""
 INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
@@ -328,12 +330,31 @@ class Builder:
         groups = merge_param_groups(groups) if merge else groups
         try:
             encoded: list[JsonValue] = [
-                {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
+                {
+                    "members": list(group.names),
+                    "value": encode(
+                        {
+                            key: self._read_small(each)
+                            for key, each in group.hyperparameters.items()
+                        },
+                        name,
+                    ),
+                }
                 for group in groups
             ]
             self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))
+
+    def _read_small(self, value: object) -> object:
+        """Return a hyperparameter; if it is an array with few elements, as a tensor."""
+        if not isinstance(value, StoredArray) or math.prod(value.shape) > _MOST_OF_HYPERPARAMETER:
+            return value
+        if math.prod(value.shape) != 1 and not value.is_flat:
+            return value
+        dtype: torch.dtype = getattr(torch, value.dtype)
+        data = bytearray(self._read_array(value))
+        return torch.frombuffer(data, dtype=dtype).reshape(value.shape) if data else value
 
     def add_state(self, state: NestedState, *, is_ordered: bool = True) -> None:
         """Add a nested state with tensors and plain values, under the names of `shardwise.save`.

@@ -16,7 +16,13 @@ from shardwise.parts.formats.containers.pickle_values import PickledInstance, Un
 from shardwise.parts.formats.containers.ranges import FileRange
 from shardwise.parts.formats.containers.safetensors import read_header
 from shardwise.parts.formats.file_tree import FilePart, FileTree
-from shardwise.parts.formats.foreign import Placed, StoredArray, StoredPart, StoredTensor
+from shardwise.parts.formats.foreign import (
+    Placed,
+    StoredArray,
+    StoredComposite,
+    StoredPart,
+    StoredTensor,
+)
 from shardwise.parts.formats.foreign_builder import Builder
 from shardwise.parts.formats.masters import (
     Run,
@@ -41,6 +47,7 @@ __all__ = [
     "Reader",
     "Run",
     "StoredArray",
+    "StoredComposite",
     "StoredPart",
     "StoredTensor",
     "UnknownObject",

@@ -20,6 +20,7 @@ from shardwise.parts.formats.reader import (
     Placed,
     Reader,
     StoredArray,
+    StoredComposite,
     StoredTensor,
     UnknownObject,
     read_header,
@@ -59,7 +60,7 @@ def read(tree: FileTree, builder: Builder) -> None:
     shards = tree.read_each(names, partial(_read_shard, tree))
     if index is not None:
         _require_indexed_tensors(tree, index, shards)
-    weights: dict[str, StoredArray] = {}
+    weights: dict[str, StoredArray | StoredComposite] = {}
     for file, shard in shards.items():
         builder.add_file(file)
         for name, array in shard.arrays.items():
@@ -98,7 +99,7 @@ class _Shard:
             names of the tensors that they were tied to.
     """
 
-    arrays: Mapping[str, StoredArray]
+    arrays: Mapping[str, StoredArray | StoredComposite]
     left_out: Mapping[str, str]
     removed_ties: Mapping[str, str] = field(default_factory=dict)
 
@@ -163,7 +164,9 @@ def _read_shard(tree: FileTree, file: FileRange) -> _Shard:
             f"{file.label}: expected a state_dict of a module (a dict with texts as keys), "
             f"found {type(value).__name__}: save model.state_dict() in this file"
         )
-    arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
+    arrays = {
+        k: item for k, item in value.items() if isinstance(item, StoredArray | StoredComposite)
+    }
     left_out = {
         key: item.reason if isinstance(item, UnknownObject) else "not a tensor"
         for key, item in value.items()
