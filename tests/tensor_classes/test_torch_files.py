@@ -158,7 +158,9 @@ def test_an_unknown_class_is_named_with_its_tensor_and_can_be_left_out(tmp_path:
     torch.save({"model": state, "step": 3}, tmp_path / "file.pt")
     live = {"model": nn.Linear(3, 2)}
     before = bits(live["model"].weight)
-    with pytest.raises(sw.FormatError, match=r"TwoTensor \(at model\.wrapped\);.*skip_unknown=True"):
+    with pytest.raises(
+        sw.FormatError, match=r"TwoTensor \(at model\.wrapped\);.*skip_unknown=True"
+    ):
         sw.load(str(tmp_path / "file.pt"), live)
     assert bits(live["model"].weight) == before
     found = sw.open(str(tmp_path / "file.pt"), skip_unknown=True)

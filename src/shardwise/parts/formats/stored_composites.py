@@ -68,8 +68,8 @@ def _encode_object(value: PickledInstance, name: str) -> JsonValue:
         member = value.args[0]
         if member in members or member in members.values():
             return {TAG: "enum", "class": value.name, "v": members.get(member, member)}
-    keys = FIELDS.get(value.name, ())
-    if len(value.args) != len(keys):
+    keys = FIELDS.get(value.name, ()) if value.args else ()
+    if len(value.args) != len(keys) or value.name in MEMBERS:
         raise StateError(
             f"{name}: it has an object of {value.name.replace(':', '.')} whose fields are unknown: "
             "load the file with the library of this class, and save it with shardwise"
