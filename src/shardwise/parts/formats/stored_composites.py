@@ -22,6 +22,10 @@ from shardwise.ports.binding import JsonValue, encode
 from shardwise.ports.tensor_classes import Layout, Shape
 
 
+class UnplaceableError(FormatError):
+    """Nobody knows which part of an inner tensor belongs to a shard."""
+
+
 def describe(name: str, tensor: StoredComposite) -> dict[str, Any]:
     """Return the plain value that describes a tensor, as a save describes it.
 
@@ -91,8 +95,8 @@ def join_shards(name: str, whole: Shape, shards: Sequence[Shard]) -> StoredCompo
         shards: the shards; at least one.
 
     Raises:
-        FormatError: the shards differ in their classes or contexts, or nobody knows which part of
-            an inner tensor belongs to a shard.
+        FormatError: the shards differ in their classes or contexts.
+        UnplaceableError: nobody knows which part of an inner tensor belongs to a shard.
     """
     first = shards[0][1]
     contexts = [_context_of(name, each) for _, each in shards]
@@ -154,8 +158,8 @@ def _join_inner(
     return StoredTensor(sample.dtype, shape, (*boxes.values(),), (*replicas,))
 
 
-def _unplaceable(name: str, key: str, shard: StoredComposite) -> FormatError:
-    return FormatError(
+def _unplaceable(name: str, key: str, shard: StoredComposite) -> UnplaceableError:
+    return UnplaceableError(
         f"{name}: each shard has its own {key}, and the class "
         f"{shard.class_name.replace(':', '.')} does not say which part of the whole {key} it is: "
         "load the checkpoint with the program that wrote it, on as many ranks, and save it with "

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shardwise.kernel.decoding import prepare_decoding
 from shardwise.parts.formats.reader import (
     FormatError,
     PickledInstance,
@@ -33,6 +34,7 @@ _KEYS_OF_DTYPE = ("dtype", "orig_dtype")
 _COPY_AGAIN = "copy the file again from an intact source, or save it again with torchao"
 
 
+@prepare_decoding
 class _Entry(msgspec.Struct, frozen=True):
     """What the metadata says of a tensor."""
 
