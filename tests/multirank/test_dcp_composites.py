@@ -110,8 +110,9 @@ def test_an_optimizer_under_fsdp_resumes(
             assert mine == saved[rank]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in ("intx", "int4")])
 def test_whole_tensors_of_one_process(tmp_path: Path, kind: str) -> None:
+    """DCP 2.13 itself cannot save the other classes, which lack `aten.is_pinned`."""
     saved, live = Holder(MAKERS[kind](values(0))), Holder(MAKERS[kind](values(1)))
     dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sw.save(str(tmp_path / "own"), {"model": saved})
@@ -119,3 +120,35 @@ def test_whole_tensors_of_one_process(tmp_path: Path, kind: str) -> None:
     assert found.same, found
     sw.load(str(tmp_path / "dcp"), {"model": live})
     assert bits(live.weight) == bits(saved.weight)
+
+
+def save_files(path: str, name: str, rows: int) -> list[Any]:
+    model, optimizer = training(name, sharded=True, rows=rows)
+    for at in range(2):
+        step(model, optimizer, at)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, f"{path}/rank_{dist.get_rank()}.pt")
+    sw.save(f"{path}-own", {"model": model, "optimizer": optimizer})
+    return seen(model, optimizer)
+
+
+@pytest.mark.parametrize(("name", "world"), [("AdamW8bit", 2), ("AdamW4bit", 1)])
+def test_an_optimizer_resumes_from_a_file_of_each_rank(
+    gang: Gang, tmp_path: Path, name: str, world: int
+) -> None:
+    place = tmp_path / "files"
+    place.mkdir()
+    saved = gang.run(save_files, str(place), name, 256, world=2)
+    for rank, (mine, own) in enumerate(
+        gang.run(resume_training, str(place), name, 256, world=world)
+    ):
+        assert mine == own
+        if world == 2:
+            assert mine == saved[rank]
+
+
+def test_a_part_of_one_rank_is_refused(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_files, str(tmp_path), "AdamW8bit", 256, world=2)
+    (tmp_path / "rank_1.pt").unlink()
+    with pytest.raises(sw.FormatError, match=r"has only one rank's part of model\.0\.weight"):
+        sw.open(str(tmp_path / "rank_0.pt"))

@@ -126,6 +126,8 @@ class StoredPart:
             mesh that divides the tensor.
         arrangement: what else the parts of all ranks have in common, for example the mesh.
         local: the local tensor of a DTensor.
+        pairs: if the local tensor wraps others, the boxes of the whole tensor that it has, each
+            with the same box in the local tensor. `boxes` is then empty.
     """
 
     kind: str
@@ -135,7 +137,8 @@ class StoredPart:
     place: tuple[int, ...]
     places: tuple[int, ...]
     arrangement: tuple[object, ...] = ()
-    local: StoredArray | None = None
+    local: StoredArray | StoredComposite | None = None
+    pairs: tuple[tuple[Box, Box], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

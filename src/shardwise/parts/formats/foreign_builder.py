@@ -348,6 +348,8 @@ class Builder:
 
     def _read_small(self, value: object) -> object:
         """Return a hyperparameter; if it is an array with few elements, as a tensor."""
+        if isinstance(value, StoredTensor) and len(value.boxes) == 1:
+            ((_, value),) = value.boxes
         if not isinstance(value, StoredArray) or math.prod(value.shape) > _MOST_OF_HYPERPARAMETER:
             return value
         if math.prod(value.shape) != 1 and not value.is_flat:

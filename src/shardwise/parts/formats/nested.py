@@ -135,7 +135,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
         if path[-1] in container:
             raise _clash_error(path)
         container[path[-1]] = leaf
-    return {key: _restore_lists(value) for key, value in state.items()}
+    return {key: _restore_lists(value, key) for key, value in state.items()}
 
 
 def _clash_error(path: Path) -> FormatError:
@@ -146,12 +146,16 @@ def _clash_error(path: Path) -> FormatError:
     )
 
 
-def _restore_lists(value: Any) -> Any:
-    """Turn each restored dict with only integer keys into a list, unless it contains tensors."""
+def _restore_lists(value: Any, of_key: object = None) -> Any:
+    """Turn each restored dict with only integer keys into a list, unless it contains tensors.
+
+    Param groups are a list even if learning rates are tensors.
+    """
     if not isinstance(value, _Container):
         return value
-    restored = {key: _restore_lists(item) for key, item in value.items()}
-    is_list = all(type(key) is int for key in restored) and not contains_arrays(restored)
+    restored = {key: _restore_lists(item, key) for key, item in value.items()}
+    may_be_list = of_key == GROUPS or not contains_arrays(restored)
+    is_list = may_be_list and all(type(key) is int for key in restored)
     return [restored[key] for key in sorted(restored)] if is_list else restored
 
 

@@ -241,6 +241,8 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         items = dict(enumerate(value))
     elif isinstance(value, PickledInstance):
         items = value.fields
+    elif isinstance(value, StoredComposite):
+        items = dict(value.inner)
     else:
         yield path, value
         return
@@ -251,4 +253,4 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 def _contains_arrays(value: object) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return any(map(_contains_arrays, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (StoredArray, StoredPart))
+    return isinstance(value, (StoredArray, StoredComposite, StoredPart))

@@ -101,7 +101,7 @@ def unpickle(
 def _places_of_unknown(value: object) -> str:
     """Return where the first unknown objects in dicts and lists are: ` (at model.w, list.0)`."""
     found: list[str] = []
-    stack = [((), value)]
+    stack: list[tuple[tuple[object, ...], object]] = [((), value)]
     for _ in range(_MOST_VALUES_SEARCHED):
         if not stack or len(found) == _MOST_PLACES_SHOWN:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -25,7 +26,7 @@ from shardwise.parts.formats.containers.wrapper_classes import (
     rebuild_composite,
     require_sizes,
 )
-from shardwise.parts.formats.foreign import StoredArray, StoredPart
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite, StoredPart
 
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARD_PACKAGE = "torch.distributed._shard"
@@ -200,7 +201,8 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     (attributes := PickledInstance("DTensor")).set_state(state)
     local, spec = _field(attributes, "_local_tensor"), _field(attributes, "_spec")
     placements, mesh = _field(spec, "placements"), _field(spec, "mesh")
-    if not isinstance(local, StoredArray) or not isinstance(placements, (tuple, list)):
+    is_tensor = isinstance(local, (StoredArray, StoredComposite))
+    if not is_tensor or not isinstance(placements, (tuple, list)):
         raise TypeError("a DTensor has no plain local tensor or no placements")
     mesh_shape = _parse_mesh_shape(mesh)
     coordinate = require_sizes(_field(mesh, "_coordinate_on_dim"), "a coordinate in the mesh")
@@ -234,16 +236,20 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
             f"its placements and the global shape {list(shape)}"
         )
     dims = sorted({shard.mesh_dim for shard in mesh_shards})
-    return StoredPart(
+    part = StoredPart(
         kind="DTensor",
         dtype=local.dtype,
         shape=shape,
-        boxes=tuple((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes),
+        boxes=(),
         place=tuple(coordinate[dim] for dim in dims),
         places=tuple(mesh_shape[dim] for dim in dims),
         arrangement=(mesh_shape, mesh_shards, order, strides_are_order),
         local=local,
     )
+    if isinstance(local, StoredComposite):
+        return replace(part, pairs=tuple(boxes))
+    placed = ((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes)
+    return replace(part, boxes=tuple(placed))
 
 
 def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> ShardPlacement | None:
