@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torchao.float8.inference import Float8MMConfig
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.quantization import Float8Tensor, PerRow
+from torchao.quantization.quant_primitives import ZeroPointDomain
 from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
@@ -167,3 +168,66 @@ def test_an_unknown_class_is_named_with_its_tensor_and_can_be_left_out(tmp_path:
     assert sorted(found) == ["model.bias", "model.weight", "step"]
     assert ["model.wrapped" in line and "TwoTensor" in line for line in found.left_out] == [True]
     assert torch.equal(found.tensors()["model.weight"][...], plain.weight)
+
+
+@pytest.mark.parametrize("target", ["torch", "dcp"])
+def test_an_export_to_plain_tensors_is_refused(tmp_path: Path, target: str) -> None:
+    sw.save(str(tmp_path / "own"), {"model": Holder(MAKERS["int8"](values(0)))})
+    with pytest.raises(sw.StateError, match=r"model\.weight: a torchao.*Int8Tensor.*to='hf'"):
+        sw.export(str(tmp_path / "own"), str(tmp_path / "out"), to=target)
+
+
+class _Reduced:
+    """What a pickle says of a tensor, with another class, shape or attributes."""
+
+    def __init__(self, *args: object) -> None:
+        self._args = args
+
+    def __reduce__(self) -> Any:
+        return torch._tensor._rebuild_from_type_v2, self._args
+
+
+def _reduced(**changes: Any) -> _Reduced:
+    """Return a tensor as it is pickled. None removes an attribute."""
+    rebuild, cls, args, state = MAKERS["int8"](values(0)).__reduce_ex__(2)[1]
+    kept = {key: each for key, each in {**state, **changes}.items() if each is not Ellipsis}
+    shape = kept.pop("shape", args[2])
+    return _Reduced(rebuild, cls, (cls, args[1], shape, *args[3:]), kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"shape": (-1, 2)}, "the shape of a torchao.quantization:Int8Tensor"),
+        ({"shape": (2**62, 2)}, "the shape of a torchao.quantization:Int8Tensor"),
+        ({"qdata": None, "scale": None, "zero_point": None}, "has no inner tensors"),
+        ({"block_size": 7}, r"model\.weight: the file is damaged, or another version"),
+    ],
+)
+def test_malformed_tensors_are_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    torch.save({"model": {"weight": _reduced(**changes)}}, tmp_path / "file.pt")
+    with pytest.raises(sw.FormatError, match=expected):
+        sw.open(str(tmp_path / "file.pt"))
+
+
+def test_an_unknown_object_of_a_tensor_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    weight = MAKERS["int8"](values(0))
+    weight.act_quant_kwargs = ZeroPointDomain.INT  # no tensor of torchao 0.18 has it
+    torch.save({"model": {"weight": weight, "bias": torch.ones(2)}}, tmp_path / "file.pt")
+    expected = r"model\.weight\.context\.act_quant_kwargs: .*ZeroPointDomain.*skip_unknown=True"
+    with pytest.raises(sw.FormatError, match=expected):
+        sw.open(str(tmp_path / "file.pt"))
+    found = sw.open(str(tmp_path / "file.pt"), skip_unknown=True)
+    assert [*found] == ["model.bias"]
+    assert "model.weight" in str(found.left_out)
+
+
+def test_a_file_of_another_version_of_the_class_is_compared_by_attributes(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": _reduced(reduce_range=...)}}, tmp_path / "file.pt")
+    live = Holder(MAKERS["int8"](values(1)))
+    before = bits(live.weight)
+    with pytest.raises(sw.MismatchError, match=r"model\.weight\.context\.reduce_range: absent in"):
+        sw.load(str(tmp_path / "file.pt"), {"model": live})
+    assert bits(live.weight) == before

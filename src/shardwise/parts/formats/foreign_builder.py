@@ -118,12 +118,11 @@ class Builder:
         A tensor that wraps others becomes these, with names below its own, and a plain value.
 
         Raises:
-            FormatError: the shape is too large, or an inner tensor is a part on one rank.
-            StateError: a part of what the tensor keeps besides its inner tensors has no plain form.
+            FormatError: the shape is too large, or an inner tensor is a part on one rank, or a part
+                of what the tensor keeps besides its inner tensors has no plain form.
         """
         if isinstance(array, StoredComposite):
-            self._objects.append(ObjectEntry(name, describe(name, array)))
-            self._add_inner(name, array)
+            self._add_composite(name, array)
             return
         self.add_tensor(name, array.dtype, array.shape)
         if isinstance(array, StoredArray):
@@ -132,6 +131,23 @@ class Builder:
         for replica, boxes in ((False, array.boxes), (True, array.replicas)):
             for offset, part in boxes:
                 self.add_box(name, offset, part, replica=replica)
+
+    def _add_composite(
+        self, name: str, tensor: StoredComposite, tied_to: str | None = None
+    ) -> None:
+        """Add a tensor that wraps others, and the plain value that describes it.
+
+        Raises:
+            FormatError: a part of its context has no plain form, and is not to be skipped.
+        """
+        try:
+            self._objects.append(ObjectEntry(name, describe(name, tensor)))
+        except StateError as error:
+            if not self.tree.skip_unknown:
+                raise FormatError(f"{error}; or leave it out with skip_unknown=True") from error
+            self.left_out.append(str(error))
+            return
+        self._add_inner(name, tensor, tied_to)
 
     def _add_inner(self, name: str, tensor: StoredComposite, tied_to: str | None = None) -> None:
         """Add the inner tensors of a tensor, or ties to those of another one."""
@@ -379,8 +395,7 @@ class Builder:
             if first == name:
                 self.add_array(name, array)
             elif isinstance(array, StoredComposite):
-                self._objects.append(ObjectEntry(name, describe(name, array)))
-                self._add_inner(name, array, first)
+                self._add_composite(name, array, first)
             else:
                 self.add_tie(name, first)
         for path, value in named.values.items():

@@ -17,7 +17,13 @@ from shardwise.parts.formats.containers.ranges import FileRange
 from shardwise.parts.formats.containers.safetensors import is_safetensors, read_header
 from shardwise.parts.formats.containers.torch_files import read_torch_file
 from shardwise.parts.formats.file_tree import FileTree
-from shardwise.parts.formats.foreign import Row, StoredArray, StoredPart, build_catalogue
+from shardwise.parts.formats.foreign import (
+    Row,
+    StoredArray,
+    StoredComposite,
+    StoredPart,
+    build_catalogue,
+)
 from shardwise.parts.formats.foreign_builder import Builder
 from shardwise.parts.formats.language import Spec, apply_spec, parse
 from shardwise.parts.formats.remap import remap

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise.kernel.boxes import Box
-from shardwise.kernel.errors import FormatError, StateError
+from shardwise.kernel.errors import FormatError, ShardwiseError, StateError
 from shardwise.kernel.state.plain_values import COMPOSITE, TAG
 from shardwise.parts.formats.containers.pickle_values import PickledInstance
 from shardwise.parts.formats.foreign import (
@@ -50,8 +51,23 @@ def describe(name: str, tensor: StoredComposite) -> dict[str, Any]:
 
 def _context_of(name: str, tensor: StoredComposite) -> JsonValue:
     """Return the encoded context, without what follows from the shape of a shard."""
-    rule = rule_of(tensor.class_name)
-    return _encode(portable(tensor.context, rule, tensor.shape), f"{name}.context")
+    with _refuse_malformed(name, tensor.class_name):
+        context = portable(tensor.context, rule_of(tensor.class_name), tensor.shape)
+    return _encode(context, f"{name}.context")
+
+
+@contextmanager
+def _refuse_malformed(name: str, class_name: str) -> Iterator[None]:
+    """Raise a FormatError if a rule fails, because a file has values that no tensor has."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{name}: the file is damaged, or another version of {class_name.replace(':', '.')} "
+            f"wrote it: block sizes, shapes or inner tensors contradict each other: {error!r}"
+        ) from error
 
 
 def _encode(value: Any, name: str) -> JsonValue:
@@ -107,12 +123,15 @@ def join_shards(name: str, whole: Shape, shards: Sequence[Shard]) -> StoredCompo
             "are from different saves: copy all files of one save"
         )
     rule = rule_of(first.class_name)
-    layouts = [
-        {} if rule is None else rule.layouts(each.shape, _shapes(each), each.context)
-        for _, each in shards
-    ]
-    inner = tuple((key, _join_inner(name, key, whole, shards, layouts)) for key, _ in first.inner)
-    context = portable(first.context, rule, first.shape)
+    with _refuse_malformed(name, first.class_name):
+        layouts = [
+            {} if rule is None else rule.layouts(each.shape, _shapes(each), each.context)
+            for _, each in shards
+        ]
+        inner = tuple(
+            (key, _join_inner(name, key, whole, shards, layouts)) for key, _ in first.inner
+        )
+        context = portable(first.context, rule, first.shape)
     return StoredComposite(first.class_name, first.dtype, whole, context, inner)
 
 
