@@ -63,7 +63,7 @@ LAYERS_OF_FORMATS = (
     ("foreign_builder",),
     ("language", "merge_ranks"),
     ("values",),
-    ("nested", "stored_composites"),
+    ("nested", "stored_composites", "torchao_names"),
     ("masters", "optimizers"),
     ("file_tree",),
     ("containers",),

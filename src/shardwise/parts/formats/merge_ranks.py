@@ -123,7 +123,8 @@ class _Merger:
 
     def _merge_composites(self, values: tuple[RankValue, ...], path: Path) -> StoredComposite:
         """Merge copies of a tensor that wraps others."""
-        name, (first_file, first) = _name_of_path(path), values[0]
+        name, (first_file, value) = _name_of_path(path), values[0]
+        first: StoredComposite = value
         for file, value in values:
             if not isinstance(value, StoredComposite) or (
                 file != first_file and describe(name, value) != describe(name, first)

@@ -32,6 +32,7 @@ from shardwise.parts.formats.masters import (
 )
 from shardwise.parts.formats.nested import name_leaves, name_parameters, nest
 from shardwise.parts.formats.optimizers import ParamGroup
+from shardwise.parts.formats.stored_composites import UnplaceableError, join_shards
 
 __all__ = [
     "Box",
@@ -51,9 +52,11 @@ __all__ = [
     "StoredPart",
     "StoredTensor",
     "UnknownObject",
+    "UnplaceableError",
     "describe_wrong_masters",
     "find_common_run",
     "find_wrong_masters",
+    "join_shards",
     "name_leaves",
     "name_parameters",
     "nest",

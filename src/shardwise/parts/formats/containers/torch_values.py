@@ -201,8 +201,9 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     (attributes := PickledInstance("DTensor")).set_state(state)
     local, spec = _field(attributes, "_local_tensor"), _field(attributes, "_spec")
     placements, mesh = _field(spec, "placements"), _field(spec, "mesh")
-    is_tensor = isinstance(local, (StoredArray, StoredComposite))
-    if not is_tensor or not isinstance(placements, (tuple, list)):
+    if not isinstance(local, (StoredArray, StoredComposite)) or not isinstance(
+        placements, (tuple, list)
+    ):
         raise TypeError("a DTensor has no plain local tensor or no placements")
     mesh_shape = _parse_mesh_shape(mesh)
     coordinate = require_sizes(_field(mesh, "_coordinate_on_dim"), "a coordinate in the mesh")

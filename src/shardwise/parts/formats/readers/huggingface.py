@@ -25,7 +25,7 @@ from shardwise.parts.formats.reader import (
     UnknownObject,
     read_header,
 )
-from shardwise.parts.formats.readers.torchao_safetensors import find_composites, keys_of
+from shardwise.parts.formats.torchao_names import find_composites, keys_of
 
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"

@@ -18,6 +18,8 @@ from shardwise.parts.formats.reader import (
     StoredComposite,
     StoredTensor,
     UnknownObject,
+    UnplaceableError,
+    join_shards,
     nest,
 )
 from shardwise.parts.formats.readers.dcp.data_files import (
@@ -33,7 +35,6 @@ from shardwise.parts.formats.readers.dcp.metadata import (
     item_key,
     read_metadata,
 )
-from shardwise.parts.formats.stored_composites import UnplaceableError, join_shards
 
 _DATA_FILE = re.compile(r"(?:.*/)?__(\d{1,7})_\d+\.distcp")
 _LIGHTNING_KEY = re.compile(r"state_dict|optimizer_\d{1,4}")

@@ -15,12 +15,9 @@ import msgspec
 import torch
 
 from shardwise.kernel.decoding import prepare_decoding
-from shardwise.parts.formats.reader import (
-    FormatError,
-    PickledInstance,
-    StoredArray,
-    StoredComposite,
-)
+from shardwise.kernel.errors import FormatError
+from shardwise.parts.formats.containers.pickle_values import PickledInstance
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite
 from shardwise.parts.tensor_classes.composite import rule_of
 from shardwise.parts.tensor_classes.torchao_objects import (
     OBJECTS_IN_SAFETENSORS,
