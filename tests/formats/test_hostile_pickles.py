@@ -160,7 +160,7 @@ def test_an_object_that_reduces_to_a_call(protocol: int, canary: list[object]) -
     bird.__qualname__, bird.__module__ = "Bird", "canary"
     data = pickle.dumps({"weights": [Attack()]}, protocol)
     canary.clear()
-    with pytest.raises(FormatError, match=r"canary\.Bird; shardwise ran no code"):
+    with pytest.raises(FormatError, match=r"canary\.Bird \(at weights\.0\); shardwise ran no code"):
         unpickle(data, "it")
     assert unpickle(data, "it", skip_unknown=True)[0] == {"weights": [UnknownObject("canary.Bird")]}
     assert not canary

@@ -38,6 +38,22 @@ except sw.MismatchError as error:
     print(str(error).splitlines()[-1])
 """
 )
+PICKLED = (
+    HEAD
+    + """
+saved, live = holder(0), holder(1)
+torch.save({"model": saved.state_dict()}, "file.pt")
+try:
+    sw.load("file.pt", {"model": live})
+    print(torch.equal(saved.weight.codes, live.weight.codes))
+    sw.load("file.pt", {"model": holder(1, offset=3)})
+except sw.MismatchError as error:
+    print(str(error).splitlines()[-1])
+except sw.FormatError as error:
+    print("rowquant.RowQuantized (at model.weight)" in str(error))
+    print([*sw.open("file.pt", skip_unknown=True)])
+"""
+)
 SHARDED = (
     HEAD
     + """
@@ -114,6 +130,19 @@ def test_it_comes_back_with_and_without_the_rule(package: Path, plugins: str) ->
         "True True",
         "  - model.weight.context.offset: 0 in the checkpoint, 3 in the target",
     ]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "expected"),
+    [
+        ("", ["True", "  - model.weight.context.offset: 0 in the checkpoint, 3 in the target"]),
+        ("off", ["True", "[]"]),
+    ],
+)
+def test_a_file_of_torch_save_is_read_with_the_rule(
+    package: Path, plugins: str, expected: list[str]
+) -> None:
+    assert run(package, "-c", PICKLED, SHARDWISE_PLUGINS=plugins) == expected
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ class TensorClass:
         after_load: called with the tensor after a load has filled it.
         not_compared: keys of the context that choose an implementation, and change no value. The
             target keeps its own.
+        context_of: returns the context, given the attributes of a tensor in a pickle, which include
+            the `shape` and `dtype` of the outer tensor. Objects among them are records of their
+            attributes. Default: a dict of the attributes that are no tensors.
     """
 
     layouts: Callable[[Shape, Mapping[str, Shape], Any], Mapping[str, Layout]]
@@ -78,3 +81,4 @@ class TensorClass:
     saved_as: str | None = None
     after_load: Callable[[Any], object] | None = None
     not_compared: Collection[str] = ()
+    context_of: Callable[[Mapping[str, Any]], Any] | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch.distributed as dist
 
+from shardwise.kernel.adapters.values import tensor_names_in_value
 from shardwise.kernel.api import Place, open_place, resolved_group
 from shardwise.kernel.checkpoint import Checkpoint
 from shardwise.kernel.engine.compile_and_gc import pause_gc
@@ -21,6 +22,7 @@ from shardwise.kernel.errors import StateError
 from shardwise.kernel.events import Recorder, Sink
 from shardwise.kernel.manifest.layout import Layout, encode_layout
 from shardwise.kernel.opening import OpenOptions, agree_to_open
+from shardwise.kernel.state.plain_values import describes_tensor
 from shardwise.kernel.store import Files, open_store
 from shardwise.parts.checks.compare import check_all_together
 from shardwise.parts.convert.block_fp8 import (
@@ -251,7 +253,7 @@ def _select_contents(
     converted = dict.fromkeys(n for n in names if dtype is not None and n.startswith(start))
     if dtype is not None and not converted:
         raise StateError(f"dtype={dtype!r}: {describe_empty_model(model_key, names)}")
-    quantized = find_quantized(layout.tensors)
+    quantized = _parts_of_quantized(layout)
     if refused := [name for name in converted if name in quantized]:
         raise StateError(
             f"dtype={dtype!r}: {len(refused)} tensors are parts of quantized tensors, for example "
@@ -268,3 +270,14 @@ def _select_contents(
         selected.append(TargetTensor(each.name, entry, dtype if dtype and is_float else each.dtype))
     objects = tuple(each for each in layout.objects if selection.selects(each.name))
     return replace(layout, objects=objects), quantize_tensors(selected, options.quantize)
+
+
+def _parts_of_quantized(layout: Layout) -> dict[str, str]:
+    """Return the names of all parts of quantized tensors, and what each belongs to."""
+    found = {**find_quantized(layout.tensors)}
+    for each in layout.objects:
+        if describes_tensor(each.value):
+            class_name = str(each.value["class"]).rpartition(":")[2]
+            parts = tensor_names_in_value(each.value)
+            found |= dict.fromkeys(parts, f"the other parts of the {class_name} {each.name}")
+    return found

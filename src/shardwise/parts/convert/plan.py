@@ -6,7 +6,7 @@ known bytes, parts of tensors, and bytes that are computed from checksums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +15,8 @@ from shardwise.kernel.errors import StateError
 from shardwise.kernel.manifest.checksums import crc32
 from shardwise.kernel.manifest.dtypes import DTYPES
 from shardwise.kernel.manifest.layout import Layout
-from shardwise.kernel.manifest.manifest import FROZEN, TensorEntry
+from shardwise.kernel.manifest.manifest import FROZEN, ObjectEntry, TensorEntry
+from shardwise.kernel.state.plain_values import describes_tensor
 from shardwise.kernel.store.store import Buffer
 
 MOST_LISTED = 8
@@ -243,14 +244,24 @@ class ExportContents:
                     f"trained part alone, pass skip=['{module}.{FROZEN}.*']"
                 )
 
-    def describe_left_out(self) -> tuple[str, ...]:
+    def composites_of_model(self) -> list[ObjectEntry]:
+        """Return the plain values that describe tensors of the model, which wrap other tensors."""
+        start = f"{self.model_key}." if self.model_key else ""
+        objects = self.source.objects
+        return [o for o in objects if o.name.startswith(start) and describes_tensor(o.value)]
+
+    def describe_left_out(self, written: Collection[str] = ()) -> tuple[str, ...]:
         """Describe what a format that holds only a model leaves out, in at most two lines.
 
         The lines list the first parts of names, so that users notice a wrong model key.
+
+        Args:
+            written: the names of the plain values that the format holds.
         """
         start = f"{self.model_key}." if self.model_key else ""
         tensors = [each.name for each in self.tensors if not each.name.startswith(start)]
-        values = [each.name for each in self.source.objects if f".{FROZEN}." not in each.name]
+        names = (each.name for each in self.source.objects if each.name not in written)
+        values = [name for name in names if f".{FROZEN}." not in name]
         values += self.source.per_rank
         lines = []
         if tensors:

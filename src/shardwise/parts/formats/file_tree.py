@@ -44,7 +44,7 @@ from shardwise.parts.formats.containers.torch_files import (
 )
 from shardwise.parts.formats.containers.torch_values import TORCH_NAMES
 from shardwise.parts.formats.containers.zip_archive import ZIP_START, read_entry_checksums
-from shardwise.parts.formats.foreign import StoredArray
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite
 
 MOST_FILES = 2**20
 THREADS = 8
@@ -358,11 +358,14 @@ class FileTree:
             refuse_huge_values=False,
         )[0]
 
-    def unpickle_tensor(self, data: bytes, label: str) -> StoredArray | UnknownObject | None:
+    def unpickle_tensor(
+        self, data: bytes, label: str
+    ) -> StoredArray | StoredComposite | UnknownObject | None:
         """Return the tensor in a pickle that does not contain the tensor's storage.
 
-        The `start` of the array counts from the start of the storage. For a tensor of a class that
-        is not known, return an `UnknownObject`. For any other value, return None.
+        The `start` of the array counts from the start of the storage. The offsets of a tensor that
+        wraps others mean nothing. For a tensor of a class that is not known, return an
+        `UnknownObject`. For any other value, return None.
 
         Args:
             data: the pickle.

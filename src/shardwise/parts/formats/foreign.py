@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -126,6 +126,8 @@ class StoredPart:
             mesh that divides the tensor.
         arrangement: what else the parts of all ranks have in common, for example the mesh.
         local: the local tensor of a DTensor.
+        pairs: if the local tensor wraps others, the boxes of the whole tensor that it has, each
+            with the same box in the local tensor. `boxes` is then empty.
     """
 
     kind: str
@@ -135,7 +137,27 @@ class StoredPart:
     place: tuple[int, ...]
     places: tuple[int, ...]
     arrangement: tuple[object, ...] = ()
-    local: StoredArray | None = None
+    local: StoredArray | StoredComposite | None = None
+    pairs: tuple[tuple[Box, Box], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredComposite:
+    """A tensor that wraps others, such as the codes and scales of a quantized tensor.
+
+    Attributes:
+        class_name: its class, with its module: `torchao.quantization:Int8Tensor`.
+        dtype: the dtype of the outer tensor, by torch's name.
+        shape: the shape of the outer tensor.
+        context: what else the class keeps. Objects in it are `PickledInstance`s.
+        inner: the inner tensors, with their names.
+    """
+
+    class_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    context: Any = field(compare=False)
+    inner: tuple[tuple[str, StoredArray | StoredTensor | StoredPart | StoredComposite], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from shardwise.kernel.manifest.pieces import Pieces, Runs
 from shardwise.parts.formats.file_tree import FileTree
 from shardwise.parts.formats.foreign import (
     StoredArray,
+    StoredComposite,
+    StoredPart,
     StoredTensor,
     hide_terms,
     pieces_of_boxes,
@@ -28,9 +30,12 @@ from shardwise.parts.formats.foreign import (
 from shardwise.parts.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.parts.formats.nested import STORED, NestedState, name_leaves, name_parameters
 from shardwise.parts.formats.optimizers import ParamGroup, merge_param_groups
+from shardwise.parts.formats.stored_composites import describe
 from shardwise.parts.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
 from shardwise.ports.binding import JsonValue, encode
 
+_MOST_OF_HYPERPARAMETER = 64
+"""The most elements of a tensor that is a hyperparameter, such as a learning rate."""
 INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
@@ -107,12 +112,18 @@ class Builder:
         self._index[name] = len(self._tensors)
         self._tensors.append(TensorEntry(name, dtype, tuple(shape), same_as=same_as))
 
-    def add_array(self, name: str, array: StoredArray | StoredTensor) -> None:
+    def add_array(self, name: str, array: StoredArray | StoredTensor | StoredComposite) -> None:
         """Add a tensor and all its elements.
 
+        A tensor that wraps others becomes these, with names below its own, and a plain value.
+
         Raises:
-            FormatError: the shape is too large.
+            FormatError: the shape is too large, or an inner tensor is a part on one rank, or a part
+                of what the tensor keeps besides its inner tensors has no plain form.
         """
+        if isinstance(array, StoredComposite):
+            self._add_composite(name, array)
+            return
         self.add_tensor(name, array.dtype, array.shape)
         if isinstance(array, StoredArray):
             self.add_box(name, (0,) * len(array.shape), array)
@@ -120,6 +131,38 @@ class Builder:
         for replica, boxes in ((False, array.boxes), (True, array.replicas)):
             for offset, part in boxes:
                 self.add_box(name, offset, part, replica=replica)
+
+    def _add_composite(
+        self, name: str, tensor: StoredComposite, tied_to: str | None = None
+    ) -> None:
+        """Add a tensor that wraps others, and the plain value that describes it.
+
+        Raises:
+            FormatError: a part of its context has no plain form, and is not to be skipped.
+        """
+        try:
+            self._objects.append(ObjectEntry(name, describe(name, tensor)))
+        except StateError as error:
+            if not self.tree.skip_unknown:
+                raise FormatError(f"{error}; or leave it out with skip_unknown=True") from error
+            self.left_out.append(str(error))
+            return
+        self._add_inner(name, tensor, tied_to)
+
+    def _add_inner(self, name: str, tensor: StoredComposite, tied_to: str | None = None) -> None:
+        """Add the inner tensors of a tensor, or ties to those of another one."""
+        for key, each in tensor.inner:
+            full_name = f"{name}.{key}"
+            if isinstance(each, StoredComposite):
+                self._add_inner(full_name, each, tied_to and f"{tied_to}.{key}")
+            elif tied_to is not None:
+                self.add_tie(full_name, f"{tied_to}.{key}")
+            elif isinstance(each, StoredPart):
+                raise FormatError(
+                    f"{full_name}: only one rank's part: open the directory with all files"
+                )
+            else:
+                self.add_array(full_name, each)
 
     def add_box(
         self,
@@ -287,7 +330,10 @@ class Builder:
         if name not in arrays:
             self._objects.append(ObjectEntry(name, plain))
         for path, array in arrays.items():
-            self.add_array(path, array)
+            if isinstance(array, StoredComposite):  # `plain` describes it
+                self._add_inner(path, array)
+            else:
+                self.add_array(path, array)
 
     def add_groups(self, groups: Iterable[ParamGroup], name: str, *, merge: bool = False) -> None:
         """Add the param groups of an optimizer.
@@ -300,12 +346,33 @@ class Builder:
         groups = merge_param_groups(groups) if merge else groups
         try:
             encoded: list[JsonValue] = [
-                {"members": list(group.names), "value": encode(dict(group.hyperparameters), name)}
+                {
+                    "members": list(group.names),
+                    "value": encode(
+                        {
+                            key: self._read_small(each)
+                            for key, each in group.hyperparameters.items()
+                        },
+                        name,
+                    ),
+                }
                 for group in groups
             ]
             self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))
+
+    def _read_small(self, value: object) -> object:
+        """Return a hyperparameter; if it is an array with few elements, as a tensor."""
+        if isinstance(value, StoredTensor) and len(value.boxes) == 1:
+            ((_, value),) = value.boxes
+        if not isinstance(value, StoredArray) or math.prod(value.shape) > _MOST_OF_HYPERPARAMETER:
+            return value
+        if math.prod(value.shape) != 1 and not value.is_flat:
+            return value
+        dtype: torch.dtype = getattr(torch, value.dtype)
+        data = bytearray(self._read_array(value))
+        return torch.frombuffer(data, dtype=dtype).reshape(value.shape) if data else value
 
     def add_state(self, state: NestedState, *, is_ordered: bool = True) -> None:
         """Add a nested state with tensors and plain values, under the names of `shardwise.save`.
@@ -321,12 +388,14 @@ class Builder:
                 indices. If so, the module's names replace the indices.
         """
         named = name_leaves(name_parameters(state) if is_ordered else state)
-        first_names: dict[StoredArray | StoredTensor, str] = {}
+        first_names: dict[StoredArray | StoredTensor | StoredComposite, str] = {}
         for path, array in named.tensors.items():
             name = named.names[path]
             first = first_names.setdefault(array, name) if math.prod(array.shape) else name
             if first == name:
                 self.add_array(name, array)
+            elif isinstance(array, StoredComposite):
+                self._add_composite(name, array, first)
             else:
                 self.add_tie(name, first)
         for path, value in named.values.items():

@@ -12,10 +12,12 @@ from shardwise.kernel.errors import FormatError
 from shardwise.parts.formats.foreign import (
     Placed,
     StoredArray,
+    StoredComposite,
     StoredPart,
     StoredTensor,
 )
 from shardwise.parts.formats.optimizers import Path, is_in_optimizer
+from shardwise.parts.formats.stored_composites import describe, join_shards
 from shardwise.parts.formats.values import are_plain_values_equal
 
 _COUNTERS = ("step", "global_step", "iteration", "epoch", "last_epoch", "_step_count")
@@ -88,6 +90,8 @@ class _Merger:
             return self._merge_dicts(values, path)
         if any(isinstance(value, StoredPart) for _, value in values):
             return self._merge_parts(values, path)
+        if any(isinstance(value, StoredComposite) for _, value in values):
+            return self._merge_composites(values, path)
         if any(isinstance(value, StoredArray) for _, value in values):
             return self._merge_plain_tensors(values, path)
         is_list = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
@@ -117,7 +121,27 @@ class _Merger:
                 merged[key] = item
         return merged
 
-    def _merge_parts(self, values: tuple[RankValue, ...], path: Path) -> StoredTensor:
+    def _merge_composites(self, values: tuple[RankValue, ...], path: Path) -> StoredComposite:
+        """Merge copies of a tensor that wraps others."""
+        name, (first_file, value) = _name_of_path(path), values[0]
+        first: StoredComposite = value
+        for file, value in values:
+            if not isinstance(value, StoredComposite) or (
+                file != first_file and describe(name, value) != describe(name, first)
+            ):
+                raise self._conflict_error(path, first_file, file, "has another class or context")
+        inner = []
+        for key, _ in first.inner:
+            copies = tuple((file, dict(value.inner)[key]) for file, value in values)
+            merged = self.merge(copies, (*path, key))
+            if merged is _DIFFERS:
+                raise self._conflict_error((*path, key), first_file, values[-1][0], "differs")
+            inner.append((key, merged))
+        return replace(first, inner=tuple(inner))
+
+    def _merge_parts(
+        self, values: tuple[RankValue, ...], path: Path
+    ) -> StoredTensor | StoredComposite:
         files_and_parts = [(file, v) for file, v in values if isinstance(v, StoredPart)]
         first_file, first = files_and_parts[0]
         for file, value in values:
@@ -130,6 +154,12 @@ class _Merger:
                     path, first_file, file, "has different shapes or placements"
                 )
         parts = [part for _, part in files_and_parts]
+        shards = [(p.pairs, p.local) for p in parts if isinstance(p.local, StoredComposite)]
+        if shards:
+            found = {box for pairs, _ in shards for box, _ in pairs}
+            if sum(box.size for box in found) < prod(first.shape) or len(shards) < len(parts):
+                raise self._incomplete_error(path, parts)
+            return join_shards(_name_of_path(path), first.shape, shards)
         boxes: dict[tuple[int, ...], StoredArray] = {}
         replicas: list[Placed] = []
         for offset, array in (box for part in parts for box in part.boxes):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from shardwise.kernel.errors import FormatError
 from shardwise.parts.formats.containers.pickle_values import UnknownObject
-from shardwise.parts.formats.foreign import StoredArray, StoredPart, StoredTensor
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite, StoredPart, StoredTensor
 from shardwise.parts.formats.optimizers import (
     GROUPS,
     PARAM_NAMES,
@@ -23,7 +23,7 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's normalization modules, which a state_dict lists among the parameters."""
 MODULE_PREFIX = "model."
 """Precedes the names of parameters that are at the top level of a state."""
-STORED = StoredArray, StoredTensor
+STORED = StoredArray, StoredTensor, StoredComposite
 _ARRAYS = (*STORED, StoredPart)
 
 NestedState: TypeAlias = Mapping[Any, Any]
@@ -40,7 +40,7 @@ class NamedState:
         optimizers: the optimizers, by the names of their param groups.
     """
 
-    tensors: Mapping[Path, StoredArray | StoredTensor]
+    tensors: Mapping[Path, StoredArray | StoredTensor | StoredComposite]
     values: Mapping[Path, Any]
     names: Mapping[Path, str]
     in_optimizers: Collection[Path]
@@ -135,7 +135,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
         if path[-1] in container:
             raise _clash_error(path)
         container[path[-1]] = leaf
-    return {key: _restore_lists(value) for key, value in state.items()}
+    return {key: _restore_lists(value, key) for key, value in state.items()}
 
 
 def _clash_error(path: Path) -> FormatError:
@@ -146,12 +146,16 @@ def _clash_error(path: Path) -> FormatError:
     )
 
 
-def _restore_lists(value: Any) -> Any:
-    """Turn each restored dict with only integer keys into a list, unless it contains tensors."""
+def _restore_lists(value: Any, of_key: object = None) -> Any:
+    """Turn each restored dict with only integer keys into a list, unless it contains tensors.
+
+    Param groups are a list even if learning rates are tensors.
+    """
     if not isinstance(value, _Container):
         return value
-    restored = {key: _restore_lists(item) for key, item in value.items()}
-    is_list = all(type(key) is int for key in restored) and not contains_arrays(restored)
+    restored = {key: _restore_lists(item, key) for key, item in value.items()}
+    may_be_list = of_key == GROUPS or not contains_arrays(restored)
+    is_list = may_be_list and all(type(key) is int for key in restored)
     return [restored[key] for key in sorted(restored)] if is_list else restored
 
 
@@ -228,7 +232,7 @@ def _with_parameter_names(optimizer: NestedState, module: NestedState) -> Nested
         return optimizer
     parameter_indices = [index for group in groups for index in group[PARAMS]]
     is_sharded = any(isinstance(array, StoredPart) for array in module.values())
-    parameters: dict[StoredArray | StoredTensor | StoredPart, str] = {}
+    parameters: dict[StoredArray | StoredTensor | StoredComposite | StoredPart, str] = {}
     for name, array in module.items():
         is_buffer = not is_sharded and name.rpartition(".")[2] in _NORM_BUFFERS
         if isinstance(array, StoredPart if is_sharded else STORED) and not is_buffer:

@@ -16,7 +16,13 @@ from shardwise.parts.formats.containers.pickle_values import PickledInstance, Un
 from shardwise.parts.formats.containers.ranges import FileRange
 from shardwise.parts.formats.containers.safetensors import read_header
 from shardwise.parts.formats.file_tree import FilePart, FileTree
-from shardwise.parts.formats.foreign import Placed, StoredArray, StoredPart, StoredTensor
+from shardwise.parts.formats.foreign import (
+    Placed,
+    StoredArray,
+    StoredComposite,
+    StoredPart,
+    StoredTensor,
+)
 from shardwise.parts.formats.foreign_builder import Builder
 from shardwise.parts.formats.masters import (
     Run,
@@ -26,6 +32,7 @@ from shardwise.parts.formats.masters import (
 )
 from shardwise.parts.formats.nested import name_leaves, name_parameters, nest
 from shardwise.parts.formats.optimizers import ParamGroup
+from shardwise.parts.formats.stored_composites import UnplaceableError, join_shards
 
 __all__ = [
     "Box",
@@ -41,12 +48,15 @@ __all__ = [
     "Reader",
     "Run",
     "StoredArray",
+    "StoredComposite",
     "StoredPart",
     "StoredTensor",
     "UnknownObject",
+    "UnplaceableError",
     "describe_wrong_masters",
     "find_common_run",
     "find_wrong_masters",
+    "join_shards",
     "name_leaves",
     "name_parameters",
     "nest",

@@ -18,7 +18,13 @@ from shardwise.parts.formats.containers.safetensors import is_safetensors, read_
 from shardwise.parts.formats.containers.torch_files import read_torch_file
 from shardwise.parts.formats.families import DIRECTIONS, choose_by_config
 from shardwise.parts.formats.file_tree import FileTree
-from shardwise.parts.formats.foreign import Row, StoredArray, StoredPart, build_catalogue
+from shardwise.parts.formats.foreign import (
+    Row,
+    StoredArray,
+    StoredComposite,
+    StoredPart,
+    build_catalogue,
+)
 from shardwise.parts.formats.foreign_builder import Builder
 from shardwise.parts.formats.language import Spec, apply_spec, parse
 from shardwise.parts.formats.remap import remap
@@ -264,6 +270,8 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         items = dict(enumerate(value))
     elif isinstance(value, PickledInstance):
         items = value.fields
+    elif isinstance(value, StoredComposite):
+        items = dict(value.inner)
     else:
         yield path, value
         return
@@ -274,4 +282,4 @@ def _iterate_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 def _contains_arrays(value: object) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return any(map(_contains_arrays, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (StoredArray, StoredPart))
+    return isinstance(value, (StoredArray, StoredComposite, StoredPart))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from shardwise.kernel.errors import StateError
+from shardwise.kernel.state.plain_values import TAG
 from shardwise.parts.formats.containers.pickle_values import (
     AllowedCallable,
     PickledInstance,
     UnknownObject,
 )
-from shardwise.parts.formats.foreign import StoredArray, StoredTensor
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite, StoredTensor
 from shardwise.parts.formats.nested import STORED
+from shardwise.parts.formats.stored_composites import describe
 from shardwise.ports.binding import JsonValue, encode
 
+_Stored: TypeAlias = StoredArray | StoredTensor | StoredComposite
 _NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
@@ -29,7 +32,7 @@ def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
 
 def encode_plain(
     value: object, name: str, store: Callable[[torch.Tensor], StoredArray]
-) -> tuple[JsonValue, Mapping[str, StoredArray | StoredTensor]]:
+) -> tuple[JsonValue, Mapping[str, _Stored]]:
     """Encode a value as `shardwise.kernel.state.plain_values` does.
 
     Namespaces become dicts; other objects become dicts with the key `class`.
@@ -44,10 +47,10 @@ def encode_plain(
     Raises:
         StateError: a part of the value has no plain form.
     """
-    arrays: dict[str, StoredArray | StoredTensor] = {}
-    stored: dict[int, tuple[torch.Tensor, StoredArray | StoredTensor]] = {}
+    arrays: dict[str, _Stored] = {}
+    stored: dict[int, tuple[torch.Tensor, _Stored]] = {}
 
-    def replace_array(array: StoredArray | StoredTensor) -> torch.Tensor:
+    def replace_array(array: _Stored) -> torch.Tensor:
         """Return a meta tensor, which `encode` passes on with its name."""
         tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype), device="meta")
         stored[id(tensor)] = tensor, array  # the tensor is kept, so that its id stays unique
@@ -59,12 +62,26 @@ def encode_plain(
         else:
             arrays[path] = stored[id(array)][1]
 
-    return encode(_make_plain(value, name, replace_array), name, record_array), arrays
+    encoded = encode(_make_plain(value, name, replace_array), name, record_array)
+    if any(isinstance(each, StoredComposite) for each in arrays.values()):
+        encoded = _with_composites(encoded, arrays)
+    return encoded, arrays
 
 
-def _make_plain(
-    value: Any, name: str, replace_array: Callable[[StoredArray | StoredTensor], torch.Tensor]
-) -> Any:
+def _with_composites(encoded: JsonValue, arrays: Mapping[str, _Stored]) -> JsonValue:
+    """Return an encoded value in which descriptions replace the names of composite tensors."""
+    if isinstance(encoded, list):
+        return [_with_composites(each, arrays) for each in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    name = encoded.get("name")
+    found = arrays.get(name) if encoded.get(TAG) == "tensor" and isinstance(name, str) else None
+    if isinstance(found, StoredComposite) and isinstance(name, str):
+        return describe(name, found)
+    return {key: _with_composites(each, arrays) for key, each in encoded.items()}
+
+
+def _make_plain(value: Any, name: str, replace_array: Callable[[_Stored], torch.Tensor]) -> Any:
     """Return a value in which dicts replace objects, and other tensors replace stored tensors."""
     make = partial(_make_plain, name=name, replace_array=replace_array)
     if isinstance(value, STORED):

@@ -67,7 +67,7 @@ class Composite:
             encode: encodes the context.
             inner: the encoded inner tensors, by their names.
         """
-        context = _portable(self.context, self.rule, self.shape)
+        context = portable(self.context, self.rule, self.shape)
         return {
             "$": COMPOSITE,
             "class": self.class_name,
@@ -317,6 +317,11 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def has_rules(package: str) -> bool:
+    """Return whether a package has rules for classes of tensors."""
+    return any(entry.name == package for entry in (*find_plugins(GROUP), *built_in(GROUP)))
+
+
 def rule_of(class_name: str) -> TensorClass | None:
     """Return the rule of a class. Packages are asked first."""
     package = class_name.partition(":")[0].partition(".")[0]
@@ -327,7 +332,7 @@ def rule_of(class_name: str) -> TensorClass | None:
     return None
 
 
-def _portable(context: Any, rule: TensorClass | None, shape: Shape) -> Any:
+def portable(context: Any, rule: TensorClass | None, shape: Shape) -> Any:
     """Return a context without what follows from the shape of a shard."""
     if rule is not None and rule.shape_in is not None:
         context = _with(context, rule.shape_in, None)
@@ -339,7 +344,7 @@ def _portable(context: Any, rule: TensorClass | None, shape: Shape) -> Any:
 
 
 def _of_shape(context: Any, rule: TensorClass | None, shape: torch.Size) -> Any:
-    """Return a context with what `_portable` left out, for another shape."""
+    """Return a context with what `portable` left out, for another shape."""
     if rule is not None and rule.shape_in is not None:
         context = _with(context, rule.shape_in, shape)
     if rule is not None and rule.blocks_in is not None and (spans := context.get(rule.blocks_in)):

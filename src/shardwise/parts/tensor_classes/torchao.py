@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwise.ports.tensor_classes import Axis, Flat, Layout, Shape, TensorClass
@@ -100,20 +101,61 @@ def _forget_scale(tensor: Any) -> None:
     tensor._precomputed_scale = None
 
 
+def _named(*names: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return `context_of` for a context that is a dict.
+
+    Attributes that the file lacks, because another version wrote it, are left out. A load then
+    names them.
+    """
+    return lambda attributes: {name: attributes[name] for name in names if name in attributes}
+
+
+def _listed(*names: str) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """Return `context_of` for a context that is a list."""
+    return lambda attributes: [attributes[name] for name in names]
+
+
 _CHOICES = ("kernel_preference", "use_triton_kernel")
 _BLOCKS = TensorClass(_in_blocks, blocks_in="block_size", not_compared=_CHOICES)
 _STATE = TensorClass(_of_optimizer_state)
+_SCALED = TensorClass(_of_microscaling, not_compared=_CHOICES)
 _TRAINING = TensorClass(_in_blocks, saved_as="_data")
 _RULES = {
-    "OptimState8bit": _STATE,
-    "OptimStateFp8": _STATE,
-    "OptimState4bit": TensorClass(_of_optimizer_state, shape_in=1),
-    "Int8Tensor": _BLOCKS,
-    "Float8Tensor": _BLOCKS,
-    "IntxUnpackedToInt8Tensor": _BLOCKS,
-    "Int4Tensor": TensorClass(_of_int4, shape_in="shape"),
-    "MXTensor": TensorClass(_of_microscaling, not_compared=_CHOICES),
-    "NVFP4Tensor": TensorClass(_of_microscaling, not_compared=_CHOICES),
+    "OptimState8bit": replace(_STATE, context_of=_listed("signed", "dtype")),
+    "OptimStateFp8": replace(_STATE, context_of=_listed("dtype")),
+    "OptimState4bit": replace(_STATE, shape_in=1, context_of=_listed("signed", "_shape", "dtype")),
+    "Int8Tensor": replace(
+        _BLOCKS, context_of=_named("block_size", "dtype", "act_quant_kwargs", "reduce_range")
+    ),
+    "Float8Tensor": replace(
+        _BLOCKS,
+        context_of=_named(
+            "block_size", "mm_config", "act_quant_kwargs", "kernel_preference", "dtype"
+        ),
+    ),
+    "IntxUnpackedToInt8Tensor": replace(
+        _BLOCKS,
+        context_of=_named("target_dtype", "block_size", "dtype", "activation_quantization"),
+    ),
+    "Int4Tensor": TensorClass(
+        _of_int4,
+        shape_in="shape",
+        context_of=_named("block_size", "shape", "activation_dtype"),
+    ),
+    "MXTensor": replace(
+        _SCALED,
+        context_of=_named(
+            *("elem_dtype", "block_size", "orig_dtype", "kernel_preference"),
+            *("act_quant_kwargs", "is_swizzled_scales"),
+        ),
+    ),
+    "NVFP4Tensor": replace(
+        _SCALED,
+        context_of=_named(
+            *("block_size", "orig_dtype", "is_swizzled_scales", "use_triton_kernel"),
+            "act_quant_kwargs",
+        ),
+    ),
     "WeightWithDynamicFloat8CastTensor": TensorClass(
         _in_blocks, saved_as="_tensor", after_load=_forget_scale
     ),

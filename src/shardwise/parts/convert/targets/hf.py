@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -16,6 +17,7 @@ from shardwise.parts.convert.plan import (
     TensorPart,
     divide_among_files,
 )
+from shardwise.parts.convert.targets.torchao_safetensors import name_as_torchao
 from shardwise.parts.formats.containers.safetensors import describe_array
 
 SINGLE = "model.safetensors"
@@ -29,7 +31,8 @@ _OF_ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "hra_", "trainable_to
 def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
     """Plan the files of a model, as `transformers` names them. Tied tensors are stored once.
 
-    A tensor larger than `max_file` gets a separate file.
+    A tensor larger than `max_file` gets a separate file. Tensors that wrap others get the names of
+    torchao.
 
     Raises:
         StateError: the checkpoint has no tensor below the model key, or only the trained part of
@@ -45,6 +48,8 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
                 "does not load: to publish the adapter, pass to='peft' (on the command line, --to "
                 "peft); to publish the merged model, save and export model.merge_and_unload()"
             )
+    composites = contents.composites_of_model()
+    model, metadata = name_as_torchao(model, composites, contents.model_key)
     stored = {each.entry.name for each in model if each.entry.same_as is None}
     left_out = tuple(
         f"{each.name}: tied to {each.entry.same_as}, which is stored"
@@ -59,12 +64,12 @@ def plan_huggingface_files(contents: ExportContents) -> ExportFiles:
         else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     )
     tensor_files = tuple(
-        plan_safetensors_file(name, file_tensors)
+        plan_safetensors_file(name, file_tensors, metadata)
         for name, file_tensors in zip(names, files, strict=True)
     )
 
     final_files = {} if len(files) == 1 else {INDEX: _encode_index(names, files)}
-    left_out += contents.describe_left_out()
+    left_out += contents.describe_left_out({each.name for each in composites})
     return ExportFiles(tensor_files, lambda sums: final_files, left_out)
 
 
@@ -105,15 +110,22 @@ def _encode_index(names: Sequence[str], files: Sequence[Sequence[TargetTensor]])
     return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
 
 
-def plan_safetensors_file(name: str, tensors: Sequence[TargetTensor]) -> OutputFile:
+def plan_safetensors_file(
+    name: str, tensors: Sequence[TargetTensor], metadata: Mapping[str, str] = MappingProxyType({})
+) -> OutputFile:
     """Plan one file of safetensors.
+
+    Args:
+        name: its path below the target directory.
+        tensors: the tensors.
+        metadata: what the file says besides its format.
 
     Raises:
         StateError: safetensors does not support the dtype of a tensor.
     """
     # Larger elements first, so that all tensors are aligned.
     order = sorted(tensors, key=lambda each: -DTYPES[each.dtype].itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     parts: list[TensorPart] = []
     offset = 0
     for each in order:

@@ -12,6 +12,7 @@ from shardwise.kernel.adapters.optimizer_groups import NOT_OF_PARAMETERS, nest_k
 from shardwise.kernel.adapters.values import tensor_names_in_value
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.manifest.manifest import ObjectEntry
+from shardwise.kernel.state.plain_values import describes_tensor
 from shardwise.parts.convert.plan import ExportContents, TensorPart
 from shardwise.parts.formats.optimizers import ParamGroup
 from shardwise.ports.binding import JsonValue, decode
@@ -117,6 +118,7 @@ def nest_state(contents: ExportContents) -> NestedState:
     for each in contents.source.objects:
         if _is_groups(each):
             continue
+        _refuse_composites(each)
         for name in tensor_names_in_value(each.value):
             leaves.pop(name, None)
         try:
@@ -149,6 +151,26 @@ def nest_state(contents: ExportContents) -> NestedState:
         for name in groups
     }
     return NestedState(parts, optimizers, tuple(left_out))
+
+
+def _refuse_composites(entry: ObjectEntry) -> None:
+    """Refuse a plain value that describes a tensor that wraps others, or has such a tensor in it.
+
+    Raises:
+        StateError: it does.
+    """
+    stack = [entry.value]
+    while stack:
+        value = stack.pop()
+        if describes_tensor(value):
+            class_name = str(value["class"])[:200].replace(":", ".")
+            raise StateError(
+                f"{entry.name}: a {class_name}, which wraps other tensors, and this format has "
+                "plain tensors only: leave it out with skip=; or export a model to='hf'; or load "
+                "the checkpoint, and save the objects with the library of this class"
+            )
+        stack += value if isinstance(value, list) else []
+        stack += value.values() if isinstance(value, dict) else []
 
 
 def decode_with_parts(entry: ObjectEntry, tensors: Mapping[str, TensorPart]) -> Any:

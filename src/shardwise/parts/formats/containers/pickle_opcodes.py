@@ -23,6 +23,7 @@ from shardwise.parts.formats.containers.pickle_values import (
     find_unknown,
     set_state,
 )
+from shardwise.parts.formats.containers.wrapper_classes import find_class
 
 NEWEST_PROTOCOL = 5
 _TEXT = frozenset({str})
@@ -116,13 +117,12 @@ class PickleMachine:
         """Return the value of a global name; a placeholder if the name is not in `allowed`."""
         if (value := self.globals.get((module, name))) is None:
             full_name = f"{_RENAMED_MODULES.get(module, module)}.{name}"
-            if (allowed_value := self.allowed.get(full_name)) is None:
+            value = self.allowed.get(full_name) or find_class(module, name)
+            if value is None:
                 self.unknown_names.add(full_name[:200])
                 value = UnknownObject(full_name[:200])
-            elif isinstance(allowed_value, torch.dtype):
-                value = allowed_value
-            else:
-                value = AllowedCallable(full_name, allowed_value)
+            elif not isinstance(value, (torch.dtype, AllowedCallable)):
+                value = AllowedCallable(full_name, value)
             self.globals[module, name] = value
         return value
 
@@ -139,7 +139,10 @@ class PickleMachine:
         if not isinstance(constructor, AllowedCallable) or not isinstance(args, tuple):
             raise FormatError("it calls a value that is not a class or function")
         try:
-            return constructor.construct(*args)
+            made = constructor.construct(*args)
+            if isinstance(made, UnknownObject):
+                self.unknown_names.add(made.name)
+            return made
         except MALFORMED_ERRORS as error:
             if isinstance(error, (FormatError, UnsafeValueError)):
                 raise

@@ -19,6 +19,7 @@ import torch
 
 from shardwise.kernel.errors import FormatError
 from shardwise.kernel.state.hostile_keys import KeyCounter, UnsafeValueError
+from shardwise.parts.formats.foreign import StoredComposite
 
 MALFORMED_ERRORS = (
     ArithmeticError,
@@ -174,6 +175,8 @@ def list_parts(value: object) -> Sequence[object]:
         return [*value, *value.values()]
     if isinstance(value, PickledInstance):
         return [*value.args, *value.fields.values()]
+    if isinstance(value, StoredComposite):
+        return [value.context, *(part for _, part in value.inner)]
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
     return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []

@@ -24,13 +24,17 @@ from shardwise.parts.formats.containers.pickle_values import (
     PickledInstance,
     TruncatedError,
     UnknownClassError,
+    UnknownObject,
     explain_error,
     list_parts,
 )
+from shardwise.parts.formats.foreign import StoredComposite
 
 MOST_NAMES_SHOWN = 20
+_MOST_PLACES_SHOWN = 4
+_MOST_VALUES_SEARCHED = 2**16
 MOST_DEPTH = 100
-_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice)
+_CONTAINERS = (dict, list, tuple, set, frozenset, PickledInstance, slice, StoredComposite)
 
 
 def unpickle(
@@ -84,13 +88,32 @@ def unpickle(
         )
         names = f"{', '.join(unknown_names[:MOST_NAMES_SHOWN])}{more}"
         raise UnknownClassError(
-            f"{source}: contains objects of classes that shardwise does not read: {names}; "
+            f"{source}: contains objects of classes that shardwise does not read: {names}"
+            f"{_places_of_unknown(value)}; "
             "shardwise ran no code from the file. Save plain values and tensors instead, such as "
             "model.state_dict() in place of a model, or tensor.dequantize() in place of a tensor "
             "of another class; or leave the objects out with skip_unknown=True",
             names,
         )
     return value, end
+
+
+def _places_of_unknown(value: object) -> str:
+    """Return where the first unknown objects in dicts and lists are: ` (at model.w, list.0)`."""
+    found: list[str] = []
+    stack: list[tuple[tuple[object, ...], object]] = [((), value)]
+    for _ in range(_MOST_VALUES_SEARCHED):
+        if not stack or len(found) == _MOST_PLACES_SHOWN:
+            break
+        path, current = stack.pop()
+        if isinstance(current, UnknownObject) and path:
+            found.append(".".join(str(part)[:100] for part in path))
+        pairs = current.items() if isinstance(current, dict) else enumerate(list_parts(current))
+        is_known = isinstance(current, (dict, list, tuple))
+        stack += reversed(
+            [((*path, k), v) for k, v in pairs if is_known and len(path) < MOST_DEPTH]
+        )
+    return f" (at {', '.join(found)})" if found else ""
 
 
 def _run_opcodes(machine: PickleMachine, position: int) -> tuple[object, int]:

@@ -21,7 +21,7 @@ from shardwise.parts.formats.containers.pickles import unpickle
 from shardwise.parts.formats.containers.ranges import FileRange
 from shardwise.parts.formats.containers.torch_values import TORCH_NAMES, name_of_dtype
 from shardwise.parts.formats.containers.zip_archive import ZIP_START, read_directory
-from shardwise.parts.formats.foreign import StoredArray
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite
 
 _PICKLE = "/data.pkl"
 LARGEST_PICKLE = 2**31
@@ -193,10 +193,11 @@ def _parse_storage_id(persistent_id: object, length: int = 5) -> tuple[Any, ...]
 
 def unpickle_tensor(
     data: bytes, source: str, *, skip_unknown: bool = False
-) -> StoredArray | UnknownObject | None:
+) -> StoredArray | StoredComposite | UnknownObject | None:
     """Return the array of a pickled tensor, as if its only storage began at offset 0 of a file.
 
-    Return an `UnknownObject` for a tensor of an unknown class, and None for any other value.
+    Return a tensor that wraps others with offsets that mean nothing, because it has several
+    storages; an `UnknownObject` for a tensor of an unknown class; and None for any other value.
 
     Args:
         data: the pickle, without the storage.
@@ -215,7 +216,9 @@ def unpickle_tensor(
         persistent_load=load_storage,
         skip_unknown=skip_unknown,
     )
-    if isinstance(value, UnknownObject) or (isinstance(value, StoredArray) and value.file == "0"):
+    if isinstance(value, (UnknownObject, StoredComposite)):
+        return value
+    if isinstance(value, StoredArray) and value.file == "0":
         return value
     return None
 

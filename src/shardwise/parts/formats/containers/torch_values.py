@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -19,13 +21,19 @@ from shardwise.parts.formats.containers.pickle_values import (
     allow_as_instances,
     call_with,
 )
-from shardwise.parts.formats.foreign import StoredArray, StoredPart
+from shardwise.parts.formats.containers.wrapper_classes import (
+    MOST_DIMS,
+    rebuild_composite,
+    require_sizes,
+)
+from shardwise.parts.formats.foreign import StoredArray, StoredComposite, StoredPart
 
-MOST_DIMS = 64
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARD_PACKAGE = "torch.distributed._shard"
 _SHARDED_TENSOR = f"{_SHARD_PACKAGE}.sharded_tensor.api.ShardedTensor"
 _PROCESS_GROUP_STATE = "ProcessGroupState"
+_SUB_BYTE = re.compile(r"u?int[1-7]")
+"""The names of dtypes that tensors of codes have as a plain value."""
 LARGEST_EXPANDED = 2**26
 """The largest size in bytes of a tensor that is larger than its storage, because strides are 0."""
 
@@ -83,6 +91,8 @@ def _make_array(
         )
     if storage.stride != (1,):
         raise TypeError("the storage of a tensor is another tensor")
+    if dtype not in DTYPES:
+        raise UnsupportedValueError(f"a tensor of dtype {dtype}", "save it as a tensor of bytes")
     storage_size = storage.shape[0] * storage.itemsize
     itemsize = DTYPES[dtype].itemsize
     extent, size = 1, itemsize
@@ -122,6 +132,8 @@ def _rebuild_from_type(
         if tensor_class.name == _SHARDED_TENSOR:
             return _rebuild_sharded_tensor(state)
         if isinstance(rebuild, AllowedCallable) and rebuild.name == _REBUILD_WRAPPER:
+            if ":" in tensor_class.name:
+                return rebuild_composite(tensor_class.name, args, state)
             return _rebuild_dtensor(args, state)
     if not isinstance(rebuild, AllowedCallable) or not isinstance(args, tuple):
         raise TypeError("a tensor is rebuilt by a value that is not a function")
@@ -189,17 +201,19 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
     (attributes := PickledInstance("DTensor")).set_state(state)
     local, spec = _field(attributes, "_local_tensor"), _field(attributes, "_spec")
     placements, mesh = _field(spec, "placements"), _field(spec, "mesh")
-    if not isinstance(local, StoredArray) or not isinstance(placements, (tuple, list)):
+    if not isinstance(local, (StoredArray, StoredComposite)) or not isinstance(
+        placements, (tuple, list)
+    ):
         raise TypeError("a DTensor has no plain local tensor or no placements")
     mesh_shape = _parse_mesh_shape(mesh)
-    coordinate = _require_sizes(_field(mesh, "_coordinate_on_dim"), "a coordinate in the mesh")
+    coordinate = require_sizes(_field(mesh, "_coordinate_on_dim"), "a coordinate in the mesh")
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(
             f"a DTensor has {len(placements)} placements for a mesh of {len(mesh_shape)} dimensions"
         )
     if any(index >= size for index, size in zip(coordinate, mesh_shape, strict=True)):
         raise ValueError("a DTensor has a coordinate outside of its mesh")
-    shape = _require_sizes(args[2], "the shape of a DTensor")
+    shape = require_sizes(args[2], "the shape of a DTensor")
     mesh_shards = tuple(
         shard
         for i, placement in enumerate(placements)
@@ -223,16 +237,20 @@ def _rebuild_dtensor(args: object, state: object) -> StoredPart:
             f"its placements and the global shape {list(shape)}"
         )
     dims = sorted({shard.mesh_dim for shard in mesh_shards})
-    return StoredPart(
+    part = StoredPart(
         kind="DTensor",
         dtype=local.dtype,
         shape=shape,
-        boxes=tuple((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes),
+        boxes=(),
         place=tuple(coordinate[dim] for dim in dims),
         places=tuple(mesh_shape[dim] for dim in dims),
         arrangement=(mesh_shape, mesh_shards, order, strides_are_order),
         local=local,
     )
+    if isinstance(local, StoredComposite):
+        return replace(part, pairs=tuple(boxes))
+    placed = ((box.offset, local.part(inner.offset, inner.shape)) for box, inner in boxes)
+    return replace(part, boxes=tuple(placed))
 
 
 def _parse_placement(mesh_dim: int, placement: object, ndim: int) -> ShardPlacement | None:
@@ -272,7 +290,7 @@ def _parse_shard_order(
         args = entry.args if isinstance(entry, PickledInstance) else ()
         if len(args) != 2:
             raise TypeError("the shard order of a DTensor is not a list of dimensions")
-        dims = _require_sizes(args[1], "the shard order of a DTensor")
+        dims = require_sizes(args[1], "the shard order of a DTensor")
         is_order_of_mesh &= list(dims) == sorted(dims)
         order += dims
     if is_order_of_mesh:
@@ -290,37 +308,23 @@ def _parse_mesh_shape(mesh: object) -> tuple[int, ...]:
     axes = layout.fields.get("axes") if isinstance(layout, PickledInstance) else None
     if isinstance(axes, tuple):
         sizes_of_axes = (
-            _require_sizes(_field(each, "shape"), "an axis of the mesh") for each in axes
+            require_sizes(_field(each, "shape"), "an axis of the mesh") for each in axes
         )
         return tuple(map(prod, sizes_of_axes))
     if isinstance(layout, PickledInstance) and "shape" in layout.fields:
         sizes = layout.fields["shape"]
-        return _require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
+        return require_sizes((sizes,) if type(sizes) is int else sizes, "the shape of the mesh")
     array = mesh.fields.get("mesh", mesh.fields.get("_mesh"))
     if not isinstance(array, StoredArray):
         raise TypeError("the mesh of a DTensor has no shape")
-    return _require_sizes(array.shape, "the shape of the mesh")
-
-
-def _require_sizes(values: object, subject: str) -> tuple[int, ...]:
-    """Return integers from a pickle, for example a shape.
-
-    Raises:
-        TypeError: the value is not a list, or has too many items.
-        ValueError: an item is not an integer from 0 to 2**62 - 1.
-    """
-    if not isinstance(values, (tuple, list)) or len(values) > MOST_DIMS:
-        raise TypeError(f"{subject} is not a list of at most {MOST_DIMS} integers")
-    if not all(type(n) is int and 0 <= n < 2**62 for n in values):
-        raise ValueError(f"{subject} contains a value that is not an integer from 0 to 2**62 - 1")
-    return tuple(values)
+    return require_sizes(array.shape, "the shape of the mesh")
 
 
 def _rebuild_sharded_tensor(state: object) -> StoredPart:
     if not isinstance(state, tuple) or len(state) != 5:
         raise TypeError("the state of a ShardedTensor is not a tuple of five values")
     shards, metadata, group = state[:3]
-    shape = _require_sizes(_field(metadata, "size"), "the shape of a ShardedTensor")
+    shape = require_sizes(_field(metadata, "size"), "the shape of a ShardedTensor")
     properties = _field(metadata, "tensor_properties")
     dtype = str(_field(properties, "dtype")).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -336,7 +340,7 @@ def _rebuild_sharded_tensor(state: object) -> StoredPart:
             )
         if box.size:
             local.append((box.offset, array))
-    rank, world_size = _require_sizes(
+    rank, world_size = require_sizes(
         [_field(group, "local_rank"), _field(group, "local_world_size")],
         "the process group of a ShardedTensor",
     )
@@ -361,8 +365,8 @@ def _list(values: object) -> Sequence[object]:
 
 
 def _parse_box(metadata: object, shape: tuple[int, ...]) -> Box:
-    offset = _require_sizes(_field(metadata, "shard_offsets"), "the offset of a shard")
-    sizes = _require_sizes(_field(metadata, "shard_sizes"), "the shape of a shard")
+    offset = require_sizes(_field(metadata, "shard_offsets"), "the offset of a shard")
+    sizes = require_sizes(_field(metadata, "shard_sizes"), "the shape of a shard")
     try:
         box = Box(offset, sizes)
         inside = len(sizes) == len(shape) and Box.whole(shape).contains(box)
@@ -426,7 +430,8 @@ TORCH_NAMES: AllowedNames = {
     **{
         f"torch.{name}": dtype
         for name, dtype in vars(torch).items()
-        if isinstance(dtype, torch.dtype) and name_of_dtype(dtype) in DTYPES
+        if isinstance(dtype, torch.dtype)
+        and (name_of_dtype(dtype) in DTYPES or _SUB_BYTE.fullmatch(name))
     },
     **{f"{module}.DTensor": _refuse_wrapper for module in _DTENSOR_MODULES},
     _SHARDED_TENSOR: _make_sharded_tensor,

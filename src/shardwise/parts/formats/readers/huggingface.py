@@ -20,10 +20,12 @@ from shardwise.parts.formats.reader import (
     Placed,
     Reader,
     StoredArray,
+    StoredComposite,
     StoredTensor,
     UnknownObject,
     read_header,
 )
+from shardwise.parts.formats.torchao_names import find_composites, keys_of
 
 SAFETENSORS, PICKLED = ".safetensors", ".bin"
 INDEX = ".index.json"
@@ -59,7 +61,8 @@ def read(tree: FileTree, builder: Builder) -> None:
     shards = tree.read_each(names, partial(_read_shard, tree))
     if index is not None:
         _require_indexed_tensors(tree, index, shards)
-    weights: dict[str, StoredArray] = {}
+    weights: dict[str, StoredArray | StoredComposite] = {}
+    metadata = {key: text for shard in shards.values() for key, text in shard.metadata.items()}
     for file, shard in shards.items():
         builder.add_file(file)
         for name, array in shard.arrays.items():
@@ -72,6 +75,7 @@ def read(tree: FileTree, builder: Builder) -> None:
         builder.left_out += [
             f"{name} in {file}: {reason}" for name, reason in shard.left_out.items()
         ]
+    weights = _join_inner_tensors(tree, builder, weights, metadata)
     builder.add_state({"model": weights} if weights else {})
     # safetensors does not store tied tensors twice.
     for name, owner in (tie for shard in shards.values() for tie in shard.removed_ties.items()):
@@ -96,11 +100,13 @@ class _Shard:
         left_out: for each name that was left out, the reason.
         removed_ties: names of tied tensors that were removed when the file was written, and the
             names of the tensors that they were tied to.
+        metadata: the metadata with which torchao describes tensors.
     """
 
-    arrays: Mapping[str, StoredArray]
+    arrays: Mapping[str, StoredArray | StoredComposite]
     left_out: Mapping[str, str]
     removed_ties: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def _find_weights(tree: FileTree) -> str | None:
@@ -146,6 +152,7 @@ class _Index:
 def _read_shard(tree: FileTree, file: FileRange) -> _Shard:
     if not file.name.endswith(PICKLED):
         header = read_header(file)
+        of_torchao = keys_of(header.metadata)
         removed = {
             name: kept
             for name, kept in header.metadata.items()
@@ -154,22 +161,55 @@ def _read_shard(tree: FileTree, file: FileRange) -> _Shard:
         unread = {
             f"__metadata__.{key}": "metadata of the program that wrote the file"
             for key in header.metadata
-            if key not in removed and key != "format"
+            if key not in removed and key != "format" and key not in of_torchao
         }
-        return _Shard(header.arrays, {**header.left_out, **unread}, removed)
+        return _Shard(
+            header.arrays,
+            {**header.left_out, **unread},
+            removed,
+            {key: header.metadata[key] for key in of_torchao},
+        )
     value = tree.load_range(file)
     if not isinstance(value, dict) or not all(type(key) is str for key in value):
         raise FormatError(
             f"{file.label}: expected a state_dict of a module (a dict with texts as keys), "
             f"found {type(value).__name__}: save model.state_dict() in this file"
         )
-    arrays = {key: item for key, item in value.items() if isinstance(item, StoredArray)}
+    arrays = {
+        k: item for k, item in value.items() if isinstance(item, StoredArray | StoredComposite)
+    }
     left_out = {
         key: item.reason if isinstance(item, UnknownObject) else "not a tensor"
         for key, item in value.items()
         if key not in arrays
     }
     return _Shard(arrays, left_out)
+
+
+def _join_inner_tensors(
+    tree: FileTree,
+    builder: Builder,
+    weights: dict[str, StoredArray | StoredComposite],
+    metadata: Mapping[str, str],
+) -> dict[str, StoredArray | StoredComposite]:
+    """Return the weights, with one for all inner tensors that torchao's metadata describes."""
+    arrays = {name: each for name, each in weights.items() if isinstance(each, StoredArray)}
+    described = find_composites(metadata, arrays, str(tree))
+    if described.unknown and not tree.skip_unknown:
+        names = ", ".join(f"{name} ({kind})" for name, kind in described.unknown.items())
+        raise FormatError(
+            f"{tree}: tensors of classes of torchao that shardwise does not read: {names[:400]}: "
+            "load them with torchao, and save tensor.dequantize(); or leave them out with "
+            "skip_unknown=True"
+        )
+    builder.left_out += [
+        f"{name}: a {kind} of torchao, which shardwise does not read"
+        for name, kind in described.unknown.items()
+    ]
+    kept = {name: each for name, each in weights.items() if name not in described.used}
+    if clashes := kept.keys() & described.tensors.keys():
+        raise FormatError(f"{tree}: {min(clashes)}: both a tensor and its inner tensors")
+    return {**kept, **described.tensors}
 
 
 def _require_indexed_tensors(

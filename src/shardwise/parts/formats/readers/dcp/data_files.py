@@ -19,6 +19,7 @@ from shardwise.parts.formats.reader import (
     FileTree,
     FormatError,
     StoredArray,
+    StoredComposite,
     UnknownObject,
 )
 from shardwise.parts.formats.readers.dcp.metadata import Metadata, item_key, parse_index
@@ -32,7 +33,7 @@ _LARGEST_HEAD = 2**20
 _LARGEST_VALUE_KEPT = 2**22
 
 
-ItemArray: TypeAlias = StoredArray | UnknownObject
+ItemArray: TypeAlias = StoredArray | StoredComposite | UnknownObject
 """The array of an item, or its class if it is a tensor of an unknown class."""
 
 
@@ -55,6 +56,11 @@ def find_arrays(tree: FileTree, items: Sequence[FilePart]) -> list[ItemArray]:
                 f"{item.label}: the bytes that .metadata lists are not a tensor saved by "
                 "torch.save: copy .metadata and all other files from one save"
             )
+        if isinstance(found, StoredComposite):  # the head lacks most of its storages
+            found = tree.load_range(item)
+            if not isinstance(found, StoredComposite):
+                raise FormatError(f"{item.label}: the pickle changed: copy the file again")
+            return found
         return place(found, items[index])
 
     return tree.read_parts(items, find_array, _HEAD_SIZE)
@@ -97,7 +103,7 @@ def read_described_arrays(
         if data not in parsed:
             label = f"{path}: {name}"
             array = tree.unpickle_tensor(data, label)
-            if array is None:
+            if array is None or isinstance(array, StoredComposite):
                 raise FormatError(
                     f"{label}: all_tensor_metadata does not describe this tensor by a plain "
                     "tensor: copy the file again from an intact source; if it is intact, load the "
@@ -111,7 +117,7 @@ def read_described_arrays(
 def place(found: ItemArray, item: FilePart) -> ItemArray:
     """Return an array of an item as an array of the file: `start` then counts from the file's
     start."""
-    if isinstance(found, UnknownObject):
+    if not isinstance(found, StoredArray):
         return found
     start = item.offset + found.start
     return StoredArray(item.file, start, found.dtype, found.shape, found.stride)
@@ -149,7 +155,8 @@ class _ParsedHeads:
     def find_array(self, head: bytes, label: str) -> ItemArray | None:
         """Return the array, as if the item began at offset 0 of a file.
 
-        Return None if the head is incomplete, and an `UnknownObject` for an unknown class.
+        Return None if the head is incomplete, and an `UnknownObject` for an unknown class. The
+        offsets of a tensor that wraps others mean nothing.
         """
         for length in self._head_lengths:
             found = self._array_by_head.get(head[:length])
@@ -167,7 +174,7 @@ class _ParsedHeads:
 
 def _parse_head(
     head: bytes, label: str, tree: FileTree
-) -> tuple[StoredArray, int] | UnknownObject | None:
+) -> tuple[StoredArray, int] | StoredComposite | UnknownObject | None:
     """Return the array, and the offset of its storage in the item; None if bytes are missing."""
     pickle = None
     for record_name, start, data in _read_records(head, label):
@@ -185,7 +192,7 @@ def _parse_head(
                     f"{label}: the bytes that .metadata lists hold no plain tensor: copy .metadata "
                     "and all other files from one save"
                 )
-            return stored if isinstance(stored, UnknownObject) else (stored, start)
+            return (stored, start) if isinstance(stored, StoredArray) else stored
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.parts.formats.reader import (
@@ -12,11 +13,13 @@ from shardwise.parts.formats.reader import (
     FilePart,
     FileTree,
     FormatError,
-    Placed,
     Reader,
     StoredArray,
+    StoredComposite,
     StoredTensor,
     UnknownObject,
+    UnplaceableError,
+    join_shards,
     nest,
 )
 from shardwise.parts.formats.readers.dcp.data_files import (
@@ -26,6 +29,7 @@ from shardwise.parts.formats.readers.dcp.data_files import (
 )
 from shardwise.parts.formats.readers.dcp.metadata import (
     METADATA,
+    ChunkedTensor,
     Ints,
     Metadata,
     item_key,
@@ -105,26 +109,55 @@ def read_contents(
     arrays = read_described_arrays(tree, metadata, chunks, items, path)
     if arrays is None:
         arrays = find_arrays(tree, items)
-    unknown: dict[str, UnknownObject] = {}
-    boxes: dict[str, list[Placed]] = {name: [] for name in metadata.tensors}
+    unknown: dict[str, str] = {}
+    found: dict[str, list[tuple[Box, StoredArray | StoredComposite]]] = {}
     for (name, chunk), item, array in zip(chunks, items, arrays, strict=True):
         if isinstance(array, UnknownObject):
-            unknown[name] = array
+            unknown[name] = array.reason
         else:
             _check_array(array, metadata.tensors[name].dtype, chunk, f"{path}: {name}", item)
-            boxes[name].append((chunk.offset, array))
-    contents: dict[str, Any] = {
-        name: StoredTensor(tensor.dtype, tensor.shape, tuple(boxes[name]))
-        for name, tensor in metadata.tensors.items()
-        if name not in unknown
-    }
+            found.setdefault(name, []).append((chunk, array))
+    contents: dict[str, Any] = {}
+    for name, tensor in metadata.tensors.items():
+        try:
+            if name not in unknown:
+                contents[name] = _join_chunks(f"{path}: {name}", tensor, found.get(name, ()))
+        except UnplaceableError as error:  # noqa: PERF203 - a tensor is refused by name
+            if not tree.skip_unknown:
+                raise
+            unknown[name] = str(error)
     contents |= zip(metadata.values, read_values(tree, value_items), strict=True)
-    builder.left_out += [f"{name}: {each.reason}" for name, each in unknown.items()]
+    builder.left_out += [f"{name}: {reason}" for name, reason in unknown.items()]
     builder.left_out += [
         f"{name}: .metadata says where its bytes are, but not what they are"
         for name in metadata.unused
     ]
     return contents, metadata
+
+
+def _join_chunks(
+    label: str, tensor: ChunkedTensor, chunks: Sequence[tuple[Box, StoredArray | StoredComposite]]
+) -> StoredTensor | StoredComposite:
+    """Return the tensor that chunks make up.
+
+    Raises:
+        FormatError: only some of the chunks wrap other tensors.
+        UnplaceableError: nobody knows which part of an inner tensor belongs to a chunk.
+    """
+    plain = [(box.offset, each) for box, each in chunks if isinstance(each, StoredArray)]
+    wrappers = [
+        (((box, Box.whole(box.shape)),), each)
+        for box, each in chunks
+        if isinstance(each, StoredComposite)
+    ]
+    if not wrappers:
+        return StoredTensor(tensor.dtype, tensor.shape, tuple(plain))
+    if plain:
+        raise FormatError(
+            f"{label}: some of its chunks are plain tensors, and others wrap tensors: the files "
+            "are from different saves: copy all files of one save"
+        )
+    return join_shards(label, tensor.shape, wrappers)
 
 
 def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[Any, Any]:
@@ -136,7 +169,9 @@ def read_state(tree: FileTree, builder: Builder, name: str = METADATA) -> dict[A
     return nest((metadata.paths.get(key, (key,)), leaf) for key, leaf in contents.items())
 
 
-def _check_array(array: StoredArray, dtype: str, chunk: Box, label: str, item: FilePart) -> None:
+def _check_array(
+    array: StoredArray | StoredComposite, dtype: str, chunk: Box, label: str, item: FilePart
+) -> None:
     if (array.dtype, array.shape) != (dtype, chunk.shape):
         raise FormatError(
             f"{label}: the chunk at {list(chunk.offset)} in {item.file} is {array.dtype} of shape "
