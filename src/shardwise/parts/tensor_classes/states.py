@@ -189,7 +189,7 @@ def state_of_parameter(
     if is_plain:
         like = own if composite.shape == local_tensor(own).shape else None
     leaves = [*composite.leaves(name, like, parameter.shard if is_plain else "")]
-    shape = composite.shape if like is None else tuple(like.shape)
+    shape = tuple(like.shape) if is_dtensor(like) else composite.shape
     state = LocalState(tensors=leaves, objects={name: describe(name, composite, shape)})
     if is_plain:
         state.objects[name + LOCAL] = True
