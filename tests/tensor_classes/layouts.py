@@ -52,7 +52,9 @@ def csr_of_int32(seed: int) -> torch.Tensor:
 
 def unsorted_csr(seed: int) -> torch.Tensor:
     crow, columns = torch.tensor([0, 2 + seed, 4 + seed]), [5, 0, 4, 1, 3, 2, 5, 0][: 4 + seed]
-    return torch.sparse_csr_tensor(crow, torch.tensor(columns), numbers(4 + seed, seed=seed), (2, 6))
+    return torch.sparse_csr_tensor(
+        crow, torch.tensor(columns), numbers(4 + seed, seed=seed), (2, 6)
+    )
 
 
 def batched_csr(seed: int) -> torch.Tensor:
@@ -81,7 +83,9 @@ def without_bounds(seed: int) -> torch.Tensor:
 
 def per_tensor(dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
     def make(seed: int) -> torch.Tensor:
-        return quantize(torch.quantize_per_tensor, numbers(3, 4, seed=seed), 0.1 + seed, seed, dtype)
+        return quantize(
+            torch.quantize_per_tensor, numbers(3, 4, seed=seed), 0.1 + seed, seed, dtype
+        )
 
     return make
 
@@ -174,8 +178,12 @@ def contents(tensor: Any) -> dict[str, Any]:
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return found | {"quantizer": (raw(scales), raw(zeros), tensor.q_per_channel_axis())}
     if tensor.layout == torch.jagged:
-        found["dims"] = [None if dim == tensor._ragged_idx else n for dim, n in enumerate(tensor.shape)]
-        keys = [key for key in ("_values", "_offsets", "_lengths") if getattr(tensor, key) is not None]
+        found["dims"] = [
+            None if dim == tensor._ragged_idx else n for dim, n in enumerate(tensor.shape)
+        ]
+        keys = [
+            key for key in ("_values", "_offsets", "_lengths") if getattr(tensor, key) is not None
+        ]
         found |= {key: raw(getattr(tensor, key)) for key in keys}
         found["bounds"] = {key: len(each) for key, each in tensor._metadata_cache.items()}
         return found

@@ -311,7 +311,7 @@ def test_a_parameter_that_something_refers_to_is_refused_with_what_to_do(tmp_pat
     live = compressed(torch.sparse_csr)(1)
     reference = weakref.ref(live)
     sw.save(tmp_path, {"w": compressed(torch.sparse_csr)(0)})
-    with pytest.raises(sw.StateError, match="w: .* something refers to it"):
+    with pytest.raises(sw.StateError, match=r"w: .* something refers to it"):
         sw.load(tmp_path, {"w": live})
     assert reference() is live
     same = MAKERS["csr"](1)

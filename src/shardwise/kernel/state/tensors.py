@@ -212,14 +212,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
-def is_composite(value: object) -> bool:
+def is_composite(value: Any) -> bool:
     """Return whether a value is a tensor that consists of others, or a DTensor of such tensors.
 
     It wraps them, or it is sparse, jagged or quantized. A `TensorClass` says how these are saved;
     see `shardwise.ports.tensor_classes`.
     """
-    if type(value) in _PLAIN:
-        return value.layout is not torch.strided or value.is_quantized  # nearly all values
+    if type(value) in _PLAIN:  # nearly all values
+        return value.layout is not torch.strided or value.is_quantized
     if not isinstance(value, torch.Tensor):
         return False
     local = local_tensor(value)

@@ -288,8 +288,8 @@ def build(
     if shape_of(tensor) != shape or str(tensor.dtype) != f"torch.{described['dtype']}":
         raise StateError(
             f"{name}: the saved inner tensors make a {tensor.dtype} tensor of shape "
-            f"{[*shape_of(tensor)]}, but {described['dtype']} and {[*shape]} were saved: load with the "
-            "version of the library that saved it"
+            f"{[*shape_of(tensor)]}, but {described['dtype']} and {[*shape]} were saved: load with "
+            "the version of the library that saved it"
         )
     return tensor
 

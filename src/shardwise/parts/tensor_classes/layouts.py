@@ -154,7 +154,9 @@ def put_together(
     """
     kind = class_name.removeprefix(_PREFIX)
     try:
-        if not isinstance(context, dict) or any(type(each) not in _PLAIN for each in inner.values()):
+        if not isinstance(context, dict) or any(
+            type(each) not in _PLAIN for each in inner.values()
+        ):
             raise TypeError("a component is not a tensor")
         if kind == _COO:
             return _make_coo(context, inner, shape)
@@ -242,7 +244,9 @@ def _make_jagged(context: Mapping[str, Any], inner: Mapping[str, Any]) -> torch.
     _require(_is_within(sizes, n + 1) and _is_within(offsets, n + 1), "an offset is outside")
     _require(_is_within(offsets[:-1] + sizes, n + 1), "a length reaches over the end")
     least, most = context["min_seqlen"], context["max_seqlen"]
-    _require(least is None or (type(least) is int and least >= 0), "the bounds of lengths are wrong")
+    _require(
+        least is None or (type(least) is int and least >= 0), "the bounds of lengths are wrong"
+    )
     _require(most is None or (type(most) is int and most >= 0), "the bounds of lengths are wrong")
     if len(sizes):
         low, high = int(sizes.min()), int(sizes.max())
@@ -272,12 +276,32 @@ def _make_quantized(
     return made
 
 
+def with_offsets_of(like: Any, made: Any) -> torch.Tensor:
+    """Return a jagged tensor with the offsets of another one, if they are equal.
+
+    torch adds jagged tensors only if they share their offsets. Other tensors are returned as they
+    are.
+    """
+    if _kind_of(made) != _JAGGED or _kind_of(like) != _JAGGED:
+        return made
+    pairs = [(each._offsets, each._lengths) for each in (like, made)]
+    (offsets, lengths), (new_offsets, new_lengths) = pairs
+    same_lengths = lengths is None if new_lengths is None else _are_equal(lengths, new_lengths)
+    if made._ragged_idx != like._ragged_idx or not _are_equal(offsets, new_offsets):
+        return made
+    if not same_lengths:
+        return made
+    bounds = {key: each for key, each in _jagged_components(made)[1].items() if "seqlen" in key}
+    return torch.nested.nested_tensor_from_jagged(
+        made._values, offsets, lengths, made._ragged_idx, **bounds
+    )
+
+
 def put(name: str, live: Any, made: Any) -> None:
     """Give a live tensor the contents of a new one. It stays the same object.
 
     Tensors that share components with the live one keep the old components. If the new tensor has
-    the indices or offsets of the live one, only values are copied: tensors that share offsets can
-    then still be added.
+    the indices or offsets of the live one, only values are copied.
 
     Raises:
         StateError: torch cannot exchange the contents of the live tensor.
@@ -287,12 +311,12 @@ def put(name: str, live: Any, made: Any) -> None:
         live.data = made
         return
     old, new = (components(name, each)[1] for each in (live, made))
-    if all(key == "values" or _are_equal(old.get(key), each) for key, each in new.items()):
-        if old.keys() == new.keys() and old["values"].shape == new["values"].shape:
-            old["values"].copy_(new["values"])
-            if kind == _JAGGED:
-                live._metadata_cache = made._metadata_cache
-            return
+    is_same = old.keys() == new.keys() and old["values"].shape == new["values"].shape
+    if is_same and all(_are_equal(old[key], new[key]) for key in new if key != "values"):
+        old["values"].copy_(new["values"])
+        if kind == _JAGGED:
+            live._metadata_cache = made._metadata_cache
+        return
     if isinstance(live, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=live.requires_grad)
     elif live.requires_grad:

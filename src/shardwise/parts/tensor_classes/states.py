@@ -7,7 +7,7 @@ not exist before its first step, it builds the tensors that were saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,7 @@ from shardwise.parts.tensor_classes.composite import (
     rule_of,
 )
 from shardwise.parts.tensor_classes.geometry import inner_shape
-from shardwise.parts.tensor_classes.layouts import is_built_anew, put
+from shardwise.parts.tensor_classes.layouts import is_built_anew, put, with_offsets_of
 from shardwise.ports.binding import (
     JsonValue,
     LocalState,
@@ -67,7 +67,7 @@ def state_of_tensor(name: str, tensor: torch.Tensor) -> LocalState:
             "which parts its inner tensors hold is unknown: use a DTensor"
         )
     local, rule = local_tensor(tensor), composite.rule
-    after_load = None
+    after_load: Callable[[], object] | None = None
     if rule is not None and rule.after_load is not None:
         after_load = partial(rule.after_load, local)
     if rule is not None and rule.saved_as is not None:
@@ -281,7 +281,7 @@ class StateToBuild:
                 shape=own.shape,
                 stride=own.stride(),
             )
-        return tensor
+        return with_offsets_of(own, tensor)
 
 
 def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Selection) -> None:
