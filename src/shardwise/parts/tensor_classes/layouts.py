@@ -159,12 +159,15 @@ def put_together(
         ):
             raise TypeError("a component is not a tensor")
         if kind == _COO:
-            return _make_coo(context, inner, shape)
-        if kind in _COMPRESSED:
-            return _make_compressed(kind, inner, shape)
-        if kind == _JAGGED:
-            return _make_jagged(context, inner)
-        return _make_quantized(kind, context, inner)
+            made = _make_coo(context, inner, shape)
+        elif kind in _COMPRESSED:
+            made = _make_compressed(kind, inner, shape)
+        elif kind == _JAGGED:
+            made = _make_jagged(context, inner)
+        else:
+            return _make_quantized(kind, context, inner)
+        _require(components(name, made)[2] == context, f"they do not fit {context}")
+        return made
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
             f"{name}: the saved components do not make a {kind} tensor of shape {[*shape]}: "
@@ -265,6 +268,7 @@ def _make_quantized(
     if kind == _PER_TENSOR:
         scale, zero_point = context["scale"], context["zero_point"]
         _require(type(scale) is float and type(zero_point) is int, "no scale or zero point")
+        _require(-(2**31) <= zero_point < 2**31, f"the zero point {zero_point}")
         made: torch.Tensor = torch._make_per_tensor_quantized_tensor(numbers, scale, zero_point)
         return made
     axis, parameters = context["axis"], (inner["scales"], inner["zero_points"])
