@@ -432,6 +432,8 @@ def _refuse_unknown(
         raise _ChangedError("a package binds a dict of the state as one value")
     if not {*map(type, tensors)}.issubset(_PLAIN):
         raise _ChangedError("a tensor of another class is always bound anew")
+    if any(each.is_quantized for each in tensors):
+        raise _ChangedError("a quantized tensor is always bound anew")  # its scale has no address
     if not _STATEMENTS.isdisjoint(cast(list[str], sight.facts["the attributes of tensors"])):
         raise _ChangedError("a tensor that states its boxes is always bound anew")
 

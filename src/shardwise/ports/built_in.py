@@ -19,6 +19,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     # Which part knows the tensor classes of a package; see `tensor_classes.py`.
     "shardwise.tensor_classes": {
         "torchao": "shardwise.parts.tensor_classes.torchao:rule",
+        "torch": "shardwise.parts.tensor_classes.layouts:rule",
     },
     # Saves and loads tensors that wrap others.
     "shardwise.composites": {

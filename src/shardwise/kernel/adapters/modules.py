@@ -25,7 +25,13 @@ from shardwise.kernel.plugins import built_in, load_built_in
 from shardwise.kernel.state.local_state import LocalState, TensorLeaf
 from shardwise.kernel.state.name_lookup import SavedNames, Selection
 from shardwise.kernel.state.parameters import Parameter
-from shardwise.kernel.state.plain_values import COMPOSITES, JsonValue, decode, encode
+from shardwise.kernel.state.plain_values import (
+    COMPOSITES,
+    JsonValue,
+    decode,
+    describes_tensor,
+    encode,
+)
 from shardwise.kernel.state.stated_geometry import copy_statements
 from shardwise.kernel.state.tensors import (
     is_composite,
@@ -324,7 +330,7 @@ class ModuleBinding(Binding):
         for part in self._parts:
             part.allocate_meta_tensors(is_loaded)
         local_state = self.local_state()
-        fit_to_checkpoint(local_state, saved)
+        fit_to_checkpoint(local_state, saved, selection)
         for part in self._parts:
             if part.generated or part.layers or part.extra:
                 part.fit_to_checkpoint(local_state, saved)
@@ -339,7 +345,7 @@ class ModuleBinding(Binding):
         """
         for part in self._parts:
             for name, path in part.generated.items():
-                if name in values:
+                if name in values and not describes_tensor(values[name]):
                     part.entries[path] = self._decode(name, values)
             extra: dict[str, object] = {}
             for name, (path, _) in part.extra.items():

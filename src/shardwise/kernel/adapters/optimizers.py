@@ -422,7 +422,9 @@ class OptimizerBinding(Binding):
             if f"{name}.{key}" in left_out or (entry is None and key not in inside):
                 continue
             is_plain = isinstance(state.get(key), torch.Tensor) and not is_composite(state[key])
-            fits = key in state and is_plain == (entry is not None)
+            # A sparse tensor may have another number of values, so it is built anew.
+            is_strided = getattr(state.get(key), "layout", torch.strided) is torch.strided
+            fits = key in state and is_strided and is_plain == (entry is not None)
             if not fits and selection.selects(saved_name, *inside.get(key, ())):
                 new = None
                 if entry is not None:

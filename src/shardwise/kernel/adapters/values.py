@@ -49,10 +49,10 @@ def state_of_tensor(name: str, tensor: TensorLike) -> LocalState:
     return LocalState(tensors=[tensor_leaf(name, tensor)])
 
 
-def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
+def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Selection) -> None:
     """Fit the parts of tensors that wrap others to those in a checkpoint, and find differences."""
     if any(map(describes_tensor, local_state.objects.values())):
-        load_built_in(COMPOSITES, "fit_to_checkpoint")(local_state, saved)
+        load_built_in(COMPOSITES, "fit_to_checkpoint")(local_state, saved, selection)
 
 
 class TensorBinding(Binding):
@@ -74,7 +74,7 @@ class TensorBinding(Binding):
                 "the state"
             )
         local_state = self.local_state()
-        fit_to_checkpoint(local_state, saved)
+        fit_to_checkpoint(local_state, saved, selection)
         return selection.select_from(local_state)
 
 

@@ -17,6 +17,7 @@ from shardwise.kernel.state.stated_geometry import stated_geometry
 from shardwise.kernel.state.tensors import (
     SHARD,
     detach_checked,
+    is_composite,
     is_dtensor,
     local_tensor,
     sharded_leaf,
@@ -190,6 +191,8 @@ class Parameter:
         if self.flat:
             name = self.representative_name
             return next(part.shard for part in self.flat if part.name == name)
+        if is_composite(self.tensor) and not is_dtensor(self.tensor):
+            return ""
         leaf = tensor_leaf(self.name, self.tensor)
         if leaf.sharding is not None and leaf.sharding.splits:
             return SHARD + ",".join(map(str, leaf.sharding.splits))

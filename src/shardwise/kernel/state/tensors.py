@@ -212,14 +212,19 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return type(value) not in _PLAIN and is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
-def is_composite(value: object) -> bool:
-    """Return whether a value is a tensor that wraps others, or a DTensor of such tensors.
+def is_composite(value: Any) -> bool:
+    """Return whether a value is a tensor that consists of others, or a DTensor of such tensors.
 
-    A `TensorClass` says how these are saved; see `shardwise.ports.tensor_classes`.
+    It wraps them, or it is sparse, jagged or quantized. A `TensorClass` says how these are saved;
+    see `shardwise.ports.tensor_classes`.
     """
-    if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
-        return False  # nearly all values
+    if type(value) in _PLAIN:  # nearly all values
+        return value.layout is not torch.strided or value.is_quantized
+    if not isinstance(value, torch.Tensor):
+        return False
     local = local_tensor(value)
+    if local.layout is not torch.strided or local.is_quantized:
+        return True
     return is_traceable_wrapper_subclass(local) and not is_instance(local, *_PENDING)
 
 

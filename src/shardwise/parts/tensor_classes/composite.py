@@ -29,6 +29,14 @@ from shardwise.kernel.state.tensors import (
     parts_of_dtensor,
 )
 from shardwise.parts.tensor_classes.geometry import inner_box, inner_shape
+from shardwise.parts.tensor_classes.layouts import (
+    QUANTIZED_DTYPES,
+    components,
+    is_built_anew,
+    needs_components,
+    put_together,
+    shape_of,
+)
 from shardwise.ports.binding import Box, Fragment, JsonValue, TensorLeaf, tensor_leaf
 from shardwise.ports.module_binding import is_dtensor
 from shardwise.ports.tensor_classes import Layout, Shape, TensorClass
@@ -164,9 +172,24 @@ def composite_of(name: str, tensor: torch.Tensor) -> Composite | None:
     if not is_composite(tensor):
         return None
     local: Any = local_tensor(tensor)
+    if needs_components(local):
+        if is_dtensor(tensor):
+            raise StateError(
+                f"{name}: the local tensor of a DTensor is a {local.layout} tensor of "
+                f"{local.dtype}, and which part of its values this rank holds is unknown: save "
+                "a dense DTensor"
+            )
+        kind, inner, context = components(name, local)
+        return Composite(kind, rule_of(kind), inner, context, shape_of(local), local.dtype)
     with user_code(name, "__tensor_flatten__()"):
         keys, context = local.__tensor_flatten__()
         inner = {key: getattr(local, key) for key in keys}
+    for key, each in inner.items():
+        if needs_components(each):
+            raise StateError(
+                f"{name}.{key}: a {type(local).__name__} that wraps a {each.layout} tensor of "
+                f"{each.dtype} cannot be saved: {_ADVICE}"
+            )
     name_of_class = class_name(type(local))
     rule = rule_of(name_of_class)
     return Composite(name_of_class, rule, inner, context, tuple(local.shape), local.dtype)
@@ -192,7 +215,11 @@ def encode_composite(
             "value: make it an item of the state, or put the module that has it into the state"
         )
     composite.refuse_unless_buildable(name)
-    inner = {key: encode(key, each) for key, each in composite.inner.items()}
+    parts = composite.inner
+    if is_built_anew(composite.class_name):
+        # A load fills what is encoded here. The live tensor would be left with half of the values.
+        parts = {key: each.clone() for key, each in parts.items()}
+    inner = {key: encode(key, each) for key, each in parts.items()}
     return composite.fields(partial(encode, "context"), inner)
 
 
@@ -214,6 +241,8 @@ def decode_composite(
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a composite tensor of the same class and context, whose memory is not initialized."""
     local: Any = local_tensor(tensor)
+    if not hasattr(local, "__tensor_flatten__"):
+        return torch.empty_like(tensor, device=device)  # a load builds it anew
     keys, context = local.__tensor_flatten__()
     inner: dict[str, torch.Tensor] = {}
     for key in keys:
@@ -237,13 +266,14 @@ def check_description(name: str, described: Fields) -> None:
         StateError: it is malformed.
     """
     shape, inner = described.get("shape"), described.get("tensors")
-    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    least = -1 if is_built_anew(described.get("class")) else 0
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= least for n in shape)
     if not (is_shape and isinstance(inner, dict) and described.keys() >= {"class", "context"}):
         raise StateError(
             f"{name}: the saved description of a tensor is malformed: load another checkpoint, or "
             "leave it out with skip="
         )
-    if described.get("dtype") not in DTYPES:
+    if described.get("dtype") not in DTYPES.keys() | QUANTIZED_DTYPES:
         raise StateError(f"{name}: the dtype {str(described.get('dtype'))[:40]!r} is unknown")
 
 
@@ -269,21 +299,24 @@ def build(
         StateError: the class is unknown, or makes another tensor of them.
     """
     rule, cls = find_class(name, described["class"], known)
-    context = _of_shape(context, rule, torch.Size(shape))
-    stride = torch.empty(shape, device="meta").stride()
-    try:
-        tensor = cls.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
-    except Exception as error:  # code of the class
-        raise StateError(
-            f"{name}: {cls.__name__}.__tensor_unflatten__() cannot build what was saved: "
-            f"{type(error).__name__}: {error}: load with the version of the library that saved it, "
-            "or leave it out with skip="
-        ) from error
-    if tensor.shape != shape or str(tensor.dtype) != f"torch.{described['dtype']}":
+    if is_built_anew(described["class"]):
+        tensor = put_together(name, described["class"], context, inner, shape)
+    else:
+        context = _of_shape(context, rule, torch.Size(shape))
+        stride = torch.empty(shape, device="meta").stride()
+        try:
+            tensor = cls.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+        except Exception as error:  # code of the class
+            raise StateError(
+                f"{name}: {cls.__name__}.__tensor_unflatten__() cannot build what was saved: "
+                f"{type(error).__name__}: {error}: load with the version of the library that saved "
+                "it, or leave it out with skip="
+            ) from error
+    if shape_of(tensor) != shape or str(tensor.dtype) != f"torch.{described['dtype']}":
         raise StateError(
             f"{name}: the saved inner tensors make a {tensor.dtype} tensor of shape "
-            f"{[*tensor.shape]}, but {described['dtype']} and {[*shape]} were saved: load with the "
-            "version of the library that saved it"
+            f"{[*shape_of(tensor)]}, but {described['dtype']} and {[*shape]} were saved: load with "
+            "the version of the library that saved it"
         )
     return tensor
 
@@ -300,6 +333,8 @@ def find_class(
     module, _, qualified = text.partition(":")
     rule = rule_of(text)
     found: Any = known.get(text)
+    if is_built_anew(text):
+        return rule, torch.Tensor
     if rule is not None:
         found = sys.modules.get(module)
         for part in qualified.split("."):

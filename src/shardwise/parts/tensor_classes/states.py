@@ -7,7 +7,7 @@ not exist before its first step, it builds the tensors that were saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,11 +37,13 @@ from shardwise.parts.tensor_classes.composite import (
     rule_of,
 )
 from shardwise.parts.tensor_classes.geometry import inner_shape
+from shardwise.parts.tensor_classes.layouts import is_built_anew, put, with_offsets_of
 from shardwise.ports.binding import (
     JsonValue,
     LocalState,
     Parameter,
     SavedNames,
+    Selection,
     decode,
     encode,
     tensor_leaf,
@@ -65,7 +67,7 @@ def state_of_tensor(name: str, tensor: torch.Tensor) -> LocalState:
             "which parts its inner tensors hold is unknown: use a DTensor"
         )
     local, rule = local_tensor(tensor), composite.rule
-    after_load = None
+    after_load: Callable[[], object] | None = None
     if rule is not None and rule.after_load is not None:
         after_load = partial(rule.after_load, local)
     if rule is not None and rule.saved_as is not None:
@@ -73,11 +75,71 @@ def state_of_tensor(name: str, tensor: torch.Tensor) -> LocalState:
         leaf = sharded_leaf(name, inner, tensor) if is_dtensor(tensor) else tensor_leaf(name, inner)
         return LocalState(tensors=[replace(leaf, after_load=after_load or leaf.after_load)])
     leaves = [*composite.leaves(name, tensor)]
+    if is_built_anew(composite.class_name):
+        after_load = LiveTensor(name, tensor)
     if after_load is not None:
         leaves[-1] = replace(leaves[-1], after_load=after_load)
-    return LocalState(
-        tensors=leaves, objects={name: describe(name, composite, tuple(tensor.shape))}
-    )
+    shape = tuple(tensor.shape) if is_dtensor(tensor) else composite.shape
+    return LocalState(tensors=leaves, objects={name: describe(name, composite, shape)})
+
+
+class LiveTensor:
+    """A sparse, jagged or quantized tensor that a load gives new contents.
+
+    Args:
+        name: its full name.
+        live: the tensor.
+    """
+
+    def __init__(self, name: str, live: torch.Tensor) -> None:
+        self.name, self._live = name, live
+        self._inner: dict[str, torch.Tensor] = {}
+        self._described: Fields = {}
+
+    def allocate(
+        self, local_state: LocalState, described: Fields, saved: SavedNames, selection: Selection
+    ) -> None:
+        """Replace the components of the live tensor by new ones, in the shapes of the checkpoint.
+
+        Args:
+            local_state: the targets of the load.
+            described: what the checkpoint says of the tensor.
+            saved: the contents of the checkpoint.
+            selection: the names that the load selects.
+
+        Raises:
+            StateError: what the checkpoint says is malformed.
+        """
+        check_description(self.name, described)
+        names = [self.name, *(f"{self.name}.{key}" for key in described["tensors"])]
+        if len({*map(selection.selects, names)}) > 1:
+            local_state.problems.append(
+                f"{self.name}: only= or skip= select a part of {', '.join(names)}, which make one "
+                "tensor: select all of them or none"
+            )
+            return
+        self._described = described
+        for index, leaf in enumerate(local_state.tensors):
+            entry = saved.tensor(leaf.name) if leaf.name in names else None
+            if entry is not None:
+                dtype: torch.dtype = getattr(torch, entry.dtype)
+                made = torch.empty(entry.shape, dtype=dtype, device=self._live.device)
+                self._inner[leaf.name.removeprefix(f"{self.name}.")] = made
+                new = tensor_leaf(leaf.name, made)
+                local_state.tensors[index] = replace(new, after_load=leaf.after_load)
+
+    def __call__(self) -> None:
+        """Give the live tensor the contents that a load has read.
+
+        Raises:
+            StateError: they do not fit together, or the live tensor cannot change.
+        """
+        name, described = self.name, self._described
+        if not described:  # the load only fills components that fit
+            return
+        context = decode(described["context"], name)
+        made = build(name, described, context, self._inner, tuple(described["shape"]))
+        put(name, self._live, made)
 
 
 def describe(name: str, composite: Composite, shape: Shape) -> JsonValue:
@@ -127,7 +189,7 @@ def state_of_parameter(
     if is_plain:
         like = own if composite.shape == local_tensor(own).shape else None
     leaves = [*composite.leaves(name, like, parameter.shard if is_plain else "")]
-    shape = composite.shape if like is None else tuple(like.shape)
+    shape = tuple(like.shape) if is_dtensor(like) else composite.shape
     state = LocalState(tensors=leaves, objects={name: describe(name, composite, shape)})
     if is_plain:
         state.objects[name + LOCAL] = True
@@ -220,10 +282,10 @@ class StateToBuild:
                 shape=own.shape,
                 stride=own.stride(),
             )
-        return tensor
+        return with_offsets_of(own, tensor)
 
 
-def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
+def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Selection) -> None:
     """Find the names under which inner tensors were saved, and compare classes and contexts."""
     described = {name: each for name, each in local_state.objects.items() if describes_tensor(each)}
     if not described:
@@ -231,13 +293,20 @@ def fit_to_checkpoint(local_state: LocalState, saved: SavedNames) -> None:
     for index, leaf in enumerate(local_state.tensors):
         local_state.tensors[index] = as_saved(leaf, saved)
     names = {leaf.name for leaf in local_state.tensors}
+    after_loads = (leaf.after_load for leaf in local_state.tensors)
+    lives = {each.name: each for each in after_loads if isinstance(each, LiveTensor)}
     for name, own in described.items():
         for key in saved.names_below(name):
             if SHARD in key and f"{name}.{key}" not in names:
                 local_state.unselected.append(f"{name}.{key}")  # another rank loads it
         found = saved.object(name) if saved.has_object(name) else None
-        if describes_tensor(found):
-            local_state.problems += _differences(name, found, own)
+        if not describes_tensor(found):
+            continue
+        differences = [*_differences(name, found, own)]
+        local_state.problems += differences
+        live = lives.get(name)
+        if live is not None and not differences:
+            live.allocate(local_state, found, saved, selection)
 
 
 def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
