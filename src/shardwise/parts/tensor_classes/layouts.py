@@ -280,7 +280,7 @@ def _make_quantized(
     return made
 
 
-def with_offsets_of(like: Any, made: Any) -> torch.Tensor:
+def with_offsets_of(like: Any, made: Any) -> Any:
     """Return a jagged tensor with the offsets of another one, if they are equal.
 
     torch adds jagged tensors only if they share their offsets. Other tensors are returned as they
