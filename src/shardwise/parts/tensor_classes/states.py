@@ -282,7 +282,8 @@ class StateToBuild:
                 shape=own.shape,
                 stride=own.stride(),
             )
-        return with_offsets_of(own, tensor)
+        with_same_offsets: torch.Tensor = with_offsets_of(own, tensor)
+        return with_same_offsets
 
 
 def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Selection) -> None:
