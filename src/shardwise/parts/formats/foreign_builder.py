@@ -39,7 +39,6 @@ _MOST_OF_HYPERPARAMETER = 64
 INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
 
-
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
 FlatTensor: TypeAlias = tuple[str, tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
@@ -344,20 +343,11 @@ class Builder:
             merge: merge the groups that have equal hyperparameters into one group.
         """
         groups = merge_param_groups(groups) if merge else groups
+        encoded: list[JsonValue] = []
         try:
-            encoded: list[JsonValue] = [
-                {
-                    "members": list(group.names),
-                    "value": encode(
-                        {
-                            key: self._read_small(each)
-                            for key, each in group.hyperparameters.items()
-                        },
-                        name,
-                    ),
-                }
-                for group in groups
-            ]
+            for group in groups:
+                settings = {k: self._read_small(v) for k, v in group.hyperparameters.items()}
+                encoded.append({"members": [*group.names], "value": encode(settings, name)})
             self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))

@@ -262,7 +262,8 @@ class StateToBuild:
             self._shape,
             getattr(torch, self._described["dtype"]),
         )
-        self.build()  # which may fail, so before anything is loaded
+        if not is_built_anew(composite.class_name):
+            self.build()  # which may fail, so before anything is loaded
         like = own if self._is_sharded else None
         leaves = [*composite.leaves(name, like, self._parameter.shard)]
         return LocalState(tensors=leaves, objects={name: None})
