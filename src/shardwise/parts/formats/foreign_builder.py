@@ -31,13 +31,17 @@ from shardwise.parts.formats.merge_ranks import merge_ranks, select_sample
 from shardwise.parts.formats.nested import STORED, NestedState, name_leaves, name_parameters
 from shardwise.parts.formats.optimizers import ParamGroup, merge_param_groups
 from shardwise.parts.formats.stored_composites import describe
-from shardwise.parts.formats.values import are_plain_values_equal, bytes_of_tensor, encode_plain
+from shardwise.parts.formats.values import (
+    are_plain_values_equal,
+    bytes_of_tensor,
+    encode_plain,
+    read_small,
+)
 from shardwise.ports.binding import JsonValue, encode
 
-_MOST_OF_HYPERPARAMETER = 64
-"""The most elements of a tensor that is a hyperparameter, such as a learning rate."""
 INLINE_FILE = "(content)"
 """The name of the `StoredFile` that contains the bytes of numbers and numpy arrays in pickles."""
+
 
 _Box: TypeAlias = tuple[int, int, tuple[int, ...], StoredArray]
 """The index of a tensor, the index of a file, the offset of a box, and its array."""
@@ -114,7 +118,7 @@ class Builder:
     def add_array(self, name: str, array: StoredArray | StoredTensor | StoredComposite) -> None:
         """Add a tensor and all its elements.
 
-        A tensor that wraps others becomes these, with names below its own, and a plain value.
+        A tensor that wraps others becomes these, and a plain value that describes it.
 
         Raises:
             FormatError: the shape is too large, or an inner tensor is a part on one rank, or a part
@@ -343,26 +347,17 @@ class Builder:
             merge: merge the groups that have equal hyperparameters into one group.
         """
         groups = merge_param_groups(groups) if merge else groups
-        encoded: list[JsonValue] = []
         try:
-            for group in groups:
-                settings = {k: self._read_small(v) for k, v in group.hyperparameters.items()}
-                encoded.append({"members": [*group.names], "value": encode(settings, name)})
+            encoded: list[JsonValue] = [
+                {"members": list(group.names), "value": encode(self._values_of(group), name)}
+                for group in groups
+            ]
             self._objects.append(ObjectEntry(name, encoded))
         except StateError as error:
             self.left_out.append(str(error))
 
-    def _read_small(self, value: object) -> object:
-        """Return a hyperparameter; if it is an array with few elements, as a tensor."""
-        if isinstance(value, StoredTensor) and len(value.boxes) == 1:
-            ((_, value),) = value.boxes
-        if not isinstance(value, StoredArray) or math.prod(value.shape) > _MOST_OF_HYPERPARAMETER:
-            return value
-        if math.prod(value.shape) != 1 and not value.is_flat:
-            return value
-        dtype: torch.dtype = getattr(torch, value.dtype)
-        data = bytearray(self._read_array(value))
-        return torch.frombuffer(data, dtype=dtype).reshape(value.shape) if data else value
+    def _values_of(self, group: ParamGroup) -> dict[str, object]:
+        return {k: read_small(v, self._read_array) for k, v in group.hyperparameters.items()}
 
     def add_state(self, state: NestedState, *, is_ordered: bool = True) -> None:
         """Add a nested state with tensors and plain values, under the names of `shardwise.save`.

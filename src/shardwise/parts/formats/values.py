@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,12 +23,31 @@ from shardwise.parts.formats.stored_composites import describe
 from shardwise.ports.binding import JsonValue, encode
 
 _Stored: TypeAlias = StoredArray | StoredTensor | StoredComposite
+_MOST_OF_HYPERPARAMETER = 64
+"""The most elements of a tensor that is a hyperparameter, such as a learning rate."""
 _NAMESPACE_CLASSES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor in memory, row-major."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def read_small(value: object, read: Callable[[StoredArray], bytes]) -> object:
+    """Return a hyperparameter; if it is an array with few elements, as a tensor.
+
+    Args:
+        value: the hyperparameter.
+        read: returns the bytes of a contiguous array.
+    """
+    if isinstance(value, StoredTensor) and len(value.boxes) == 1:
+        ((_, value),) = value.boxes
+    if not isinstance(value, StoredArray) or not 0 < prod(value.shape) <= _MOST_OF_HYPERPARAMETER:
+        return value
+    if prod(value.shape) != 1 and not value.is_flat:
+        return value
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return torch.frombuffer(bytearray(read(value)), dtype=dtype).reshape(value.shape)
 
 
 def encode_plain(

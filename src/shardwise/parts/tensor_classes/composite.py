@@ -353,8 +353,13 @@ def class_name(cls: type) -> str:
 
 
 def has_rules(package: str) -> bool:
-    """Return whether a package has rules for classes of tensors."""
-    return any(entry.name == package for entry in (*find_plugins(GROUP), *built_in(GROUP)))
+    """Return whether a package has rules for classes of tensors.
+
+    PyTorch has none: its rules are for layouts, whose names are no classes.
+    """
+    return package != "torch" and any(
+        entry.name == package for entry in (*find_plugins(GROUP), *built_in(GROUP))
+    )
 
 
 def rule_of(class_name: str) -> TensorClass | None:
