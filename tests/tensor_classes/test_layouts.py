@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.ao.nn.quantized
 from torch import nn
 
 import shardwise as sw
@@ -158,11 +159,9 @@ def test_sparse_momentum_of_an_optimizer_is_resumed(tmp_path: Path, steps_of_tar
 
 @pytest.mark.parametrize("layer", ["Linear", "Conv2d"])
 def test_quantized_layers_of_torch_come_back(tmp_path: Path, layer: str) -> None:
-    import torch.ao.nn.quantized as quantized
-
     def make(seed: int) -> Any:
         torch.manual_seed(seed)
-        made = getattr(quantized, layer)(*((4, 3) if layer == "Linear" else (4, 3, 2)))
+        made = getattr(torch.ao.nn.quantized, layer)(*((4, 3) if layer == "Linear" else (4, 3, 2)))
         weight = made.weight().dequantize()
         scales, zeros = torch.rand(3) + 0.1, torch.zeros(3, dtype=torch.int64)
         made.set_weight_bias(
