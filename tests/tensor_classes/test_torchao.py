@@ -129,6 +129,39 @@ def test_a_plain_weight_is_no_target_of_a_quantized_one_and_the_other_way(
         assert bits(live.weight) == before
 
 
+@pytest.mark.parametrize("choice", [{"only": ["*.qdata"]}, {"skip": ["*.scale"]}])
+def test_a_part_of_a_weight_is_not_loaded_alone(
+    tmp_path: Path, choice: dict[str, list[str]]
+) -> None:
+    """Codes with the scales of other values would be a wrong weight."""
+    live = Holder(MAKERS["int8"](values(1)))
+    before = bits(live.weight)
+    sw.save(str(tmp_path), {"model": Holder(MAKERS["int8"](values(0)))})
+    with pytest.raises(sw.MismatchError, match=r"model\.weight: only= or skip= select a part of"):
+        sw.load(str(tmp_path), {"model": live}, **choice)
+    assert bits(live.weight) == before
+
+
+def test_a_weight_that_differs_can_be_left_out(tmp_path: Path) -> None:
+    live = Holder(MAKERS["float8"](values(1)))
+    before = bits(live.weight)
+    sw.save(str(tmp_path), {"model": Holder(MAKERS["int8"](values(0))), "step": 3})
+    state = {"model": live, "step": 0}
+    sw.load(str(tmp_path), state, skip=["model.weight*"])
+    assert state["step"] == 3
+    assert bits(live.weight) == before
+
+
+def test_tensors_of_the_same_names_are_not_taken_for_parts_of_a_weight(tmp_path: Path) -> None:
+    live = Holder(MAKERS["int8"](values(1)))
+    before = bits(live.weight)
+    other = {key: getattr(live.weight, key) + 1 for key in ("qdata", "scale", "zero_point")}
+    sw.save(str(tmp_path), {"model": {"weight": other}})
+    with pytest.raises(sw.MismatchError, match=r"model\.weight: the checkpoint has tensors of the"):
+        sw.load(str(tmp_path), {"model": live}, strict=False)
+    assert bits(live.weight) == before
+
+
 def test_a_choice_of_an_implementation_may_differ(tmp_path: Path) -> None:
     from torchao.quantization.quantize_.common import KernelPreference
 

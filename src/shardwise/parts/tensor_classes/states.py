@@ -17,6 +17,7 @@ from msgspec import UNSET
 from torch.optim import Optimizer
 
 from shardwise.kernel.adapters.optimizer_groups import as_saved
+from shardwise.kernel.adapters.values import tensor_names_in_value
 from shardwise.kernel.errors import StateError
 from shardwise.kernel.state.json_fields import Fields
 from shardwise.kernel.state.parameters import LOCAL
@@ -96,28 +97,19 @@ class LiveTensor:
         self._inner: dict[str, torch.Tensor] = {}
         self._described: Fields = {}
 
-    def allocate(
-        self, local_state: LocalState, described: Fields, saved: SavedNames, selection: Selection
-    ) -> None:
+    def allocate(self, local_state: LocalState, described: Fields, saved: SavedNames) -> None:
         """Replace the components of the live tensor by new ones, in the shapes of the checkpoint.
 
         Args:
             local_state: the targets of the load.
             described: what the checkpoint says of the tensor.
             saved: the contents of the checkpoint.
-            selection: the names that the load selects.
 
         Raises:
             StateError: what the checkpoint says is malformed.
         """
         check_description(self.name, described)
-        names = [self.name, *(f"{self.name}.{key}" for key in described["tensors"])]
-        if len({*map(selection.selects, names)}) > 1:
-            local_state.problems.append(
-                f"{self.name}: only= or skip= select a part of {', '.join(names)}, which make one "
-                "tensor: select all of them or none"
-            )
-            return
+        names = [f"{self.name}.{key}" for key in described["tensors"]]
         self._described = described
         for index, leaf in enumerate(local_state.tensors):
             entry = saved.tensor(leaf.name) if leaf.name in names else None
@@ -301,14 +293,29 @@ def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Sel
         for key in saved.names_below(name):
             if SHARD in key and f"{name}.{key}" not in names:
                 local_state.unselected.append(f"{name}.{key}")  # another rank loads it
+        inner = tensor_names_in_value(own)
+        selected = {*map(selection.selects, [name, *inner])}
+        if selected != {True}:
+            if True in selected:
+                local_state.problems.append(
+                    f"{name}: only= or skip= select a part of {', '.join([name, *inner])}, which "
+                    "make one tensor: select all of them or none"
+                )
+            continue
         found = saved.object(name) if saved.has_object(name) else None
         if not describes_tensor(found):
+            if any(saved.tensor(each) is not None for each in inner):
+                local_state.problems.append(
+                    f"{name}: the checkpoint has tensors of the names {', '.join(inner)}, but does "
+                    f"not say that they make a {own['class']}: map them with a specification, or "
+                    "leave them out with skip="
+                )
             continue
         differences = [*_differences(name, found, own)]
         local_state.problems += differences
         live = lives.get(name)
         if live is not None and not differences:
-            live.allocate(local_state, found, saved, selection)
+            live.allocate(local_state, found, saved)
 
 
 def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
