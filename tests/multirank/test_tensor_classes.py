@@ -276,3 +276,36 @@ def test_state_is_resharded_bit_for_bit(
     [saved, *_] = gang.run(whole_state, str(tmp_path), name, save=True, world=worlds[0])
     for loaded in gang.run(whole_state, str(tmp_path), name, save=False, world=worlds[1]):
         assert loaded == saved
+
+
+def save_rows(path: str, rows: int) -> None:
+    model, optimizer = training("AdamW8bit", sharded=True, rows=rows)
+    step(model, optimizer, 0)
+    sw.save(path, {"model": model, "optimizer": optimizer})
+
+
+def load_rows(path: str, rows: int) -> None:
+    model, optimizer = training("AdamW8bit", sharded=True, rows=rows)
+    before = [bits(each) for each in model.parameters()]
+    try:
+        sw.load(path, {"model": model, "optimizer": optimizer})
+    finally:
+        assert [bits(each) for each in model.parameters()] == before
+        assert not any(optimizer.state.values())
+
+
+def test_borders_that_cut_blocks_are_refused(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_rows, str(tmp_path), 254, world=1)  # 127 blocks of 256 elements
+    for outcome in gang.run_outcomes(load_rows, str(tmp_path), 254, world=2):
+        assert isinstance(outcome.exception, sw.MismatchError), outcome
+        assert "optimizer.0.weight.exp_avg.scale" in str(outcome.exception)
+
+
+def test_ranks_with_plain_and_with_quantized_state_of_a_parameter_are_refused(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """torchao quantizes state of 4,096 elements or more; the last of 3 ranks has 3,840."""
+    for outcome in gang.run_outcomes(save_rows, str(tmp_path), 94, world=3):
+        assert isinstance(outcome.exception, sw.ShardwiseError), outcome
+        assert "optimizer.0.weight.exp_avg.codes" in str(outcome.exception)
+    assert not [*tmp_path.glob("**/manifest.json")]
