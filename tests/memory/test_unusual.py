@@ -198,3 +198,40 @@ def test_a_home_that_is_removed_under_a_run_is_told(tmp_path: Path, shm: Path) -
     with pytest.raises(StoreError, match="was removed while it is in use"):
         cp.save(2, {"t": 2})
     cp.close(wait=False)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 7), (0, 7, 0, 9), (3, 70_000), (70_000, 0, 3)])
+def test_a_rank_may_save_nothing_at_first_and_something_later(
+    tmp_path: Path, shm: Path, sizes: tuple[int, ...]
+) -> None:
+    with sw.Checkpointer(tmp_path / "root", save_every=1, memory=memory(shm)) as cp:
+        for step, n in enumerate(sizes):
+            handle = cp.save(step, {"listed": [torch.full((n,), 1.0 + step)], "step": step})
+            assert handle is not None
+            handle.result(20.0)
+            target = {"listed": [torch.zeros(n)], "step": -1}
+            assert cp.restore(target) == step
+            assert target["listed"][0].tolist() == [1.0 + step] * n  # type: ignore[index]
+
+
+def save_unevenly(root: str, shm: str) -> None:
+    """Save rows that rank 0 has at first, and both ranks later."""
+    rank = torch.distributed.get_rank()
+    memory = sw.Memory(dir=shm, wait=10.0, when_full="wait")
+    with sw.Checkpointer(root, save_every=1, memory=memory) as cp:
+        for step in range(4):
+            held = [*range(6)] if step < 2 else [*range(3 * rank, 3 * rank + 3)]
+            held = held if step >= 2 or rank == 0 else []
+            parts = [
+                (sw.Box((row, 0), (1, 50)), torch.full((1, 50), row + 10.0 * step)) for row in held
+            ]
+            handle = cp.save(step, {"t": sw.Shards((6, 50), torch.float32, parts)})
+            assert handle is not None
+            handle.result(30.0)
+    for step in range(4):
+        found = sw.open(root, step=step)["t"][...]
+        assert found[:, 0].tolist() == [row + 10.0 * step for row in range(6)]
+
+
+def test_one_rank_may_save_nothing_at_first(gang: Gang, tmp_path: Path, shm: Path) -> None:
+    gang.run(save_unevenly, str(tmp_path / "root"), str(shm), world=2)

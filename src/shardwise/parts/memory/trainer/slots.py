@@ -148,10 +148,15 @@ class Slots:
         Raises:
             StoreError: the memory file system is full.
         """
-        free = {name: _usable_size(status) for name, status in self._free_slots().items()}
-        sizes = {name: size for name, size in free.items() if name not in excluding}
-        if not sizes and self._missing_count() > 0:  # a slot is lost, as its record was damaged
-            sizes = {self._new_name(): 0}
+        sizes = {
+            name: _usable_size(status)
+            for name, status in self._free_slots().items()
+            if name not in excluding
+        }
+        if not sizes and self._missing_count() > 0:
+            # A slot is lost, as its record was damaged; or the rank had nothing to save before.
+            self._directory.mkdir(parents=True, exist_ok=True)
+            sizes[self._new_name()] = 0
         if not sizes:
             return None
         largest = max(sizes, key=lambda name: sizes[name])
