@@ -9,8 +9,9 @@ LEGACY := packages/shardwise-legacy
 AZURITE := 3.37.0
 # Two pytest-xdist workers for each processor, because they wait for half of the time. Tests of a
 # file share a worker, and its fixtures. tests/conftest.py orders the files: slow ones first.
+# A worker that crashes ends the run: pytest-xdist 3.8 would replace it, and then wait forever.
 WORKERS  := $(shell $(PYTHON) -c 'import os; print(min(16, 2 * (os.cpu_count() or 1)))')
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from tests.breadth import mostly_long
 from tests.docs.blocks import blocks_of, check_syntax
 
 SOURCE = Path(sw.__file__).parents[1]
@@ -147,13 +148,16 @@ def test_a_file_of_torch_save_is_read_with_the_rule(
 
 @pytest.mark.parametrize(
     ("plugins", "dim", "ranks", "expected"),
-    [
-        ("", 0, 3, "True"),
-        ("", 1, 2, "True"),
-        ("", 1, 1, "refused: True"),  # each rank has a scale for its own part of each row
-        ("off", 0, 2, "True"),
-        ("off", 0, 3, "refused: True"),
-    ],
+    mostly_long(
+        [
+            ("", 0, 3, "True"),
+            ("", 1, 2, "True"),
+            ("", 1, 1, "refused: True"),  # each rank has a scale for its own part of each row
+            ("off", 0, 2, "True"),
+            ("off", 0, 3, "refused: True"),
+        ],
+        [("", 0, 3, "True")],
+    ),
 )
 def test_the_rule_allows_other_shardings(
     package: Path, plugins: str, dim: int, ranks: int, expected: str
