@@ -273,7 +273,7 @@ def _run(function: Callable[[], None]) -> Exception | None:
             errors.append(error)
 
     # Not tracemalloc: it slows everything down, and a process with other threads may crash in it.
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     before = _resident("VmRSS")
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -286,5 +286,5 @@ def _run(function: Callable[[], None]) -> Exception | None:
 
 def _resident(field: str) -> int:
     """Return a figure of this process's memory in bytes: `VmRSS` is now, `VmHWM` the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))

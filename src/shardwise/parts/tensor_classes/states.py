@@ -218,6 +218,7 @@ class StateToBuild:
         own, whole = parameter.tensor, tuple(described["shape"])
         self._is_sharded = is_dtensor(own) and whole == own.shape
         self._shape = tuple(local_tensor(own).shape) if self._is_sharded else whole
+        self._is_empty = self._is_sharded and 0 in self._shape and 0 not in whole
 
     def targets(self) -> LocalState:
         """Return the inner tensors, newly allocated.
@@ -227,6 +228,8 @@ class StateToBuild:
         """
         name, own = self._name, self._parameter.tensor
         rule, _ = find_class(name, self._described["class"], self._classes)
+        if self._is_empty:
+            return LocalState(objects={name: None})
         entries, of_shard = {}, {}
         for key in self._described["tensors"]:
             of_shard[key] = self._saved.tensor(f"{name}.{key}{self._parameter.shard}")
@@ -258,15 +261,20 @@ class StateToBuild:
             self.build()  # which may fail, so before anything is loaded
         like = own if self._is_sharded else None
         leaves = [*composite.leaves(name, like, self._parameter.shard)]
-        return LocalState(tensors=leaves, objects={name: None})
+        state = LocalState(tensors=leaves, objects={name: None})
+        _refuse_cut_blocks(state, {leaf.name for leaf in leaves}, self._saved, are_built=True)
+        return state
 
     def build(self) -> torch.Tensor:
         """Return the tensor, after a load has filled the inner tensors."""
         name, own = self._name, self._parameter.tensor
+        is_wrapped = self._is_sharded and not self._saved.has_object(name + LOCAL)
+        if self._is_empty:  # a class may be unable to wrap nothing, so optimizers do not use it
+            return torch.zeros_like(own if is_wrapped else local_tensor(own))
         tensor: torch.Tensor = build(
             name, self._described, self._context, self._inner, self._shape, self._classes
         )
-        if is_dtensor(own) and self._is_sharded and not self._saved.has_object(name + LOCAL):
+        if is_dtensor(own) and is_wrapped:
             return torch.distributed.tensor.DTensor.from_local(
                 tensor,
                 own.device_mesh,
@@ -284,8 +292,11 @@ def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Sel
     described = {name: each for name, each in local_state.objects.items() if describes_tensor(each)}
     if not described:
         return
+    inside = {part for each in described.values() for part in tensor_names_in_value(each)}
+    selected_inside = {*filter(selection.selects, inside)}
     for index, leaf in enumerate(local_state.tensors):
         local_state.tensors[index] = as_saved(leaf, saved)
+    _refuse_cut_blocks(local_state, selected_inside, saved, are_built=False)
     names = {leaf.name for leaf in local_state.tensors}
     after_loads = (leaf.after_load for leaf in local_state.tensors)
     lives = {each.name: each for each in after_loads if isinstance(each, LiveTensor)}
@@ -316,6 +327,33 @@ def fit_to_checkpoint(local_state: LocalState, saved: SavedNames, selection: Sel
         live = lives.get(name)
         if live is not None and not differences:
             live.allocate(local_state, found, saved)
+
+
+def _refuse_cut_blocks(
+    local_state: LocalState, names: Collection[str], saved: SavedNames, *, are_built: bool
+) -> None:
+    """Refuse inner tensors with elements that stand for elements of several ranks.
+
+    Args:
+        local_state: the targets of the load. The problems replace the tensors.
+        names: the names of the inner tensors.
+        saved: the contents of the checkpoint.
+        are_built: the load builds the tensors, so they have no shape of their own.
+    """
+    kept = []
+    for leaf in local_state.tensors:
+        entry = saved.tensor(leaf.name) if leaf.name in names else None
+        is_of_shard = are_built or leaf.of_shard is not None
+        if entry is None or entry.shape == leaf.shape or not is_of_shard:
+            kept.append(leaf)
+            continue
+        local_state.unselected.append(leaf.name)
+        local_state.problems.append(
+            f"{leaf.name}: this rank's part of the tensor begins or ends within a block that one "
+            "element describes, or the class has no rule for such parts "
+            "(docs/ports/tensor_classes.md): load with the sharding of the save"
+        )
+    local_state.tensors = kept
 
 
 def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
