@@ -177,7 +177,7 @@ def load_of_machine() -> str:
     """Return how busy the machine is, to tell a slow cycle from one that hangs."""
     pressure = ""
     with suppress(OSError):
-        pressure = PRESSURE.read_text().partition("\n")[0]
+        pressure = PRESSURE.read_text(encoding="utf-8").partition("\n")[0]
     loads = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     return f"{os.cpu_count()} processors; load in the last 1, 5, 15 minutes: {loads}; {pressure}"
 
