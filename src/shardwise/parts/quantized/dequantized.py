@@ -11,7 +11,8 @@ import torch
 from shardwise.kernel.errors import FormatError, MismatchError
 from shardwise.kernel.manifest.layout import Layout
 from shardwise.kernel.manifest.manifest import TensorEntry
-from shardwise.parts.quantized.memory import ScaledMemory, stored_box
+from shardwise.parts.quantized.memory import AT_ONCE, ScaledMemory, stored_box
+from shardwise.parts.quantized.numbers import Scratch
 from shardwise.parts.quantized.pairs import OF_INPUTS, RECOPY, StoredQuantized
 from shardwise.parts.quantized.scales import FragmentScales
 from shardwise.parts.quantized.schemes import FP8, BlockScaled, find_block_scaled
@@ -80,12 +81,13 @@ class Dequantized(SavedNames):
             self.scale_bytes += read(scales)
 
         self._refuse_ties(leaves)
+        scratch = Scratch(AT_ONCE)
         converted, scales = [], []
         for leaf in leaves:
             scaled = self._scaled.get(self.saved_name(leaf.name))
             if scaled is not None:
                 self.dequantized.append(leaf.name)
-                leaf, own = _convert(leaf, scaled, count)
+                leaf, own = _convert(leaf, scaled, count, scratch)
                 scales += own
             converted.append(leaf)
         _read_and_check(scales, count)
@@ -125,14 +127,17 @@ def _find_hidden(scaled: Iterable[BlockScaled], layout: Layout) -> set[str]:
 
 
 def _convert(
-    leaf: TensorLeaf, scaled: BlockScaled, read: Callable[[Sequence[TensorLeaf]], object]
+    leaf: TensorLeaf,
+    scaled: BlockScaled,
+    read: Callable[[Sequence[TensorLeaf]], object],
+    scratch: Scratch,
 ) -> tuple[TensorLeaf, list[FragmentScales]]:
     """Return a leaf in boxes of the stored numbers, and the scales of its fragments."""
     fragments, scales = [], []
     for fragment in leaf.fragments:
         box = stored_box(scaled, fragment.box)
         scales.append(FragmentScales(scaled, box, read))
-        memory = ScaledMemory(scaled, fragment, scales[-1])
+        memory = ScaledMemory(scaled, fragment, scales[-1], scratch)
         fragments.append(Fragment(box, fragment.data, memory))
     return replace(leaf, shape=scaled.data.shape, fragments=tuple(fragments)), scales
 

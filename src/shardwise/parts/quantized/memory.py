@@ -13,14 +13,14 @@ import torch
 
 from shardwise.kernel.boxes import Box, split_into_boxes
 from shardwise.kernel.engine.tensors import TensorMemory, memory_of
-from shardwise.parts.quantized.numbers import Array, scale_fp8, unpack_fp4
+from shardwise.parts.quantized.numbers import Array, Scratch, scale_fp8, unpack_fp4
 from shardwise.parts.quantized.scales import FragmentScales
 from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
 from shardwise.ports.binding import Fragment
 from shardwise.ports.module_binding import view_for_numpy
 
-_AT_ONCE = 1 << 19
-"""The most numbers to compute at a time: 2 MiB in float32, for each thread."""
+AT_ONCE = 1 << 20
+"""The most numbers to compute at a time: 4 MiB in float32, for each thread."""
 
 
 def stored_box(scaled: BlockScaled, box: Box) -> Box:
@@ -40,19 +40,22 @@ class ScaledMemory:
         scaled: the tensor.
         fragment: the box of the tensor to fill, and its memory.
         scales: the scales of its blocks.
+        scratch: memory for `AT_ONCE` numbers.
     """
 
     device: torch.device | None = None
     dtype = np.dtype(np.uint8)
     itemsize = 1
 
-    def __init__(self, scaled: BlockScaled, fragment: Fragment, scales: FragmentScales) -> None:
-        self._scaled, self._scales = scaled, scales
+    def __init__(
+        self, scaled: BlockScaled, fragment: Fragment, scales: FragmentScales, scratch: Scratch
+    ) -> None:
+        self._scaled, self._scales, self._scratch = scaled, scales, scratch
         self._box, self._stored = fragment.box, stored_box(scaled, fragment.box)
         self._data = fragment.data.detach()
         self._memory: TensorMemory | None = None if self._data.is_cpu else memory_of(self._data)
         self._data_dtype: torch.dtype = getattr(torch, scaled.data.dtype)
-        self._most = _AT_ONCE // (2 if scaled.is_mxfp4 else 1)
+        self._most = AT_ONCE // (2 if scaled.is_mxfp4 else 1)
 
     def bytes_of(self, index: tuple[slice, ...]) -> None:
         """Return None: no stored byte is a byte of the target."""
@@ -80,7 +83,7 @@ class ScaledMemory:
             factors = (scales.to(torch.float32) - 127.0).exp2()
         else:
             factors = scales.to(torch.float32)
-        values = scale_fp8(numbers, self._data_dtype, factors, cuts)
+        values = scale_fp8(numbers, self._data_dtype, factors, cuts, self._scratch)
         if self._scaled.rounds_to:
             values = values.to(getattr(torch, self._scaled.rounds_to))
         self._put(box.relative_to(self._box.offset), values)
