@@ -20,7 +20,7 @@ from tests.breadth import mostly_long
 from tests.tensor_classes.tensors import MAKERS, TRAINING, bits, values
 from tests.tools.gang import Gang
 
-torchao_optim = pytest.importorskip("torchao.optim")
+torchao_optim = pytest.importorskip("torchao.optim", exc_type=ImportError)
 SPLIT_BY_COLUMNS = ("int8, one scale", "intx", "int4", "mxfp8", "mxfp4", "nvfp4")
 """Classes with scales for blocks of columns, or one scale."""
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import shardwise as sw
-from tests.breadth import examples
+from tests.breadth import OLD_TORCH, examples
 from tests.quantized.published import (
     FLOATS,
     FP8,
@@ -78,6 +78,7 @@ def test_values_are_those_of_numbers_times_scales(tmp_path: Path, scheme: str) -
         assert norm.all()
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="transformers imports torchao, which needs torch 2.10")
 @pytest.mark.parametrize("scheme", ["block", "block-whole", "block-exponents", "block-small"])
 def test_block_fp8_is_what_transformers_computes(scheme: str) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -93,7 +94,8 @@ def test_mxfp4_is_what_transformers_computes(scheme: str) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored = SCHEMES[scheme]()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    exact = (torch.bfloat16, torch.float32)  # in torch 2.9, ldexp() overflows in float16
+    for dtype in exact if OLD_TORCH else (*exact, torch.float16):
         theirs = convert_moe_packed_tensors(*stored.files.values(), dtype=dtype)
         assert same_bits(theirs, stored.values.to(dtype))
 
@@ -446,6 +448,7 @@ def families() -> dict[str, Any]:
     }
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="transformers imports torchao, which needs torch 2.10")
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_models_of_transformers(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

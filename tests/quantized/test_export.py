@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import shardwise as sw
+from tests.breadth import OLD_TORCH
 from tests.commands import run_command
 from tests.quantized.published import FP8, block_fp8, publish
 from tests.tools.gang import Gang
@@ -80,6 +81,7 @@ def llama() -> Any:
     return hf.LlamaForCausalLM(config).bfloat16()
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="transformers imports torchao, which needs torch 2.10")
 def test_transformers_loads_what_was_quantized(tmp_path: Path) -> None:
     import transformers as hf
     from transformers.integrations.finegrained_fp8 import Fp8Quantize

@@ -11,6 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+pytest.importorskip(
+    "torchao.quantization", reason="of torchao 0.18 and torch 2.10", exc_type=ImportError
+)
 from torchao.prototype.safetensors.safetensors_support import (
     flatten_tensor_state_dict,
     unflatten_tensor_state_dict,
