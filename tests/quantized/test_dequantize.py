@@ -89,13 +89,13 @@ def test_block_fp8_is_what_transformers_computes(scheme: str) -> None:
         assert same_bits(theirs, stored.values.to(dtype))
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="ldexp() of torch 2.9 overflows in half precision")
 @pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4-one"])
 def test_mxfp4_is_what_transformers_computes(scheme: str) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored = SCHEMES[scheme]()
-    exact = (torch.bfloat16, torch.float32)  # in torch 2.9, ldexp() overflows in float16
-    for dtype in exact if OLD_TORCH else (*exact, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         theirs = convert_moe_packed_tensors(*stored.files.values(), dtype=dtype)
         assert same_bits(theirs, stored.values.to(dtype))
 
