@@ -337,6 +337,32 @@ def test_ranks_without_elements_of_a_parameter_keep_no_state_of_it(
     assert gang.run(go_on, path, load=True, world=world) == expected
 
 
+def go_on_with_one_parameter(path: str) -> None:
+    """The last of three ranks has no quantized state at all."""
+    found = []
+    for load in (False, True):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.w = nn.Parameter(torch.randn(2, 4096))
+        model.forward = lambda batch, model=model: batch @ model.w[:, :128].T
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        state = {"model": model, "optimizer": torchao_optim.AdamW8bit(model.parameters(), lr=1e-2)}
+        if load:
+            sw.load(path, state)
+        else:
+            step(model, state["optimizer"], 0)
+            sw.save(path, state)
+        step(model, state["optimizer"], 1)
+        found.append(bits(model.w))
+    assert found[0] == found[1]
+
+
+def test_a_rank_without_quantized_state_saves_nothing_of_it(gang: Gang, tmp_path: Path) -> None:
+    gang.run(go_on_with_one_parameter, str(tmp_path), world=3)
+    [scale] = {sw.open(tmp_path)["optimizer.w.exp_avg.scale"].shape}
+    assert tuple(scale) == (2 * 4096 // 256,)
+
+
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (4, 3)])
 def test_state_is_resharded_to_and_from_ranks_without_elements(
     gang: Gang, tmp_path: Path, worlds: tuple[int, int]

@@ -29,6 +29,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "state_of_tensor": "shardwise.parts.tensor_classes.states:state_of_tensor",
         "fit_to_checkpoint": "shardwise.parts.tensor_classes.states:fit_to_checkpoint",
         "state_of_parameter": "shardwise.parts.tensor_classes.states:state_of_parameter",
+        "leave_out_empty": "shardwise.parts.tensor_classes.states:leave_out_empty",
         "state_to_build": "shardwise.parts.tensor_classes.states:StateToBuild",
     },
     # Which part knows the layers of a module of Python whose state dicts lack something.

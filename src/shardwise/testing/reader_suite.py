@@ -272,7 +272,7 @@ def _run(function: Callable[[], None]) -> Exception | None:
         except Exception as error:
             errors.append(error)
 
-    # Not tracemalloc: it slows everything down, and a process with other threads may crash in it.
+    # Not tracemalloc: it is slow, and other threads can make it crash (CPython issue 128679).
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     before = _resident("VmRSS")
     thread = threading.Thread(target=run, daemon=True)

@@ -104,9 +104,8 @@ class OptimizerBinding(Binding):
             replace(leaf, is_like_parameter=False) if leaf.name in names else leaf
             for leaf in local_state.tensors
         ]
-        if any(map(describes_tensor, local_state.objects.values())):
-            # Where other ranks keep quantized state, one without elements keeps plain state.
-            local_state.tensors = [x for x in local_state.tensors if x.fragments or 0 in x.shape]
+        if not all(leaf.fragments for leaf in local_state.tensors):
+            load_built_in(COMPOSITES, "leave_out_empty")(local_state, self.optimizers)
         local_state.join_parts(to_fill=False)
         if elsewhere := parameters_elsewhere(groups):
             local_state.grouped[f"{self.name}.{ELSEWHERE}"] = [(elsewhere, True)]

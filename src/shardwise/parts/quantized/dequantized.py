@@ -11,7 +11,7 @@ import torch
 from shardwise.kernel.errors import FormatError, MismatchError
 from shardwise.kernel.manifest.layout import Layout
 from shardwise.kernel.manifest.manifest import TensorEntry
-from shardwise.parts.quantized.memory import AT_ONCE, ScaledMemory, stored_box
+from shardwise.parts.quantized.memory import ScaledMemory, stored_box
 from shardwise.parts.quantized.numbers import Scratch
 from shardwise.parts.quantized.pairs import OF_INPUTS, RECOPY, StoredQuantized
 from shardwise.parts.quantized.scales import FragmentScales
@@ -81,7 +81,7 @@ class Dequantized(SavedNames):
             self.scale_bytes += read(scales)
 
         self._refuse_ties(leaves)
-        scratch = Scratch(AT_ONCE)
+        scratch = Scratch()
         converted, scales = [], []
         for leaf in leaves:
             scaled = self._scaled.get(self.saved_name(leaf.name))

@@ -13,14 +13,11 @@ import torch
 
 from shardwise.kernel.boxes import Box, split_into_boxes
 from shardwise.kernel.engine.tensors import TensorMemory, memory_of
-from shardwise.parts.quantized.numbers import Array, Scratch, scale_fp8, unpack_fp4
+from shardwise.parts.quantized.numbers import AT_ONCE, Array, Scratch, scale_fp8, unpack_fp4
 from shardwise.parts.quantized.scales import FragmentScales
 from shardwise.parts.quantized.schemes import MXFP4_BYTES, BlockScaled
 from shardwise.ports.binding import Fragment
 from shardwise.ports.module_binding import view_for_numpy
-
-AT_ONCE = 1 << 20
-"""The most numbers to compute at a time: 4 MiB in float32, for each thread."""
 
 
 def stored_box(scaled: BlockScaled, box: Box) -> Box:
@@ -40,7 +37,7 @@ class ScaledMemory:
         scaled: the tensor.
         fragment: the box of the tensor to fill, and its memory.
         scales: the scales of its blocks.
-        scratch: memory for `AT_ONCE` numbers.
+        scratch: memory of the threads for conversions.
     """
 
     device: torch.device | None = None
@@ -55,7 +52,7 @@ class ScaledMemory:
         self._data = fragment.data.detach()
         self._memory: TensorMemory | None = None if self._data.is_cpu else memory_of(self._data)
         self._data_dtype: torch.dtype = getattr(torch, scaled.data.dtype)
-        self._most = AT_ONCE // (2 if scaled.is_mxfp4 else 1)
+        self._most = AT_ONCE // (4 if scaled.is_mxfp4 else 1)  # it takes new memory, and more
 
     def bytes_of(self, index: tuple[slice, ...]) -> None:
         """Return None: no stored byte is a byte of the target."""

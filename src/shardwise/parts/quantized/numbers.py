@@ -23,22 +23,21 @@ E4M3_FACTOR = 2.0**8
 """The value of a number in e4m3, divided by that of its bits in float16."""
 E2M1_FACTOR = 2.0**14
 _NAN = 0x7F
+AT_ONCE = 1 << 20
+"""The most numbers to convert at a time: 4 MiB in float32, for each thread."""
 
 
 class Scratch(threading.local):
-    """Memory of each thread for numbers that it converts, because new memory costs as much as they.
-
-    Args:
-        most: the most numbers at a time.
+    """Memory in which each thread converts `AT_ONCE` numbers. New memory for each call is slower.
 
     Attributes:
         bits: 2 bytes for each number.
         values: 4 bytes for each number.
     """
 
-    def __init__(self, most: int) -> None:
-        self.bits = np.empty(most, np.int16)
-        self.values = torch.empty(most, dtype=torch.float32, device="cpu")
+    def __init__(self) -> None:
+        self.bits = np.empty(AT_ONCE, np.int16)
+        self.values = torch.empty(AT_ONCE, dtype=torch.float32, device="cpu")
 
 
 def scale_fp8(

@@ -7,7 +7,7 @@ not exist before its first step, it builds the tensors that were saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -188,6 +188,16 @@ def state_of_parameter(
     return state
 
 
+def leave_out_empty(local_state: LocalState, optimizers: Iterable[Optimizer]) -> None:
+    """Leave out plain state of which this rank has no elements, if others may keep it quantized.
+
+    Optimizers keep the state of an empty shard plain, because it has no block to quantize.
+    """
+    is_quantized = any(map(describes_tensor, local_state.objects.values()))
+    if is_quantized or any(map(_classes_of, optimizers)):
+        local_state.tensors = [x for x in local_state.tensors if x.fragments or 0 in x.shape]
+
+
 class StateToBuild:
     """A composite tensor of an optimizer's state, which a load builds.
 
@@ -340,20 +350,22 @@ def _refuse_cut_blocks(
         saved: the contents of the checkpoint.
         are_built: the load builds the tensors, so they have no shape of their own.
     """
-    kept = []
-    for leaf in local_state.tensors:
-        entry = saved.tensor(leaf.name) if leaf.name in names else None
-        is_of_shard = are_built or leaf.of_shard is not None
-        if entry is None or entry.shape == leaf.shape or not is_of_shard:
-            kept.append(leaf)
-            continue
-        local_state.unselected.append(leaf.name)
-        local_state.problems.append(
-            f"{leaf.name}: this rank's part of the tensor begins or ends within a block that one "
-            "element describes, or the class has no rule for such parts "
-            "(docs/ports/tensor_classes.md): load with the sharding of the save"
-        )
-    local_state.tensors = kept
+    cut = {
+        leaf.name
+        for leaf in local_state.tensors
+        if leaf.name in names
+        and (are_built or leaf.of_shard is not None)
+        and (entry := saved.tensor(leaf.name)) is not None
+        and entry.shape != leaf.shape
+    }
+    local_state.tensors = [leaf for leaf in local_state.tensors if leaf.name not in cut]
+    local_state.unselected += cut
+    local_state.problems += [
+        f"{name}: this rank's part of the tensor begins or ends within a block that one element "
+        "describes, or the class has no rule for such parts (docs/ports/tensor_classes.md): load "
+        "with the sharding of the save"
+        for name in sorted(cut)
+    ]
 
 
 def _differences(name: str, found: Fields, own: Fields) -> Iterator[str]:
