@@ -8,6 +8,7 @@ import struct
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,22 @@ class TestTheExample(ReaderSuite):
     @pytest.fixture
     def write(self) -> Write:
         return write_stripes
+
+
+@pytest.mark.usefixtures("example")
+def test_the_suite_notices_a_reader_that_uses_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stripes(tmp_path, make_tensors(), ranks=3)
+    open_checkpoint = sw.open
+
+    def use_memory(*args: Any, **options: Any) -> sw.Checkpoint:
+        b"x" * (1 << 27)
+        return open_checkpoint(*args, **options)
+
+    monkeypatch.setattr(sw, "open", use_memory)
+    with pytest.raises(AssertionError, match="bytes of memory for a small file"):
+        TestTheExample()._check(tmp_path, "stripes", "")
 
 
 @pytest.mark.usefixtures("example")

@@ -115,6 +115,14 @@ def test_columns_load_into_other_shardings_or_are_refused(
         assert "w.scale" in str(outcome.exception)
 
 
+def test_a_border_in_a_block_of_a_live_tensor_is_refused(gang: Gang, tmp_path: Path) -> None:
+    gang.run(save_shards, str(tmp_path), "nvfp4, swizzled", None, world=1)
+    for outcome in gang.run_outcomes(load_shards, str(tmp_path), "nvfp4, swizzled", 1, world=4):
+        assert isinstance(outcome.exception, sw.MismatchError), outcome
+        assert "w.scale: this rank's part of the tensor begins or ends" in str(outcome.exception)
+        assert "resize" not in str(outcome.exception)
+
+
 def save_different(path: str, dim: int) -> None:
     live = shard(MAKERS["int8, one scale"](values(0)), dim)
     live._local_tensor.scale.add_(dist.get_rank())
