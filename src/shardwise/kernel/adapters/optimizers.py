@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -467,8 +468,27 @@ class OptimizerBinding(Binding):
                 "a load cannot make: call optimizer.step() once before the load, with gradients of "
                 f"zeros, which makes it; or leave it out with skip=[{name + '*'!r}]"
             )
+        if layout is True and self._is_of_one_element(key, entry.shape, parameter, saved):
+            return torch.zeros(entry.shape, dtype=dtype, device=device)
         allocated = parameter.allocate_state(dtype, entry.shape, device, layout=layout)
         return in_order(allocated, self._formats.get(parameter.name, {}).get(key, ()))
+
+    def _is_of_one_element(
+        self, key: str, shape: tuple[int, ...], parameter: Parameter, saved: SavedNames
+    ) -> bool:
+        """Return whether state of one element, as its parameter has, is on each rank nevertheless.
+
+        The state of the other parameters tells: it has one element, too.
+        """
+        if math.prod(shape) != 1 or shape != parameter.tensor.shape:
+            return False
+        names = {
+            f"{self.name}.{each.representative_name}.{key}": tuple(each.tensor.shape)
+            for group in self._groups
+            for each in group.parameters
+        }
+        entries = ((saved.tensor(name), own) for name, own in names.items())
+        return any(each is not None and each.shape == shape != own for each, own in entries)
 
     def _tensor_in_value(self, name: str) -> torch.Tensor:
         if name not in self._tensors_in_values:
