@@ -123,7 +123,12 @@ def resume(path: str, kind: str, rows: int, differs: bool) -> None:
             ("fsdp1", 2, 4, True),
             ("hsdp", 4, 3, True),
         ],
-        [("fsdp2", 2, 1, True), ("fsdp1", 2, 4, True), ("hsdp", 4, 3, True)],
+        [
+            ("fsdp2", 2, 1, True),
+            ("fsdp2", 2, 1, False),
+            ("fsdp1", 2, 4, True),
+            ("hsdp", 4, 3, True),
+        ],
     ),
 )
 def test_it_comes_back_to_its_shard(
