@@ -6,20 +6,20 @@ A save passes these stages. The arrows are the actions that complete them:
 
     staged --seal--> sealed --commit--> committed --+--protect--> protected
                                                     |
-                                                    +--persist--> persisted --retain--> retained
+                                                    +--persist--> persisted
 
-To stage, the ranks copy their state to host memory. Each node seals its files. The leader commits:
-it has each node `collect` the checksums of its files. To protect, it has each node perform
-`protect_others`; to persist, `copy`. Then it removes old checkpoints from storage (`retain`).
-Protecting and persisting run at the same time. `copy` begins before all this, while the ranks still
-stage: it writes to storage what is staged. The manifest follows the commit. RESCUE requests that a
-save for memory only is persisted, after a trainer was lost or the run has ended.
+To stage, the ranks copy their state to host memory. Each node seals its files. The leader, which is
+the agent on the node of rank 0, leads the stages. It calls all nodes to do their part of a stage:
+to commit, each node collects the checksums of its files; to protect, it makes the copies or parity
+that it stores for others; to persist, it copies its files to storage. A node that is called calls
+the nodes below it in a tree (`node_tree.py`), does its own part (`on_this_node(stage)`), and
+replies for all of them. Protecting and persisting run at the same time. Persisting begins before
+all this, while the ranks still stage: the nodes write to storage what is staged. The manifest
+follows the commit. FOLLOW asks the nodes above how the stages of all nodes have ended. RESCUE
+requests that a save for memory only is persisted, after a trainer was lost or the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
-have an action. The leader is the agent on the node of rank 0. Requests are records, which travel
-along a tree of nodes (`node_tree.py`): a node that has a request passes it on to the nodes below
-it, and combines their replies with its own. In the same way, each node tells the nodes below it how
-a stage has ended (`tell commit`, and so on).
+have an action.
 
 A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
 with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
@@ -30,7 +30,7 @@ The snapshots of a run without trainers on this node are freed in three cases: t
 that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
 passed. LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
 
-MIRROR copies new checkpoints of a run's root to its mirror.
+ROOT_TASK copies new checkpoints of a run's root to its mirror, or removes old checkpoints.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from itertools import islice
 
 from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.records import DATA_SUFFIXES, REMOVE_OLD, TOLD_STAGES, save_record
-from shardwise.parts.memory.view import RunView, SaveView, SnapshotView, StageState, tell
+from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES
+from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
@@ -52,7 +52,8 @@ NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
 FREE, RESCUE = "free", "rescue"
-FREE_RUN, LOOK_UP_ROOT, MIRROR = "free run", "look up root", "mirror"
+FREE_RUN, LOOK_UP_ROOT, ROOT_TASK = "free run", "look up root", "root task"
+FOLLOW, FINISH_FREEING = "follow", "finish freeing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,12 @@ class Action:
     Attributes:
         kind: one of the `STAGES_WITH_WORK`, RESCUE, or FREE.
         place: the snapshot.
-        save_id: the save; "" to free saves or the whole snapshot.
         why: the reason to rescue or free, for the log.
-        names: the files to seal; or the ids of the saves to free, if not the whole snapshot.
+        names: the files to seal.
     """
 
     kind: str
     place: SnapshotDirectory
-    save_id: str = ""
     why: str = ""
     names: tuple[str, ...] = ()
 
@@ -81,14 +80,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class RunAction:
-    """An action on a run: MIRROR, or, if the run has no trainers, FREE_RUN or LOOK_UP_ROOT.
+    """An action on a run.
 
     Attributes:
-        kind: the kind of action.
+        kind: FOLLOW, FINISH_FREEING or ROOT_TASK; or, if the run has no trainers, FREE_RUN or
+            LOOK_UP_ROOT.
         run: the run.
         reads_steps: whether to find the newest step in the root as well.
-        task: the time when the task to mirror was written. If this time has changed, the task is
-            new, and the agent mirrors at once.
+        task: the time when the task in the root was written. If this time has changed, the task is
+            new, and the agent works on it at once.
     """
 
     kind: str
@@ -105,18 +105,8 @@ BETWEEN_LOOKUPS = 10.0  # between two reads of the root
 UNTIL_FREED_IF_STORED = 1800.0  # the snapshots are freed if storage has the newest snapshot
 UNTIL_FREED = 86400.0  # the snapshots are freed in any case
 UNTIL_REMOVED = 10.0  # a run without snapshots is removed, and a snapshot without data is freed
-STAGES_WITH_WORK = (
-    "seal",
-    "collect",
-    "commit",
-    *map(tell, TOLD_STAGES),
-    "protect",
-    "protect_others",
-    "persist",
-    "copy",
-    REMOVE_OLD,
-)
-"""The stages on which a node has work to do, as it seals, leads a save, or fulfils requests."""
+STAGES_WITH_WORK = ("seal", *STAGES, *map(on_this_node, STAGES))
+"""The stages on which a node has work to do, as it seals, leads a save, or is called by others."""
 
 
 def decide_run(run: RunView, now: float) -> list[AnyAction]:
@@ -125,12 +115,19 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
     Args:
         now: the time on the observer's clock, in seconds.
     """
-    actions: list[AnyAction] = []
-    for snapshot in run.snapshots:
-        for save in snapshot.saves.values():
-            actions += _advance_stages(snapshot, save)
-    if run.mirror_changed_at is not None:
-        actions.append(RunAction(MIRROR, run.run, task=run.mirror_changed_at))
+    actions: list[AnyAction] = [
+        Action(stage, each.place, names=each.unsealed if stage == "seal" else ())
+        for each in run.snapshots
+        if not each.is_abandoned
+        for stage in STAGES_WITH_WORK
+        if each.state_of(stage) is StageState.RUNNING
+    ]
+    if any(map(follows, run.snapshots)):
+        actions.append(RunAction(FOLLOW, run.run))
+    if run.has_freed:
+        actions.append(RunAction(FINISH_FREEING, run.run))
+    if run.task_changed_at is not None:
+        actions.append(RunAction(ROOT_TASK, run.run, task=run.task_changed_at))
     if run.lost_ranks:
         actions += _rescue_newest(run, TRAINER_LOST)
     if run.unattended_since is not None:
@@ -140,14 +137,11 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
     return actions
 
 
-def _advance_stages(snapshot: SnapshotView, save: SaveView) -> Iterator[Action]:
-    """Yield the actions for the stages of a save on which this node has work to do."""
-    for stage in STAGES_WITH_WORK:
-        if save.state_of(stage) is StageState.RUNNING and (
-            stage == REMOVE_OLD or not snapshot.is_abandoned
-        ):
-            names = save.unsealed if stage == "seal" else ()
-            yield Action(stage, snapshot.place, save.save_id, names=names)
+def follows(snapshot: SnapshotView) -> bool:
+    """Return whether this node waits for the outcome of a stage that other nodes know first."""
+    above = any(part.above for part in snapshot.parts)
+    is_open = snapshot.is_copying or bool(snapshot.open_stages)
+    return above and is_open and not snapshot.is_abandoned
 
 
 def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
@@ -158,41 +152,43 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
     newest = run.newest_committed
     if newest is None or newest.is_abandoned:
         return
-    save = newest.saves.get(newest.committed_save or "")
-    if save is None or save.pending is None:
-        return
-    is_wanted = save.pending.rescue and not save.pending.durable
-    if is_wanted and save.state_of("rescue") is StageState.NOT_REQUESTED:
-        yield Action(RESCUE, newest.place, save.save_id, why)
+    pending = newest.pending
+    is_wanted = pending is not None and pending.rescue and not pending.durable
+    if is_wanted and newest.state_of("rescue") is StageState.NOT_REQUESTED:
+        yield Action(RESCUE, newest.place, why)
 
 
 def _free_replaced(run: RunView) -> Iterator[Action]:
-    """Yield actions that free snapshots and saves that newer ones have replaced."""
+    """Yield actions that free the snapshots that newer ones have replaced."""
     newest = run.newest_committed
     if newest is None:
         return
-    kept = kept_steps(run)
+    kept = kept_snapshots(run)
     for each in run.snapshots:
-        if each.step in kept:
-            if replaced := _replaced_saves(each):
-                yield Action(FREE, each.place, why=REPLACED, names=replaced)
-        elif each.step < newest.step and not is_pinned(run, each) and not _only_removes_old(each):
+        is_older = each.age_key < newest.age_key
+        if is_older and each.place not in kept and not is_pinned(run, each):
             yield Action(FREE, each.place, why=REPLACED)
 
 
-def kept_steps(run: RunView) -> set[int]:
-    """Return the committed steps that stay in memory."""
+def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:
+    """Return the committed snapshots that stay in memory.
+
+    A later save of a step replaces an earlier one, which stays only if it is pinned.
+    """
     committed = [each for each in reversed(run.snapshots) if each.is_committed]
     if not committed:
         return set()
     newest = committed[0]
-    limits = [each.snapshots_to_keep for save in newest.saves.values() for each in save.staged]
-    kept = {newest.step, *(each.step for each in committed if is_pinned(run, each))}
-    kept |= set(islice((each.step for each in committed if each.is_done("protect")), 1))
-    for each in committed:
+    of_steps = {each.step: each for each in reversed(committed)}
+    candidates = [of_steps[step] for step in sorted(of_steps, reverse=True)]
+    limits = [part.snapshots_to_keep for part in newest.parts]
+    kept = {newest.place, *(each.place for each in committed if is_pinned(run, each))}
+    protected = (each for each in candidates if each.state_of("protect") is StageState.DONE)
+    kept |= {each.place for each in islice(protected, 1)}
+    for each in candidates:
         if len(kept) >= max(limits, default=2):
             break
-        kept.add(each.step)
+        kept.add(each.place)
     return kept
 
 
@@ -200,40 +196,18 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot must stay in memory because a stage has not ended.
 
     A stage that has not ended keeps its snapshot in memory. It does so until the same stage has
-    ended for a newer snapshot: then nobody needs the older one. If this node
-    leads a save, it keeps the snapshot until the save is persisted. It does so even if newer saves
-    are persisted before, and even if the save has no data files. While this node tells others how a
-    stage has ended, it keeps the snapshot too. Abandoned snapshots are not pinned.
+    ended for a newer snapshot: then nobody needs the older one. If this node leads a save, it keeps
+    the snapshot until the save is persisted. It does so even if newer saves are persisted before,
+    and even if the save has no data files. Abandoned snapshots are not pinned.
     """
     if snapshot.is_abandoned:
         return False
-    if any(save.must_be_persisted or save.is_being_told for save in snapshot.saves.values()):
+    if snapshot.must_be_persisted:
         return True
-    newer = [each for each in run.snapshots if each.step > snapshot.step]
-    open_stages = {stage for save in snapshot.saves.values() for stage in save.open_stages}
-    return any(not any(each.has_ended(stage) for each in newer) for stage in open_stages)
-
-
-def _only_removes_old(snapshot: SnapshotView) -> bool:
-    """Return whether the snapshot consists only of requests to remove old checkpoints."""
-    open_requests = {
-        save_record(REMOVE_OLD, save.save_id)
-        for save in snapshot.saves.values()
-        if save.state_of(REMOVE_OLD).is_open
-    }
-    return bool(snapshot.names) and snapshot.names <= open_requests
-
-
-def _replaced_saves(snapshot: SnapshotView) -> tuple[str, ...]:
-    """Return the ids of saves that another, committed save of the step has replaced.
-
-    Saves are not included while their commit has not ended.
-    """
-    staged = [save for save in snapshot.saves.values() if save.has_staged]
-    if len(staged) < 2 or not snapshot.committed_save:
-        return ()
-    ended = [save.save_id for save in staged if save.state_of("commit").has_ended]
-    return tuple(save_id for save_id in ended if save_id != snapshot.committed_save)
+    newer = [each for each in run.snapshots if each.age_key > snapshot.age_key]
+    return any(
+        not any(each.state_of(stage).has_ended for each in newer) for stage in snapshot.open_stages
+    )
 
 
 def _free_unattended(run: RunView, unattended_since: float, now: float) -> Iterator[AnyAction]:
@@ -264,12 +238,9 @@ def _free_unattended(run: RunView, unattended_since: float, now: float) -> Itera
 def _is_of_use(snapshot: SnapshotView) -> bool:
     """Return whether this node has data of a snapshot, or work to do for it.
 
-    Other nodes can write records here, also after the run has ended. Records alone are of no use.
+    Other nodes can call this node, also after the run has ended. Records alone are of no use.
     """
-    return any(name.endswith(DATA_SUFFIXES) for name in snapshot.names) or any(
-        save.pending is not None or save.state_of(REMOVE_OLD).is_open
-        for save in snapshot.saves.values()
-    )
+    return snapshot.leads or any(name.endswith(DATA_SUFFIXES) for name in snapshot.names)
 
 
 def _is_in_storage(run: RunView) -> bool:
@@ -285,16 +256,10 @@ def _is_in_storage(run: RunView) -> bool:
 def is_superseded(snapshot: SnapshotView, lineage: Lineage) -> bool:
     """Return whether the run was resumed from an older step after this snapshot was saved.
 
-    The epochs of its saves show this (see `lineage.py`). If an epoch is unknown, return False.
+    The epoch of the save shows this (see `lineage.py`). If it is unknown, return False.
     """
-    epochs = [each.epoch for each in snapshot.saves.values() if _is_in_memory(snapshot, each)]
-    return bool(epochs) and all(
-        epoch is not None and lineage.supersedes(snapshot.step, epoch) for epoch in epochs
-    )
-
-
-def _is_in_memory(snapshot: SnapshotView, save: SaveView) -> bool:
-    return bool(save.staged) or save.pending is not None or save.save_id == snapshot.committed_save
+    epoch = snapshot.epoch
+    return epoch is not None and lineage.supersedes(snapshot.step, epoch)
 
 
 def find_superseded(
@@ -320,30 +285,26 @@ def find_superseded(
     kept = [each for each in valid if each.step == step or _is_being_persisted(each, nodes)]
     finished = [each for each in valid if each not in kept and _is_finished(each)]
     kept += finished[: max(0, slots - len(kept))]
-    steps = {each.step for each in kept}
-    return [each.place for each in run.snapshots if each.step not in steps]
+    places = {each.place for each in kept}
+    return [each.place for each in run.snapshots if each.place not in places]
 
 
 def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
     """Return whether one of `nodes` leads a save that must still be persisted."""
-    return snapshot.is_committed and any(
-        save.pending is not None
-        and save.pending.durable
-        and save.pending.leader in nodes
-        and not save.state_of("persist").has_ended
-        for save in snapshot.saves.values()
+    pending = snapshot.pending
+    return (
+        snapshot.is_committed
+        and pending is not None
+        and pending.durable
+        and pending.leader in nodes
+        and not snapshot.state_of("persist").has_ended
     )
 
 
 def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
-    saves = snapshot.saves.values()
-    is_copied = any(
-        save.state_of("copy") is not StageState.NOT_REQUESTED
-        and not save.state_of("persist").has_ended
-        for save in saves
-    )
-    return snapshot.is_committed and not is_copied and not any(save.open_stages for save in saves)
+    is_copied = snapshot.state_of(on_this_node("persist")) is StageState.RUNNING
+    return snapshot.is_committed and not is_copied and not snapshot.open_stages
 
 
 def find_uncommittable(run: RunView, now: float, patience: float) -> list[SnapshotDirectory]:
@@ -358,13 +319,11 @@ def find_uncommittable(run: RunView, now: float, patience: float) -> list[Snapsh
     """
     found = []
     for each in run.snapshots[:-1]:
-        saves = [save for save in each.saves.values() if save.has_staged]
-        staged = [record for save in saves for record in save.staged]
-        if each.is_committed or not staged:
+        if each.is_committed or not each.staged:
             continue
-        has_failed = all(save.state_of("commit") is StageState.FAILED for save in saves)
-        is_durable = any("persist" in record.stages for record in staged)
+        is_durable = any("persist" in part.stages for part in each.staged)
         age = 0.0 if each.staged_at is None else now - each.staged_at
+        has_failed = each.state_of("commit") is StageState.FAILED
         if has_failed or (not is_durable and age > patience):
             found.append(each.place)
     return found

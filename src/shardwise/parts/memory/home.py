@@ -2,14 +2,13 @@
 
 <dir>/shardwise-<user>/
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
-  mirrors/<run>.json                       what the agent mirrors
-  runs/<run>/free/r00003-0.slot            a free slot
-  runs/<run>/free/<id>.spare               a file that the agent reuses for copies and parity
-  runs/<run>/ended/commit-all-<save>.json  outcomes of saves that are no longer in memory
-  runs/<run>/step-00000010/                a snapshot
-    r00003-<save>.safetensors              a data file of a rank of this node
-    r00003-<save>.staged.json  …           records of the stages that were requested and reached
-    manifest.json                          written when the snapshot is committed
+  roots/<run>.json                    what the agent does in the root: mirror it, remove old steps
+  runs/<run>/run.json                 the root and the nodes of the run
+  runs/<run>/free/r00003-<id>.slot    a free slot of rank 3
+  runs/<run>/ended/<save>.json        the state of a save that is no longer in memory
+  runs/<run>/step-00000010-<save>/    a snapshot; `records.py` describes its records
+    r00003-<save>.safetensors         a data file of a rank of this node
+  runs/<run>/freed-<save>/            a snapshot that is being freed
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,6 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from shardwise.kernel.deadline import Deadline
-from shardwise.kernel.engine.root import steps_in
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import (
     MANIFEST,
@@ -37,10 +35,10 @@ from shardwise.kernel.manifest.manifest import (
     Manifest,
     decode_manifest,
     step_directory,
+    step_of_directory,
 )
 from shardwise.kernel.store import LocalStore, open_store
 from shardwise.kernel.store.local_files import open_regular
-from shardwise.parts.memory import records
 from shardwise.parts.memory.files import (
     LARGEST_RECORD,
     PLAIN_NAME,
@@ -51,24 +49,28 @@ from shardwise.parts.memory.files import (
     write_record,
 )
 from shardwise.parts.memory.records import (
+    PENDING,
+    STATE,
     AgentInfo,
     PendingManifest,
-    RingFile,
-    StagedFile,
-    StageOutcome,
+    RankPart,
+    RunInfo,
+    is_rank_record,
 )
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
-FREE_DIRECTORY, MIRRORS_DIRECTORY = "free", "mirrors"
-_ROOT_RECORD = "root.json"
-KNOWN_NODES_RECORD = "nodes.json"
+FREE_DIRECTORY, TASKS_DIRECTORY = "free", "roots"
+RUN_RECORD = "run.json"
 MOST_EARLIER_NODES = 16
-OUTCOMES_DIRECTORY = "ended"
+ENDED_DIRECTORY = "ended"
+FREED_PREFIX = "freed-"
 ABANDONED_MARKER = "abandoned"
 POLL_PAUSE = 0.002
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
-FilesOfSteps = dict[Count, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
-"""For each step of a run, the name and size in bytes of each file."""
+_SNAPSHOT = re.compile(r"(step-[0-9]+)-([0-9a-f]{16})")
+SnapshotName = Annotated[str, msgspec.Meta(pattern=rf"\A{_SNAPSHOT.pattern}\Z")]
+FilesOfSnapshots = dict[SnapshotName, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
+"""For each snapshot of a run, by the name of its directory, the name and size of each file."""
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
 
@@ -126,9 +128,9 @@ class Home:
         names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
         return [Run(self.path / "runs" / name) for name in names]
 
-    def mirrored_runs(self) -> list[Run]:
-        """Return the runs whose root the agent mirrors, by id."""
-        names = (path.stem for path in (self.path / MIRRORS_DIRECTORY).glob("[!.]*.json"))
+    def runs_with_tasks(self) -> list[Run]:
+        """Return the runs with a task in their root, by id."""
+        names = (path.stem for path in (self.path / TASKS_DIRECTORY).glob("[!.]*.json"))
         return [self.run(name) for name in sorted(filter(_RUN_ID.fullmatch, names))]
 
     def run(self, run: str) -> Run:
@@ -195,60 +197,65 @@ class Run:
         return self.path / FREE_DIRECTORY
 
     @property
-    def mirror_task_path(self) -> Path:
-        """The file with the task of the agent to mirror the root. It may outlive the run."""
-        return self.path.parents[1] / MIRRORS_DIRECTORY / f"{self.name}.json"
+    def task_path(self) -> Path:
+        """The file with the agent's task in the root. It may outlive the run."""
+        return self.path.parents[1] / TASKS_DIRECTORY / f"{self.name}.json"
 
     def wake_agent(self) -> None:
         """Wake the agent of this node, if one runs."""
         ring_bell(self.path.parents[1] / BELL_FILE)
 
-    def root(self) -> str | None:
-        """Return the root of the run's checkpoints; None if it is unknown."""
-        with suppress(StoreError):  # the record is damaged
-            return read_record(self.path / _ROOT_RECORD, str)
+    def info(self) -> RunInfo | None:
+        """Return the root and the nodes of the run; None without a readable record."""
+        with suppress(StoreError):
+            return read_record(self.path / RUN_RECORD, RunInfo)
         return None
 
-    def set_root(self, root: str) -> None:
-        """Record the root of the run's checkpoints."""
-        write_record(self.path / _ROOT_RECORD, root)
+    def root(self) -> str | None:
+        """Return the root of the run's checkpoints; None if it is unknown."""
+        info = self.info()
+        return None if info is None else info.root
 
     def known_nodes(self) -> list[AgentInfo]:
         """Return the recorded nodes of the run; an empty list without a readable record."""
-        with suppress(StoreError):
-            return read_record(self.path / KNOWN_NODES_RECORD, list[AgentInfo]) or []
-        return []
+        info = self.info()
+        return [] if info is None else info.nodes
 
-    def record_nodes(self, nodes: Iterable[AgentInfo]) -> None:
-        """Record on this node which nodes the run uses. The newest earlier nodes stay recorded.
+    def record_info(self, root: str, nodes: Iterable[AgentInfo]) -> None:
+        """Record on this node the root of the run, and which nodes the run uses.
 
-        Ranks may return to this node after other nodes have continued the run. They find these
-        nodes by this record; the records of the old snapshots do not name them.
+        The newest earlier nodes stay recorded. Ranks may return to this node after other nodes have
+        continued the run. They find these nodes by this record; the records of the old snapshots do
+        not name them.
         """
         current = {info.node: info for info in nodes}
         earlier = [info for info in self.known_nodes() if info.node not in current]
         newest = [*earlier[-MOST_EARLIER_NODES:], *current.values()]
-        write_record(self.path / KNOWN_NODES_RECORD, newest)
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a directory, in ascending order."""
-        try:
-            names = _list_directories(self.path)
-        except FileNotFoundError:
-            return []
-        return sorted(steps_in(names))
+        write_record(self.path / RUN_RECORD, RunInfo(root, newest))
 
     def snapshots(self) -> list[SnapshotDirectory]:
         """Return the directories of the snapshots, by ascending step."""
-        return [SnapshotDirectory(self, step) for step in self.steps()]
+        with suppress(FileNotFoundError):
+            found = [self.snapshot(name) for name in _list_directories(self.path)]
+            return sorted(filter(None, found), key=lambda each: (each.step, each.save_id))
+        return []
+
+    def snapshot(self, name: str) -> SnapshotDirectory | None:
+        """Return the snapshot with a directory of this name; None if it is no such name."""
+        match = _SNAPSHOT.fullmatch(name)
+        step = None if match is None else step_of_directory(match[1])
+        return None if match is None or step is None else SnapshotDirectory(self, step, match[2])
+
+    def freed_directories(self) -> list[Path]:
+        """Return the directories of snapshots whose files are being freed."""
+        with suppress(FileNotFoundError):
+            names = _list_directories(self.path)
+            return [self.path / name for name in names if name.startswith(FREED_PREFIX)]
+        return []
 
     def pending_manifests(self) -> list[PendingManifest]:
         """Return the pending manifests of all snapshots, by ascending step."""
-        return [each for place in self.snapshots() for each in place.pending_manifests()]
-
-    def step_path(self, step: int) -> Path:
-        """Return the directory of a step's snapshot."""
-        return self.path / step_directory(step)
+        return [each for place in self.snapshots() if (each := place.read_pending())]
 
 
 def _list_directories(path: Path) -> list[str]:
@@ -271,20 +278,36 @@ class SnapshotInUse(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class SnapshotDirectory:
-    """The directory of one snapshot on this node. It need not exist."""
+    """The directory of one snapshot on this node: the part of a save there. It need not exist."""
 
     run: Run
     step: int
+    save_id: str
+
+    @property
+    def name(self) -> str:
+        """The name of the directory."""
+        return f"{step_directory(self.step)}-{self.save_id}"
 
     @cached_property
     def path(self) -> Path:
         """The snapshot's directory."""
-        return self.run.step_path(self.step)
+        return self.run.path / self.name
 
     @property
     def manifest_path(self) -> Path:
         """The manifest, which exists when the snapshot is committed."""
         return self.path / MANIFEST
+
+    @property
+    def ended_path(self) -> Path:
+        """The state of the save after the snapshot was freed."""
+        return self.run.path / ENDED_DIRECTORY / f"{self.save_id}.json"
+
+    def state_path(self) -> Path:
+        """Return where the state of the save is, also after the snapshot was freed."""
+        is_ended = not self.path.exists() and self.ended_path.exists()
+        return self.ended_path if is_ended else self.path / STATE
 
     def temporary_path(self, name: str) -> Path:
         """Return the path of a file that is being written, and will be renamed to `name`."""
@@ -294,40 +317,34 @@ class SnapshotDirectory:
         """Lock the snapshot as `lock_directory` does."""
         return lock_directory(self.path, shared=shared)
 
-    def list_names(self, suffix: str) -> list[str]:
+    def list_names(self, suffix: str = "") -> list[str]:
         """Return the names of the files that end with `suffix`, sorted."""
         try:
             return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def pending_manifests(self) -> list[PendingManifest]:
-        """Return the pending manifests of saves, and the copies of those that other nodes lead."""
-        names = records.pending_records(self.list_names(".json"))
-        return self._read_all(names, PendingManifest)
+    def read_pending(self) -> PendingManifest | None:
+        """Return the pending manifest of the save, or this node's copy of it, if it is readable."""
+        return self._read(PENDING, PendingManifest)
 
-    def staged_files(self) -> list[StagedFile]:
-        """Return the records of staged files. Records without a file are left out."""
-        found = self._read_all(self.list_names(records.STAGED_SUFFIX), StagedFile)
-        return [each for each in found if self.has(each.file.name)]
+    def parts(self) -> list[RankPart]:
+        """Return the readable records of this node's ranks."""
+        names = filter(is_rank_record, self.list_names(".json"))
+        return [each for name in names if (each := self._read(name, RankPart))]
 
-    def ring_files(self) -> list[RingFile]:
-        """Return the records of copies and parity that ranks made from their own replicas."""
-        names = [name for name in self.list_names(".json") if records.is_ring_record(name)]
-        return self._read_all(names, RingFile)
+    def staged_files(self) -> list[str]:
+        """Return the names of the data files that ranks of this node have staged."""
+        files = [part.file.name for part in self.parts() if part.file is not None]
+        return [name for name in files if self.has(name)]
 
-    def _read_all(self, names: list[str], record_type: type[T]) -> list[T]:
-        """Return the records of these names. Damaged records are logged and left out."""
-        found = []
-        for name in names:
-            try:
-                record = read_record(self.path / name, record_type)
-            except StoreError as error:
-                self.log_damage(name, error)
-                continue
-            if record is not None:
-                found.append(record)
-        return found
+    def _read(self, name: str, record_type: type[T]) -> T | None:
+        """Return a record. A damaged record is logged, and counts as missing."""
+        try:
+            return read_record(self.path / name, record_type)
+        except StoreError as error:
+            self.log_damage(name, error)
+            return None
 
     def log_damage(self, name: str, error: StoreError) -> None:
         """Log a damaged record once: a marker file says that it was logged."""
@@ -368,45 +385,36 @@ class SnapshotDirectory:
         """
         return LocalStore(self.path).read(name, limit=LARGEST_RECORD)
 
-    def read_manifest(self, save_id: str) -> tuple[bytes, Manifest]:
-        """Return the manifest of a committed save, encoded and decoded.
-
-        Raises:
-            StoreError: another save of the step has been committed since.
-        """
+    def read_manifest(self) -> tuple[bytes, Manifest]:
+        """Return the manifest of the committed snapshot, encoded and decoded."""
         encoded = self.read_file(MANIFEST)
-        manifest = decode_manifest(encoded)
-        if manifest.save_id != save_id:
-            raise StoreError(
-                f"{self.path}: step {self.step} was saved again meanwhile: save {manifest.save_id} "
-                f"has replaced save {save_id}; wait for the newer save instead"
-            )
-        return encoded, manifest
+        return encoded, decode_manifest(encoded)
 
-    def wait_for(self, name: str, deadline: Deadline, *, failure_name: str = "") -> None:
-        """Wait until the snapshot has a file of this name.
+    def wait_until(self, is_ready: Callable[[], T | None], what: str, deadline: Deadline) -> T:
+        """Return the result of `is_ready` as soon as it is not None.
 
         Args:
-            failure_name: the name of a `StageOutcome` record. If this record exists, the file will
-                never appear.
+            what: what is waited for, for the error.
 
         Raises:
-            StoreError: the file did not appear in time or will never appear, or the snapshot is
-                abandoned.
+            StoreError: it did not become ready in time, or the snapshot is abandoned.
         """
         for _ in deadline.attempts(pause=POLL_PAUSE):
-            if self.has(name):
-                return
+            if (found := is_ready()) is not None:
+                return found
             self.refuse_abandoned()
-            if (
-                failure_name
-                and (why := read_record(self.path / failure_name, StageOutcome)) is not None
-            ):
-                raise StoreError(why.failure)
         raise StoreError(
-            f"timed out waiting for {self.path / name}: the process that writes it has ended, or "
-            "is too slow; see the agent's log, or pass a larger Memory(wait=…)"
+            f"timed out waiting for {what} in {self.path}: the process that writes it has ended, "
+            "or is too slow; see the agent's log, or pass a larger Memory(wait=…)"
         )
+
+    def wait_for_manifest(self, deadline: Deadline) -> None:
+        """Wait until the snapshot is committed on this node.
+
+        Raises:
+            StoreError: as for `wait_until`.
+        """
+        self.wait_until(lambda: self.is_committed() or None, MANIFEST, deadline)
 
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
@@ -433,26 +441,27 @@ def open_below(home: Path, *names: str, make: bool = False) -> Iterator[int]:
         yield fd
 
 
-def list_steps(home: Path, run: str) -> FilesOfSteps:
-    """Return name and size of the regular files of each step of a run.
+def list_snapshots(home: Path, run: str) -> FilesOfSnapshots:
+    """Return name and size of the regular files of each snapshot of a run.
 
     Hidden files, which are being written, are left out.
     """
-    found: FilesOfSteps = {}
+    found: FilesOfSnapshots = {}
     try:
         with open_below(home, "runs", run) as directory:
             names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return found
-    for step in steps_in(names):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            found[step] = _list_files(home, run, step_directory(step))
+    for name in names:
+        if Run(home / "runs" / run).snapshot(name) is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found[name] = _list_files(home, run, name)
     return found
 
 
-def _list_files(home: Path, run: str, step: str) -> dict[str, int]:
+def _list_files(home: Path, run: str, snapshot: str) -> dict[str, int]:
     files = {}
-    with open_below(home, "runs", run, step) as directory:
+    with open_below(home, "runs", run, snapshot) as directory:
         for name in os.listdir(directory):
             with suppress(FileNotFoundError):
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)

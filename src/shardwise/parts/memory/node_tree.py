@@ -1,4 +1,4 @@
-"""The tree along which requests and outcomes travel between the nodes of a save.
+"""The tree along which nodes call each other, and learn how stages have ended.
 
 With 3,000 nodes and a fan-out of 32, the leader asks 32 nodes, each of which asks 32 others, and so
 on. The order of the nodes follows from the pending manifest alone, so every node knows its place.
@@ -6,7 +6,7 @@ on. The order of the nodes follows from the pending manifest alone, so every nod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.parts.memory.records import PendingManifest
@@ -24,11 +24,6 @@ class NodeTree:
     nodes: Sequence[str]
     fan_out: int
 
-    @property
-    def top(self) -> str:
-        """The node that all requests begin with."""
-        return self.nodes[0]
-
     def children(self, node: str) -> Sequence[str]:
         """Return the nodes that a node asks; none for a node outside of the tree."""
         try:
@@ -38,21 +33,28 @@ class NodeTree:
         low = index * self.fan_out + 1
         return self.nodes[low : low + self.fan_out]
 
+    def above(self, node: str) -> list[str]:
+        """Return the nodes above a node, the nearest first."""
+        found, index = [], self.nodes.index(node)
+        while index > 0:
+            index = (index - 1) // self.fan_out
+            found.append(self.nodes[index])
+        return found
 
-def tree_of_run(pending: PendingManifest) -> NodeTree:
-    """Return the tree of all nodes of a save."""
-    names = dict.fromkeys((pending.leader, *(info.node for info in pending.nodes)))
-    return NodeTree(tuple(names), pending.fan_out)
+
+def tree_of_nodes(top: str, nodes: Iterable[str], fan_out: int) -> NodeTree:
+    """Return the tree of nodes in this order, below the node at the top."""
+    return NodeTree(tuple(dict.fromkeys((top, *nodes))), fan_out)
 
 
-def tree_of_stage(pending: PendingManifest, stage: str) -> NodeTree:
-    """Return the tree of the nodes that take part in a stage.
+def tree_of_stage(pending: PendingManifest, stage: str, top: str) -> NodeTree:
+    """Return the tree of the nodes that take part in a stage, below the node that leads it.
 
     Only nodes with data files take part in committing and persisting, so that a save does not wait
     for another node, which may be lost.
     """
-    if stage == "protect":
-        return tree_of_run(pending)
-    with_files = {node for _, node in pending.files}
-    infos = (info.node for info in pending.nodes if info.node in with_files)
-    return NodeTree(tuple(dict.fromkeys((pending.leader, *infos))), pending.fan_out)
+    nodes = [info.node for info in pending.nodes]
+    if stage != "protect":
+        with_files = {node for _, node in pending.files}
+        nodes = [node for node in nodes if node in with_files]
+    return tree_of_nodes(top, nodes, pending.fan_out)

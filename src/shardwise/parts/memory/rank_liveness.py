@@ -6,16 +6,14 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.local_files import open_regular
-from shardwise.parts.memory import records
 from shardwise.parts.memory.files import lock_directory, opened, regular_files, try_lock
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
+from shardwise.parts.memory.home import Home, Run
 
 LOCK_TIMEOUT = 10.0
 OWNER_SIZE = 76
@@ -149,27 +147,6 @@ def is_rank_alive(run: Run, rank: int) -> bool:
 def has_trainers(run: Run) -> bool:
     """Return whether any rank of a run is alive on this node."""
     return any(_is_locked(path) for path in _lock_files(run))
-
-
-def copying_ranks(
-    place: SnapshotDirectory, save_id: str, names: Iterable[str] | None = None
-) -> dict[int, bool]:
-    """Return the ranks that copy their part of a save into this node, and whether each is alive.
-
-    Args:
-        names: the names of the files of the snapshot. None: list them.
-    """
-    alive = {
-        name: is_rank_alive(place.run, records.rank_in_name(name))
-        for name in (place.list_names("") if names is None else names)
-        if name.endswith(records.COPYING_SUFFIX) and records.save_id_in_name(name) == save_id
-    }
-    # A rank may have finished its copy and ended since its marker was listed.
-    return {
-        records.rank_in_name(name): is_alive
-        for name, is_alive in alive.items()
-        if is_alive or place.has(name)
-    }
 
 
 def lost_ranks(run: Run) -> list[int]:

@@ -3,15 +3,11 @@
 `decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
 an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
 
-A process can be killed while it removes files, so the order matters. Pending manifests are removed
-first, so that no agent resumes the save. Records with the name of a slot are removed last, so that
-the slot can be found.
+First, the directory of the snapshot is renamed. From then on, the snapshot does not exist. If the
+process is then killed, `finish_freeing` returns the slots in the renamed directory to the pool.
 
 Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
 and wait until the agent releases them.
-
-The free files of a run are the free slots of its ranks, and *spares*: files that the agent reuses
-for copies and parity.
 """
 
 from __future__ import annotations
@@ -22,81 +18,126 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from shardwise.kernel.deadline import Deadline
-from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.kernel.errors import StateError, StoreError
-from shardwise.kernel.store import LocalStore
 from shardwise.parts.memory import records
 from shardwise.parts.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.parts.memory.files import lock_directory, read_record, regular_files
 from shardwise.parts.memory.home import (
-    OUTCOMES_DIRECTORY,
+    FREED_PREFIX,
     Home,
     Run,
     SnapshotDirectory,
     SnapshotInUse,
 )
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.observe import RecordCache, read_run_view, read_snapshot
+from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive
-from shardwise.parts.memory.records import rank_in_name
+from shardwise.parts.memory.records import STATE, RankPart, is_rank_record, rank_in_name
+from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.tiers.options import StorageTask
 
 SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 REMOVED_RUN_PREFIX = "vacant-"
-MOST_OUTCOMES = 64
+MOST_ENDED = 64
 SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
 POLL_PAUSE = 0.002
+Lock = AbstractContextManager[object]
+"""What an agent holds while a snapshot leaves its directory: the lock of the states of saves."""
 log = logging.getLogger("shardwise")
 
 
 def free(
-    place: SnapshotDirectory, timeout: float = SHORT_TIMEOUT, *, keep_removal_requests: bool = False
+    place: SnapshotDirectory, timeout: float = SHORT_TIMEOUT, lock: Lock | None = None
 ) -> bool:
-    """Free a snapshot; return False if it is still in use after `timeout` seconds.
-
-    Args:
-        keep_removal_requests: keep requests to remove old checkpoints from storage that no agent
-            has fulfilled yet.
-    """
+    """Free a snapshot; return False if it is still in use after `timeout` seconds."""
     for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
             if held:
-                return _free_locked(place, keep_removal_requests)
+                with lock or nullcontext():
+                    freed = _leave_directory(place)
+                _return_files(place.run, freed)
+                return True
         if not place.path.exists():
             break
     return False
 
 
-def _free_locked(place: SnapshotDirectory, keep_removal_requests: bool) -> bool:
-    directory = CheckpointDirectory(LocalStore(place.path))
-    if place.is_committed() and not directory.unpublish():
-        return False
-    names = directory.store.list()
-    kept = _unanswered_removal_requests(names) if keep_removal_requests else set()
-    _remove(place, [name for name in names if name not in kept])
-    directory.try_to_delete()
-    return True
+def _leave_directory(place: SnapshotDirectory) -> Path:
+    """Rename the directory of a snapshot, and keep the state of its save; return the new path."""
+    freed = place.run.path / f"{FREED_PREFIX}{secrets.token_hex(8)}"
+    ended = place.ended_path
+    ended.parent.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):
+        ended.unlink(missing_ok=True)
+        os.link(place.path / STATE, ended)  # it can be read all the time
+    place.path.rename(freed)
+    _trim_ended(ended.parent)
+    return freed
 
 
-def _unanswered_removal_requests(names: Collection[str]) -> set[str]:
-    requested = records.saves_with(names, records.REMOVE_OLD)
-    done = {
-        save for save in requested if records.save_record(records.REMOVE_OLD, save, "all") in names
-    }
-    return {records.save_record(records.REMOVE_OLD, save) for save in requested if save not in done}
+def finish_freeing(run: Run) -> None:
+    """Finish to free snapshots, after a process was killed meanwhile."""
+    for freed in run.freed_directories():
+        _return_files(run, freed)
 
 
-def free_replaced(place: SnapshotDirectory) -> None:
+def _return_files(run: Run, freed: Path) -> None:
+    """Return slots and the agent's files to the pool, and delete other files.
+
+    The records of ranks go last, because they say whose slots the files are.
+    """
+    run.free_directory.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):
+        names = set(os.listdir(freed))
+        owners = _owners_of_slots(freed, names)
+        for name in sorted(names, key=lambda name: (is_rank_record(name), name)):
+            path = freed / name
+            with suppress(FileNotFoundError):
+                if name in owners:
+                    path.rename(run.free_directory / f"{owners[name]}-{_new_id()}{SLOT_SUFFIX}")
+                elif name.endswith(records.DATA_SUFFIXES):
+                    path.rename(run.free_directory / f"{_new_id()}{SPARE_SUFFIX}")
+                elif path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+        freed.rmdir()
+
+
+def _owners_of_slots(directory: Path, names: set[str]) -> dict[str, str]:
+    """Return the owner of each file of a snapshot that was a slot of a rank of this node."""
+    owners = {}
+    for record in filter(is_rank_record, names):
+        part = None
+        with suppress(StoreError):  # its slots become spares, and the rank allocates others
+            part = read_record(directory / record, RankPart)
+        if part is not None:
+            rank = rank_in_name(record)
+            if part.file is not None:
+                owners[part.file.name] = f"r{rank:05d}"
+            for made in part.made:
+                claimed = (made.name, f".{made.name}")
+                for name in (made.file,) if made.file in names else claimed:
+                    owners[name] = f"k{rank:05d}"
+    return owners
+
+
+def _new_id() -> str:
+    return secrets.token_hex(4)
+
+
+def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> None:
     """Free a replaced snapshot, and slots that are no longer needed.
 
     Raises:
         SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
-    if not free(place, keep_removal_requests=True):
+    if not free(place, lock=lock):
         if not place.path.exists():
             return
         place.abandon()
@@ -106,37 +147,24 @@ def free_replaced(place: SnapshotDirectory) -> None:
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
         # Ranks that staged a file of the newest snapshot may return to this node.
-        expected = {rank_in_name(name) for name in newest.list_names(records.STAGED_SUFFIX)}
+        expected = {rank_in_name(name) for name in newest.list_names() if is_rank_record(name)}
         delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
-    made = [len(_files_of_agent(each.list_names(""))) for each in places]
+    made = [len(_files_of_agent(each)) for each in places]
     delete_smallest_spares(run, max(made, default=0))
 
 
-def free_unattended(place: SnapshotDirectory) -> None:
+def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> None:
     """Free a snapshot of a run without trainers on this node, and all its free slots.
 
     Raises:
         SnapshotInUse: the snapshot is in use. It is marked as abandoned.
     """
     place.abandon()
-    if not free(place):
+    if not free(place, lock=lock):
         if place.path.exists():
             raise SnapshotInUse(place)
         return
     delete_free_slots(place.run, lambda rank: False)
-
-
-def free_saves(place: SnapshotDirectory, saves: Collection[str]) -> None:
-    """Remove the files of saves that another save of the same step has replaced.
-
-    Raises:
-        SnapshotInUse: the snapshot is in use.
-    """
-    with place.hold(shared=False) as held:
-        if not held:
-            raise SnapshotInUse(place)
-        names = os.listdir(place.path)
-        _remove(place, [name for name in names if any(each in name for each in saves)])
 
 
 def discard(places: Sequence[SnapshotDirectory]) -> None:
@@ -164,6 +192,11 @@ def discard_superseded(
         StoreError: the agent does not release a snapshot.
     """
     discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
+    task = None
+    with suppress(StoreError):
+        task = read_record(run.task_path, StorageTask)
+    if task is not None and task.mirror is None:  # the steps to remove are others now
+        run.task_path.unlink(missing_ok=True)
 
 
 def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> None:
@@ -200,13 +233,14 @@ def forget_copies(run: Run, rank: int) -> None:
     An agent may still read a slot whose copy it followed, so that slot is not used again.
     """
     for place in run.snapshots():
-        for name in place.list_names(records.COPYING_SUFFIX):
-            if rank_in_name(name) == rank:
-                with suppress(StoreError):  # the record is damaged
-                    copying = read_record(place.path / name, records.StagedFile)
-                    if copying is not None and copying.copied:
-                        (run.free_directory / copying.slot).unlink(missing_ok=True)
-                (place.path / name).unlink(missing_ok=True)
+        path = place.path / records.rank_record(rank)
+        with suppress(StoreError):  # the record is damaged
+            part = read_record(path, RankPart)
+            if part is None or part.file is None or part.failure or place.has(part.file.name):
+                continue
+            if part.copied:
+                (run.free_directory / part.slot).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def remove_if_unused(home: Home, run: Run) -> None:
@@ -215,7 +249,7 @@ def remove_if_unused(home: Home, run: Run) -> None:
     A trainer that starts at the same time locks the directory first, or creates it again.
     """
     with lock_directory(run.path, shared=False) as locked:
-        if locked and not run.steps() and not has_trainers(run):
+        if locked and not run.snapshots() and not has_trainers(run):
             _remove_run(home, run)
 
 
@@ -230,7 +264,6 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
 
     A run is kept if it has a trainer on this node, or if the agent does not release its snapshots.
     """
-    run.set_root(root)
     for other in home.runs():
         if other != run and other.root() == root and not has_trainers(other):
             try:
@@ -267,55 +300,19 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
             )
 
 
-def _remove(place: SnapshotDirectory, names: list[str]) -> None:
-    """Return slots and the agent's files to the pool, keep outcomes, and delete other files."""
-    slots = {staged.file.name: staged.slot for staged in place.staged_files()}
-    for each in place.ring_files():
-        slots |= {each.file: each.slot, each.file.removeprefix("."): each.slot}
-    place.run.free_directory.mkdir(exist_ok=True)
-    ended = place.run.path / OUTCOMES_DIRECTORY
-    ended.mkdir(exist_ok=True)
-    spares = _files_of_agent(names)
-    for name in sorted(names, key=_removal_order):
-        path = place.path / name
-        with suppress(FileNotFoundError):
-            if name in slots:
-                path.rename(place.run.free_directory / slots[name])
-            elif name in spares:
-                add_spare(place.run, path)
-            elif records.is_outcome(name):
-                path.rename(ended / name)
-            elif path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
-    _trim_outcomes(ended)
-
-
-def _removal_order(name: str) -> int:
-    if records.pending_records([name]):
-        return 0
-    has_slot = name.endswith(records.STAGED_SUFFIX) or records.is_ring_record(name)
-    return 2 if has_slot or records.is_outcome(name) else 1
-
-
-def _files_of_agent(names: Collection[str]) -> set[str]:
+def _files_of_agent(place: SnapshotDirectory) -> list[str]:
     """Return the names of the copies and parity that the agent made, and not a rank."""
-    return {
-        name
-        for name in names
-        if name.endswith(records.DATA_SUFFIXES)
-        and records.file_record(name, "staged") not in names
-        and records.file_record(name, "entry") not in names
-    }
+    names = set(place.list_names())
+    slots = _owners_of_slots(place.path, names)
+    return [name for name in names - slots.keys() if name.endswith(records.DATA_SUFFIXES)]
 
 
-def _trim_outcomes(ended: Path) -> None:
-    """Delete all but the newest outcomes."""
-    files = regular_files(ended)
+def _trim_ended(directory: Path) -> None:
+    """Delete all but the newest states of saves that are no longer in memory."""
+    files = regular_files(directory)
     by_age = sorted(files, key=lambda name: files[name].st_mtime)
-    for name in by_age[:-MOST_OUTCOMES]:
-        (ended / name).unlink(missing_ok=True)
+    for name in by_age[:-MOST_ENDED]:
+        (directory / name).unlink(missing_ok=True)
 
 
 def _remove_run(home: Home, run: Run) -> None:
@@ -338,11 +335,6 @@ def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
     for name in regular_files(run.free_directory):
         if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
             (run.free_directory / name).unlink(missing_ok=True)
-
-
-def add_spare(run: Run, path: Path) -> None:
-    """Keep a file that the agent made, so that the agent can reuse its memory."""
-    path.rename(run.free_directory / f"{secrets.token_hex(8)}{SPARE_SUFFIX}")
 
 
 def list_spares(run: Run) -> list[tuple[int, Path]]:
@@ -400,12 +392,6 @@ def bytes_stored_for_others(run: Run) -> int:
     """Return the bytes of copies, parity and spare files on a node, not counting slots."""
     total = sum(nbytes for nbytes, _ in list_spares(run))
     for place in run.snapshots():
-        in_slots = {each.file.name for each in place.staged_files()}
-        for ring_file in place.ring_files():
-            in_slots |= {ring_file.file, ring_file.file.removeprefix(".")}
-        total += sum(
-            status.st_size
-            for name, status in regular_files(place.path).items()
-            if name.endswith(records.DATA_SUFFIXES) and name not in in_slots
-        )
+        files = regular_files(place.path)
+        total += sum(files[name].st_size for name in _files_of_agent(place) if name in files)
     return total

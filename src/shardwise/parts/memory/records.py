@@ -1,16 +1,19 @@
-"""The records that trainers and agents write next to the files of a snapshot, and their names.
+"""The records that the trainers and the agent of a node write next to the files of a snapshot.
 
-A record is a small JSON file. One process writes it, once and atomically. The records on a node
-determine what the agent does next. So if an agent is killed, the next agent continues the work.
+    rank-00003.json   `RankPart`: what rank 3 has copied, written by rank 3
+    pending.json      `PendingManifest`: written by rank 0; a copy without the manifest elsewhere
+    save.json         `SaveState`: how far the save is, written by the agent of the node
+    manifest.json     written by the agent when the snapshot is committed
+
+A record is a small JSON file. One process writes it, atomically. The records on a node determine
+what the agent does next. So if an agent is killed, the next agent continues the work.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -19,28 +22,18 @@ from shardwise.kernel.manifest.manifest import MANIFEST, Count, FileEntry
 from shardwise.parts.memory.files import FileName, SaveId, encode_record
 from shardwise.parts.tiers.options import StorageTask
 
-GeneratedFileName = Annotated[
-    str, msgspec.Meta(pattern=r"\A[.]?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
-]
-"""The name of a file that an agent makes; it begins with a dot until the file is complete."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 MOST_FAN_OUT = 32
 FanOut = Annotated[int, msgspec.Meta(ge=1, le=MOST_FAN_OUT)]
-RequestedStage = Annotated[str, msgspec.Meta(pattern=r"\A(commit|protect|persist)\Z")]
-AnyStage = Annotated[str, msgspec.Meta(pattern=r"\A(stage|commit|protect|persist|retain|rescue)\Z")]
+Stage = Annotated[str, msgspec.Meta(pattern=r"\A(commit|protect|persist|retain)\Z")]
 
 DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
+STAGES = ("commit", "protect", "persist")
+"""The stages of a save. Each ends on all nodes with an outcome."""
 REMOVE_OLD = "retain"
 """The stage that follows `persist` and removes old checkpoints. Only closing a run waits for it."""
-STAGES = ("commit", "protect", "persist", REMOVE_OLD)
-"""The stages whose outcome is recorded for the cluster."""
-STAGED_SUFFIX, COPYING_SUFFIX = ".staged.json", ".copying.json"
-TOLD_STAGES = ("commit", "protect", "persist")
-"""The stages whose outcome each node of the tree tells the nodes below it."""
-RecordKind = Literal["", "done", "all", "told", "retry", "copy"]
-PENDING_KINDS: tuple[RecordKind, ...] = ("", "copy")
-_SAVE_IN_NAME = re.compile(r"-([0-9a-f]{16})[.]")
+PENDING, STATE = "pending.json", "save.json"
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -69,55 +62,68 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 @prepare_decoding
-class StagedFile(msgspec.Struct, frozen=True, rename={"snapshots_to_keep": "slots"}):
-    """A rank's data file is in memory, complete except for its checksums; or it is being copied.
-
-    The rank writes the record, and then moves the file into the same directory. The record is valid
-    only once the file is there. While the rank copies, the file is still a free slot, and a record
-    of the kind "copying" says how far the copy is.
+class RunInfo(msgspec.Struct, frozen=True):
+    """What a node knows about a run: the record `run.json` of the run.
 
     Attributes:
-        file: the file's entry in the manifest, without checksums.
-        slot: the file's name as a free slot, before the rank moved it here.
-        snapshots_to_keep: the number of committed snapshots to keep.
-        stages: the stages that the rank requested.
-        epoch: the epoch of the run at the save; None if an older version wrote the record.
-        copied: in a record of the kind "copying", the bytes at the start of the file that the rank
-            has copied.
+        root: the root of the run's checkpoints.
+        nodes: the agents of the nodes that take part in the run, after those that did earlier.
     """
 
-    file: FileEntry
-    slot: FileName
-    snapshots_to_keep: Count
-    stages: tuple[RequestedStage, ...]
-    epoch: Count | None = None
-    copied: Count = 0
+    root: str
+    nodes: list[AgentInfo] = []
 
 
 @prepare_decoding
-class RingFile(
-    msgspec.Struct,
-    frozen=True,
-    rename={"ranges": "of", "checksums": "sums"},
-):
+class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums": "sums"}):
     """A copy or parity that a rank has made for other nodes from its replicas.
 
-    The file may be incomplete: the agent adds the data that the rank did not have. The rank writes
-    the record, and then moves the file into the same directory. The record is valid only once the
-    file is there.
+    The file may be incomplete: the agent renames it to `name`, after it has added the data that the
+    rank did not have.
 
     Attributes:
-        file: the name of the copy or parity, in the same directory.
-        slot: the file's name as a free slot, before the rank moved it here.
+        file: the name of the file until then, in the same directory.
+        name: the name of the copy or parity.
         ranges: for each data file, the byte range that this copy or parity includes. It consists
             of whole blocks.
         checksums: for parity, the checksums of these blocks as this rank read them, 4 bytes each.
     """
 
-    file: GeneratedFileName
-    slot: FileName
+    file: FileName
+    name: FileName
     ranges: dict[str, tuple[Count, Count]]
     checksums: dict[str, bytes] = {}
+
+
+@prepare_decoding
+class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_keep": "slots"}):
+    """A rank's part of a snapshot.
+
+    The rank writes the record before it copies its data into a free slot, and moves the slot into
+    the same directory afterwards. So the part is staged once its file is there.
+
+    Attributes:
+        file: the entry of the rank's file in the manifest, without checksums; None without a file.
+        slot: the file's name as a free slot, before the rank moved it here.
+        snapshots_to_keep: the number of committed snapshots to keep.
+        stages: the stages that the rank requested.
+        epoch: the epoch of the run at the save.
+        copied: the bytes at the start of the file that the rank has copied.
+        failure: why the part could not be staged; "" if it could, or is still being copied.
+        made: the copies and parity that the rank has made for other nodes.
+        above: the agents of the nodes above this node in the tree of the run, nearest first. They
+            know how stages have ended. Empty on the node that leads the save.
+    """
+
+    file: FileEntry | None
+    slot: FileName = "none"
+    snapshots_to_keep: Count
+    stages: tuple[Stage, ...]
+    epoch: Count
+    copied: Count = 0
+    failure: str = ""
+    made: tuple[RingFile, ...] = ()
+    above: list[AgentInfo] = []
 
 
 @prepare_decoding
@@ -133,6 +139,8 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
         leader: the name of the leader's node.
         storage: the root to which the checkpoint is persisted, and what to do there afterwards.
         epoch: the epoch of the run at the save.
+        saved_at: the time of the save on rank 0, in seconds since 1970. A later save of the same
+            step and epoch replaces this one.
         owner, previous_owner: for the claim to the root: the trainer's id, "" if it claims nothing;
             and the owner that the trainer has seen, None for any owner.
         durable: whether to persist the save in any case.
@@ -154,6 +162,7 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
     leader: str
     storage: StorageTask
     epoch: Count = 0
+    saved_at: Seconds = 0.0
     owner: str = ""
     previous_owner: str | None = ""
     durable: bool = False
@@ -170,34 +179,64 @@ class PendingManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @prepare_decoding
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage ended for the cluster; or, for a file that could not be staged, why.
+    """How a stage ended, on one node or on all nodes.
 
     Attributes:
         seconds: the duration of the stage.
         bytes: the bytes that were processed.
         failure: the reason why the stage failed; "" if it succeeded.
-        node: the name of the node that wrote the record.
+        node: the name of the node that wrote this.
+        ended_at: the time when the stage ended, in seconds since 1970.
     """
 
-    save_id: SaveId
-    stage: AnyStage
     seconds: Seconds = 0.0
     bytes: Count = 0
     failure: str = ""
     node: str = ""
+    ended_at: Seconds = 0.0
 
 
 @prepare_decoding
-class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to a node and to all nodes below it in the tree, to do their part of a stage.
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a node tries a stage again.
 
     Attributes:
-        wait: seconds to wait for a node that does not answer.
+        failure: the reason why the last attempt failed.
+        since: the time when the first attempt failed, in seconds since 1970.
+        attempts: the number of failed attempts.
     """
 
-    save_id: SaveId
-    stage: AnyStage
-    wait: Seconds
+    failure: str
+    since: float
+    attempts: Count
+
+    def describe(self, now: float) -> str:
+        """Return why the stage is tried again, as text. `now` is in seconds since 1970."""
+        times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        seconds = max(0.0, now - self.since)
+        return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
+
+
+@prepare_decoding
+class SaveState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a save is, as one node knows it. Only the agent of the node writes this record.
+
+    Attributes:
+        entries: the entries of this node's files that are sealed, with checksums.
+        parts: how stages ended on this node, without other nodes.
+        outcomes: how stages ended on all nodes.
+        retries: the stages that this node tries again. They are removed when the stage ends here.
+        rescue: the node that has requested to persist the save, because a trainer was lost; "" if
+            none has.
+        rescue_sent: whether this node has requested that, from itself or from another node.
+    """
+
+    entries: dict[FileName, FileEntry] = {}
+    parts: dict[Stage, StageOutcome] = {}
+    outcomes: dict[Stage, StageOutcome] = {}
+    retries: dict[Stage, Retry] = {}
+    rescue: str = ""
+    rescue_sent: bool = False
 
 
 @prepare_decoding
@@ -208,49 +247,35 @@ class SubtreeReply(msgspec.Struct, frozen=True, kw_only=True):
     the lists of the pending manifest.
 
     Attributes:
+        save_id: the id of the save.
         nodes: the nodes that did their part, 4 bytes each, in ascending order.
         nbytes: for each of them, the bytes that it processed, 8 bytes each.
         files: when a save is committed, the sealed files, 4 bytes each, in ascending order.
         entries: for each of them, the integers of its `FileEntry` after the rank, 8 bytes each.
         failures: for the first nodes that failed to do their part, the reasons.
         lost: for the first nodes that did not answer, what was wrong.
-        own: how the stage ended on the node that replies, without the nodes below it.
-        own_ended_at: when it ended there, in seconds since 1970.
     """
 
     save_id: SaveId
-    stage: AnyStage
     nodes: bytes = b""
     nbytes: bytes = b""
     files: bytes = b""
     entries: bytes = b""
     failures: dict[str, str] = {}
     lost: dict[str, str] = {}
-    own: StageOutcome | None = None
-    own_ended_at: Seconds = 0.0
 
 
 @prepare_decoding
-class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """Why this node tries a stage again. The record is removed when the stage ends on this node.
+class Outcomes(msgspec.Struct, frozen=True):
+    """The outcomes of a run's stages that a node tells the nodes below it.
 
     Attributes:
-        failure: the reason why the last attempt failed.
-        since: the time when the first attempt failed, in seconds since 1970.
-        attempts: the number of failed attempts.
+        version: a number that changes with the outcomes.
+        saves: by the id of the save and the stage, how the stage ended on all nodes.
     """
 
-    save_id: SaveId
-    stage: AnyStage
-    failure: str
-    since: float
-    attempts: Count
-
-    def describe(self, now: float) -> str:
-        """Return why the stage is tried again, as text. `now` is in seconds since 1970."""
-        times = "once" if self.attempts == 1 else f"{self.attempts} times"
-        seconds = max(0.0, now - self.since)
-        return f"failed {times} in {seconds:.0f} s, the agent tries again: {self.failure}"
+    version: int
+    saves: dict[SaveId, dict[Stage, StageOutcome]]
 
 
 @cache
@@ -266,56 +291,19 @@ def schema() -> str:
     return hashlib.blake2b(encode_record(encoded.decode()), digest_size=8).hexdigest()
 
 
-def save_record(stage: str, save_id: str, kind: RecordKind = "") -> str:
-    """Return the name of a record of a save.
-
-    `save_record("persist", id)` is the `StageRequest` of the stage `persist`, or of another stage.
-    `save_record("pending", id)` is the `PendingManifest`, on the node that leads the save.
-
-    Args:
-        kind: "done" for the `SubtreeReply` of this node, "all" for the `StageOutcome` of the
-            cluster, "told" for the `SubtreeReply` of this node once the nodes below it have this
-            outcome; "retry" for the `Retry`; "copy" for the copy of the `PendingManifest` on all
-            other nodes.
-    """
-    return f"{stage}-{kind}-{save_id}.json" if kind else f"{stage}-{save_id}.json"
+def rank_record(rank: int) -> str:
+    """Return the name of the `RankPart` of a rank."""
+    return f"rank-{rank:05d}.json"
 
 
-def file_record(data_file: str, kind: str) -> str:
-    """Return the name of a record of a data file.
-
-    Args:
-        kind: "staged" for the `StagedFile`; "failed" for the `StageOutcome` that says why the file
-            could not be staged; "entry" for the `FileEntry` of the sealed file; "kept-0" for the
-            `RingFile` of the first copy or parity chunk that the rank made, and so on; "copying"
-            for the `StagedFile` that exists while the rank copies its data into memory.
-    """
-    return f"{data_file.removesuffix('.safetensors')}.{kind}.json"
+def is_rank_record(name: str) -> bool:
+    """Return whether this is the name of a `RankPart`."""
+    return name.startswith("rank-") and name.endswith(".json")
 
 
-def data_file_of(staged: str) -> str:
-    """Return the name of the data file of a `StagedFile` record."""
-    return f"{staged.removesuffix(STAGED_SUFFIX)}.safetensors"
-
-
-def ring_file_name(record: str) -> str:
-    """Return the name of a rank's copy or parity until the agent renames it, given its record."""
-    return f"{record.removesuffix('.json')}.bin"
-
-
-def saves_with(names: Iterable[str], stage: str, kind: RecordKind = "") -> list[str]:
-    """Return the ids of the saves for which there is a `save_record` of this kind, sorted."""
-    ids = {name: save_id_in_name(name) for name in names}
-    return sorted(each for name, each in ids.items() if name == save_record(stage, each, kind))
-
-
-def pending_records(names: Iterable[str]) -> list[str]:
-    """Return the names of the pending manifests, and of the copies of others, among names."""
-    return [
-        save_record("pending", save_id, kind)
-        for kind in PENDING_KINDS
-        for save_id in saves_with(names, "pending", kind)
-    ]
+def rank_in_name(name: str) -> int:
+    """Return the rank in the name of a slot, of a data file, or of a `RankPart`."""
+    return int(name.removeprefix("rank-").lstrip("rk").partition("-")[0].partition(".")[0])
 
 
 def is_restored(name: str) -> bool:
@@ -323,25 +311,4 @@ def is_restored(name: str) -> bool:
 
     Copies and parity are data.
     """
-    return name.endswith(DATA_SUFFIXES) or name == MANIFEST or bool(pending_records([name]))
-
-
-def save_id_in_name(name: str) -> str:
-    """Return the save id in the name of a data file or a record; "" if there is none."""
-    found = _SAVE_IN_NAME.search(name)
-    return "" if found is None else found[1]
-
-
-def rank_in_name(name: str) -> int:
-    """Return the rank in the name of a slot, a data file or its record."""
-    return int(name[1:].split("-")[0])
-
-
-def is_ring_record(name: str) -> bool:
-    """Return whether this is the name of a `RingFile` record."""
-    return ".kept-" in name and name.endswith(".json")
-
-
-def is_outcome(name: str) -> bool:
-    """Return whether a record with this name has the outcome of a stage for the cluster."""
-    return "-all-" in name and name.endswith(".json")
+    return name.endswith(DATA_SUFFIXES) or name in (MANIFEST, PENDING)

@@ -37,7 +37,7 @@ from shardwise.kernel.manifest.manifest import Count
 from shardwise.kernel.store import Store, open_store, publish_private, read_private
 from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.identity import info_for_run, serves_own_host_only
-from shardwise.parts.memory.records import STAGED_SUFFIX, AgentInfo, saves_with
+from shardwise.parts.memory.records import AgentInfo
 
 NODES_DIRECTORY, NEWEST_FILE = "nodes", "newest"
 LARGEST_ENTRY, LARGEST_NEWEST = 1 << 14, 1 << 16
@@ -106,7 +106,7 @@ class Registration:
         runs, now = self._home.runs(), self._clock()
         for run in runs:
             registered = self._runs.get(run, _Registered())
-            if now >= registered.retry_at and run.steps():
+            if now >= registered.retry_at and run.snapshots():
                 self._runs[run] = registered
                 try:
                     self._update_run(run, registered, now)
@@ -123,7 +123,7 @@ class Registration:
     def _update_run(self, run: Run, registered: _Registered, now: float) -> None:
         epoch = registered.find_epoch(run)
         is_due = now >= registered.due_at or epoch > registered.epoch
-        newest = _find_newest_nodes(run) if now >= registered.newest_due_at else None
+        newest = self._find_newest_nodes(run) if now >= registered.newest_due_at else None
         has_changed = newest is not None and newest != registered.newest
         if newest is not None:
             registered.newest_due_at = now + NEWEST_PERIOD
@@ -146,6 +146,15 @@ class Registration:
                 run,
             )
             registered.newest = newest
+
+    def _find_newest_nodes(self, run: Run) -> NewestNodes | None:
+        """Return nodes of the newest committed snapshot, if this node leads its save."""
+        newest = next((each for each in reversed(run.snapshots()) if each.is_committed()), None)
+        pending = None if newest is None else newest.read_pending()
+        if pending is None or pending.leader != self._info.node:
+            return None
+        every = -(-len(pending.nodes) // MOST_NEWEST)
+        return NewestNodes(run.name, pending.epoch, pending.nodes[::every])
 
     def _publish(
         self,
@@ -201,30 +210,18 @@ class _Registered:
     newest_due_at: float = 0.0
     epoch: int = -1
     newest: NewestNodes | None = None
-    _looked_at: tuple[int, bool] = (-1, False)
+    _looked_at: tuple[str, bool] = ("", False)
     _found_epoch: int = 0
 
     def find_epoch(self, run: Run) -> int:
         """Return the last epoch in which ranks of this node have staged files."""
         place = run.snapshots()[-1]
-        looked_at = place.step, bool(place.list_names(STAGED_SUFFIX))
+        looked_at = place.name, bool(place.staged_files())
         if looked_at != self._looked_at:
-            epochs = [each.epoch for each in place.staged_files() if each.epoch is not None]
+            epochs = [each.epoch for each in place.parts()]
             self._found_epoch = max([self._found_epoch, *epochs])
             self._looked_at = looked_at
         return self._found_epoch
-
-
-def _find_newest_nodes(run: Run) -> NewestNodes | None:
-    """Return nodes of the newest committed snapshot, if this node leads its save."""
-    for place in reversed(run.snapshots()):
-        if place.is_committed():
-            names = saves_with(place.list_names(".json"), "pending")
-            for pending in place.pending_manifests() if names else []:
-                every = -(-len(pending.nodes) // MOST_NEWEST)
-                return NewestNodes(run.name, pending.epoch, pending.nodes[::every])
-            return None
-    return None
 
 
 @dataclass(frozen=True, slots=True)

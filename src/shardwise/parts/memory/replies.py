@@ -1,4 +1,4 @@
-"""Replies of nodes to the requests of a save, as columns, and how they are combined.
+"""Replies of nodes that were called to do their part of a stage, as columns; how they combine.
 
 A reply covers a node and the nodes below it in the tree. Two replies may cover the same node: if a
 node was silent for a while, its parent has asked the nodes below it too.
@@ -94,11 +94,10 @@ class Replies:
             raise _invalid(reply, "its columns do not belong together, or to another save")
         return found
 
-    def encode(self, save_id: str, stage: str) -> SubtreeReply:
+    def encode(self, save_id: str) -> SubtreeReply:
         """Return the record of these replies."""
         return SubtreeReply(
             save_id=save_id,
-            stage=stage,
             nodes=self.nodes.astype("<u4").tobytes(),
             nbytes=self.nbytes.astype("<u8").tobytes(),
             files=self.files.astype("<u4").tobytes(),
@@ -167,6 +166,6 @@ def _are_indices(values: Column, count: int) -> bool:
 
 def _invalid(reply: SubtreeReply, problem: str) -> StoreError:
     return StoreError(
-        f"the reply to {reply.stage} of save {reply.save_id} is invalid: {problem}; make sure that "
-        "all nodes run the same version of shardwise"
+        f"a reply about save {reply.save_id} is invalid: {problem}; make sure that all nodes run "
+        "the same version of shardwise"
     )

@@ -1,35 +1,24 @@
-"""Frozen values that describe what a node stores: runs, snapshots, saves, and stages of saves.
+"""Frozen values that describe what a node stores: runs, snapshots, and stages of saves.
 
     observe.py (read)  →  decide.py (pure)  →  agent/actions.py, reclaim.py (act)
 
-Agents, handles of saves, recovery, reclamation and `shardwise agent status` use these values. No
-other code derives the state of a stage from the names of records.
+Agents, recovery, reclamation and `shardwise agent status` use these values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
 from shardwise.kernel.decoding import prepare_decoding
-from shardwise.kernel.manifest.manifest import Count
+from shardwise.kernel.manifest.manifest import MANIFEST, Count
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.records import (
-    TOLD_STAGES,
-    PendingManifest,
-    Seconds,
-    StagedFile,
-    StageOutcome,
-)
-
-
-def tell(stage: str) -> str:
-    """Return the name of the stage in which a node tells others how a stage has ended."""
-    return f"tell {stage}"
+from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, Seconds
 
 
 class StageState(Enum):
@@ -52,96 +41,60 @@ class StageState(Enum):
         return self in (StageState.DONE, StageState.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage of a save.
-
-    Attributes:
-        outcome: the result for the cluster; None until the stage has ended on all nodes.
-        ended_at: the time when this node received the outcome, in seconds since 1970.
-    """
-
-    state: StageState
-    outcome: StageOutcome | None = None
-    ended_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveView:
-    """One save of a step, as this node sees it.
-
-    Attributes:
-        staged: the records of the data files of this node's ranks. The files exist.
-        unsealed: the names of the data files that have no checksums yet.
-        has_staged: whether a rank of this node has written a `StagedFile` record. The data file may
-            not exist yet.
-        pending: the pending manifest on the leading node, a copy of it on other nodes. Here, its
-            field `manifest` is empty.
-        has_pending_manifest: whether this node has the pending manifest itself, because it leads
-            the save.
-        epoch: the epoch of the run at the save; None if no record contains the epoch.
-        stages: the stages by name. `collect`, `protect_others` and `copy` are the parts of
-            committing, protecting and persisting of this node and of the nodes below it in the
-            tree. `tell("commit")` and so on tell the nodes below it how a stage has ended. For a
-            save that was for memory only, `rescue` is done as soon as an agent has requested to
-            persist the save.
-    """
-
-    save_id: str
-    staged: tuple[StagedFile, ...]
-    unsealed: tuple[str, ...]
-    has_staged: bool
-    pending: PendingManifest | None
-    has_pending_manifest: bool
-    epoch: int | None
-    stages: Mapping[str, Stage]
-
-    def state_of(self, stage: str) -> StageState:
-        """Return the state of a stage."""
-        return self.stages[stage].state
-
-    @property
-    def open_stages(self) -> frozenset[str]:
-        """The stages that the ranks of this node requested and that have not ended."""
-        requested = {stage for each in self.staged for stage in each.stages}
-        return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
-
-    @property
-    def is_being_told(self) -> bool:
-        """Whether this node tells other nodes how a stage has ended."""
-        return any(self.state_of(tell(stage)) is StageState.RUNNING for stage in TOLD_STAGES)
-
-    @property
-    def must_be_persisted(self) -> bool:
-        """Whether this node must persist the save, even if newer saves are persisted already."""
-        durable = self.has_pending_manifest and self.pending is not None and self.pending.durable
-        is_open = self.state_of("persist") is StageState.RUNNING or "persist" in self.open_stages
-        return durable and is_open
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotView:
-    """All saves of a step on this node.
+    """A save of a step, as one node sees it.
 
     Attributes:
         names: the names of all files.
-        saves: for each save id, the save.
-        committed_save: the id of the save in the manifest; None if there is no manifest, "" if the
-            manifest is damaged.
+        parts: the records of this node's ranks.
+        unsealed: the staged data files that have no checksums yet.
+        pending: the pending manifest, or the copy of it. Here, its field `manifest` is empty.
+        leads: whether this node leads the save.
+        is_copying: whether a live rank of this node copies its part into memory, and the commit has
+            not ended.
+        state: how far the save is.
+        stages: the stages by name. "seal" computes the checksums of this node's files. The others
+            are the stages of all nodes; `on_this_node(stage)` is this node's part of a stage, if
+            another node has requested it. For a save that was for memory only, "rescue" is done as
+            soon as an agent has requested to persist the save.
         staged_at: the time when a rank of this node last staged a file, in seconds since 1970; None
             if no rank has staged a file.
     """
 
     place: SnapshotDirectory
-    names: frozenset[str]
-    saves: Mapping[str, SaveView]
-    committed_save: str | None
-    staged_at: float | None
+    names: frozenset[str] = frozenset()
+    parts: tuple[RankPart, ...] = ()
+    unsealed: tuple[str, ...] = ()
+    pending: PendingManifest | None = None
+    leads: bool = False
+    is_copying: bool = False
+    state: SaveState = field(default_factory=SaveState)
+    stages: Mapping[str, StageState]
+    staged_at: float | None = None
 
     @property
     def step(self) -> int:
         """The snapshot's step."""
         return self.place.step
+
+    @property
+    def age_key(self) -> tuple[int, float, float]:
+        """A key that sorts older snapshots first. Without records, a save has just begun."""
+        saved_at = math.inf if self.pending is None else self.pending.saved_at
+        return self.step, math.inf if self.epoch is None else self.epoch, saved_at
+
+    @property
+    def staged(self) -> list[RankPart]:
+        """The parts whose data files are in memory."""
+        return [each for each in self.parts if each.file and each.file.name in self.names]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the run at the save; None if no record contains the epoch."""
+        if self.pending is not None:
+            return self.pending.epoch
+        return next((each.epoch for each in self.parts), None)
 
     @property
     def is_abandoned(self) -> bool:
@@ -151,15 +104,30 @@ class SnapshotView:
     @property
     def is_committed(self) -> bool:
         """Whether the snapshot has a manifest."""
-        return self.committed_save is not None
+        return MANIFEST in self.names
 
-    def has_ended(self, stage: str) -> bool:
-        """Return whether a stage has ended for any save of the step."""
-        return any(save.state_of(stage).has_ended for save in self.saves.values())
+    def state_of(self, stage: str) -> StageState:
+        """Return the state of a stage."""
+        return self.stages.get(stage, StageState.NOT_REQUESTED)
 
-    def is_done(self, stage: str) -> bool:
-        """Return whether a stage is done for any save of the step."""
-        return any(save.state_of(stage) is StageState.DONE for save in self.saves.values())
+    @property
+    def open_stages(self) -> frozenset[str]:
+        """The stages that the ranks of this node requested and that have not ended."""
+        parts = [each for each in self.parts if each.file is None or each in self.staged]
+        requested = {stage for each in parts for stage in each.stages}
+        return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
+
+    @property
+    def must_be_persisted(self) -> bool:
+        """Whether this node must persist the save, even if newer saves are persisted already."""
+        durable = self.leads and self.pending is not None and self.pending.durable
+        is_open = self.state_of("persist") is StageState.RUNNING or "persist" in self.open_stages
+        return durable and is_open
+
+
+def on_this_node(stage: str) -> str:
+    """Return the name of this node's part of a stage."""
+    return f"{stage} on this node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +154,14 @@ class RunView:
     """A run on this node.
 
     Attributes:
-        snapshots: the snapshots, by ascending step.
+        snapshots: the snapshots, oldest first.
         lost_ranks: the ranks that died on this node without ending normally.
         unattended_since: the time, on the observer's clock, since which the run has had no trainer
             on this node; None if it has a trainer.
         root: the root as it was last read; None if the run has trainers on this node.
-        mirror_changed_at: the time when the task to mirror the root was written, in nanoseconds
+        task_changed_at: the time when the agent's task in the root was written, in nanoseconds
             since 1970; None if there is no task.
+        has_freed: whether a snapshot was freed, but not all of its files.
     """
 
     run: Run
@@ -200,7 +169,8 @@ class RunView:
     lost_ranks: tuple[int, ...] = ()
     unattended_since: float | None = None
     root: RootView | None = None
-    mirror_changed_at: int | None = None
+    task_changed_at: int | None = None
+    has_freed: bool = False
 
     @property
     def newest_committed(self) -> SnapshotView | None:

@@ -3,66 +3,58 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.engine.root import Root
-from shardwise.kernel.errors import ShardwiseError, StoreError
-from shardwise.kernel.manifest.manifest import FileEntry
+from shardwise.kernel.errors import ShardwiseError, StoreError, StoreUnavailableError
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest
 from shardwise.kernel.store import Store, open_store
-from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
-from shardwise.parts.memory.agent.lead import (
-    OpenedStores,
-    agents_of,
-    read_pending_manifest,
-    try_stage,
-)
-from shardwise.parts.memory.agent.mirrors import set_mirror_task
+from shardwise.parts.memory.agent.incoming import IncomingFile, rank_record_of
 from shardwise.parts.memory.agent.protect import protect_others
-from shardwise.parts.memory.decide import REPLACED, Action, RunAction
-from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import POLL_PAUSE, SnapshotDirectory
+from shardwise.parts.memory.agent.root_tasks import OpenedStores
+from shardwise.parts.memory.decide import REPLACED, Action, RunAction, follows
+from shardwise.parts.memory.files import LARGEST_RECORD, decode_record, read_record, write_record
+from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import read_lineage
-from shardwise.parts.memory.observe import Observer
+from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.options import Tls
-from shardwise.parts.memory.rank_liveness import copying_ranks, is_rank_alive
-from shardwise.parts.memory.reclaim import free_replaced, free_saves, free_unattended
+from shardwise.parts.memory.reclaim import free_replaced, free_unattended
 from shardwise.parts.memory.records import (
+    PENDING,
+    AgentInfo,
+    Outcomes,
     PendingManifest,
-    StagedFile,
+    RankPart,
     StageOutcome,
-    StageRequest,
 )
-from shardwise.parts.memory.remote.snapshot_nodes import Nodes
-from shardwise.parts.memory.remote.subtrees import (
-    RequestSender,
-    SubtreeRequest,
-    connect,
-    request_for_outcome,
-    request_for_stage,
-)
+from shardwise.parts.memory.remote.calls import Caller, ReceivedCalls, StageCall
+from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.remote.snapshot_nodes import RETRY_PAUSE, Nodes
 from shardwise.parts.memory.replies import Replies, combine_replies
 from shardwise.parts.memory.seal import MappedFiles, seal
-from shardwise.parts.memory.view import RootView, tell
+from shardwise.parts.memory.states import RecordCache, SaveStates, read_state, request_rescue
+from shardwise.parts.memory.view import RootView, SnapshotView, on_this_node
 from shardwise.parts.tiers.copying import FileCopier
-from shardwise.parts.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise.agent")
-Record = TypeVar("Record")
 FILES_AT_ONCE = 2
+LONGEST_OUTAGE = 86400.0
+"""Seconds for which a stage is tried again while the storage does not answer."""
 RESCUE_REQUEST_TIMEOUT = 0.5
-LIVENESS_PERIOD = 0.05
-"""Seconds between two looks whether the ranks are alive whose copies are waited for."""
 MOST_RESCUERS = 32
+OUTCOMES_WAIT = 5.0
+"""Seconds after which a node tells its outcomes to a node below it, even if nothing has changed."""
+OUTCOMES_TIMEOUT = 5.0
+"""Seconds until the next node above is asked for outcomes, after that."""
 Done = tuple[int, dict[int, FileEntry]]
 """The bytes that a node processed; and, in a commit, the entries of its files by index."""
 
@@ -71,151 +63,124 @@ Done = tuple[int, dict[int, FileEntry]]
 class Follower:
     """Performs the actions that every node does for its own files.
 
-    The leader of a save requests all of them except `seal` and `rescue`.
-
     Attributes:
         node: the name of this node.
         mapped_files: the mappings of its files.
         tls: certificates for connections to other nodes.
         stores: the stores that the agent has opened.
+        states: the states of the saves on this node.
+        calls: the calls of other nodes to this one.
+        stopping: set when the agent stops.
     """
 
     node: str
     mapped_files: MappedFiles
     tls: Tls | None = None
     stores: OpenedStores = field(default_factory=OpenedStores)
+    states: SaveStates = field(default_factory=SaveStates)
+    calls: ReceivedCalls = field(default_factory=ReceivedCalls)
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def seal(self, action: Action) -> None:
-        """Compute the checksums of the files that this node's ranks staged.
-
-        If the record of a file is damaged, record that the file could not be staged.
-        """
+        """Compute the checksums of the files that this node's ranks staged."""
         place = action.place
         for name in action.names:
-            try:
-                staged = read_record(place.path / records.file_record(name, "staged"), StagedFile)
-            except StoreError as error:
-                done = StageOutcome(save_id=action.save_id, stage="stage", failure=str(error))
-                write_record(place.path / records.file_record(name, "failed"), done)
-                continue
-            if staged is not None and not place.has(records.file_record(name, "entry")):
-                data = self.mapped_files.map(place.path / name, staged.file.size)
-                write_record(
-                    place.path / records.file_record(name, "entry"), seal(data, staged.file)
+            part = read_record(rank_record_of(place, name), RankPart)
+            if part is not None and part.file is not None:
+                entry = seal(self.mapped_files.map(place.path / name, part.file.size), part.file)
+                self.states.change(
+                    place,
+                    lambda state, entry=entry: msgspec.structs.replace(  # type: ignore[misc]
+                        state, entries={**state.entries, entry.name: entry}
+                    ),
                 )
 
-    def collect(self, action: Action) -> None:
-        """Collect the entries of this node's files, as soon as they are sealed."""
-        self._fulfil_request(action, "commit", self._collect_entries)
-
-    def copy(self, action: Action) -> None:
-        """Copy this node's files to storage."""
-        self._fulfil_request(action, "persist", self._copy_files)
-
-    def protect_others(self, action: Action) -> None:
-        """Make the copies or parity that this node stores for others."""
-
-        def make_copies_or_parity(
-            place: SnapshotDirectory, pending: PendingManifest, wait: float
-        ) -> Done:
-            # The outcome of the commit, which brings the manifest, travels at the same time.
-            outcome = records.save_record("commit", pending.save_id, "all")
-            place.wait_for(outcome, Deadline(wait))
-            infos = agents_of(pending, place.run)
-            with closing(Nodes(place, infos, self.node, pending.wait, self.tls)) as nodes:
-                return nodes.retry(
-                    lambda: protect_others(place, pending, nodes, self.node, self.mapped_files)
-                ), {}
-
-        self._fulfil_request(action, "protect", make_copies_or_parity)
-
-    def tell(self, action: Action) -> None:
-        """Tell the nodes below this node how a stage has ended."""
-        place, save_id = action.place, action.save_id
-        stage = next(each for each in records.TOLD_STAGES if tell(each) == action.kind)
-        pending = read_pending_manifest(action)
-        done = _read_existing(place.path / records.save_record(stage, save_id, "all"), StageOutcome)
-        request = request_for_outcome(place, pending, stage, done, pending.wait)
-        with self._sending(place, request) as replies:
-            told = replies()
-        if told.lost:
-            log.warning(
-                "step %d: some nodes do not know the outcome of %s: %s",
-                place.step,
-                stage,
-                "; ".join(told.lost.values()),
-            )
-        name = records.save_record(stage, save_id, "told")
-        write_record(place.path / name, told.encode(save_id, stage))
-
-    def remove_old(self, action: Action) -> None:
-        """Remove old checkpoints from storage. Stop if the request is withdrawn.
-
-        Publishing does not wait for the removal: freeing the blocks of a large file can take a
-        third of the time that writing the file took.
-        """
-        name = records.save_record(records.REMOVE_OLD, action.save_id)
-
-        def remove(task: StorageTask) -> int:
-            if task.mirror is not None:
-                set_mirror_task(action.place.run, task)
-                action.place.run.wake_agent()
-            else:
-                with self.stores.open(task.root) as root:
-                    task.remove_old(root, lambda: action.place.has(name))
-            return 0  # bytes
-
-        path = action.place.path
-        done = try_stage(
-            action.place,
-            records.REMOVE_OLD,
-            action.save_id,
-            self.node,
-            lambda: remove(_read_existing(path / name, StorageTask)),
-        )
-        write_record(path / records.save_record(records.REMOVE_OLD, action.save_id, "all"), done)
-
-    def rescue(self, action: Action) -> None:
-        """Request to persist a snapshot that was for memory only.
-
-        Ask the leader first, then the first other nodes and this node, until a node accepts.
-        """
+    def answer(self, action: Action) -> None:
+        """Do what another node has called this node to do, and reply."""
         place = action.place
-        log.warning("%s: persisting step %d", action.why, place.step)
-        pending = read_pending_manifest(action)
-        request = StageOutcome(save_id=pending.save_id, stage="rescue", node=self.node)
-        infos = agents_of(pending, place.run)
-        with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
-            others = [info.node for info in pending.nodes[:MOST_RESCUERS]]
-            for node in dict.fromkeys([pending.leader, *others, self.node]):
-                try:
-                    nodes.write(node, records.save_record("rescue", pending.save_id), request)
-                except StoreError as error:
-                    log.warning("node %s: %s", node, error)
-                    continue
-                # This agent's own record: the rescue was requested, so it is not requested again.
-                write_record(place.path / records.save_record("called", pending.save_id), request)
-                return
+        stage = next(each for each in records.STAGES if on_this_node(each) == action.kind)
+        if (call := self.calls.call_of(place, stage)) is None:
+            return
+        try:  # the pending manifest travels at the same time
+            pending = place.wait_until(place.read_pending, PENDING, Deadline(call.wait))
+        except StoreError as error:
+            log.error("%s: %s", stage, error)
+            replies = Replies(failures={self.node: str(error)})
+        else:
+            replies = self.fulfil(place, StageCall(pending, stage, call.top, call.wait))
+        self.calls.reply(place, stage, call, replies.encode(place.save_id))
 
-    def _collect_entries(
-        self, place: SnapshotDirectory, pending: PendingManifest, wait: float
-    ) -> Done:
-        """Wait until this node's files are sealed, and return their entries."""
-        deadline = Deadline(wait)
+    def fulfil(self, place: SnapshotDirectory, call: StageCall) -> Replies:
+        """Call the nodes below this node, do this node's part, and return all replies.
+
+        Raises:
+            StoreUnavailableError: the storage does not answer, so the agent must try again.
+        """
+        with self._calling_others(place, call) as others:
+            own = self._do_part(place, call)
+            return combine_replies([own, others()], call.pending)
+
+    def _do_part(self, place: SnapshotDirectory, call: StageCall) -> Replies:
+        """Do this node's part of a stage, unless it is done."""
+        pending, stage = call.pending, call.stage
+        works: dict[str, Callable[[SnapshotDirectory, PendingManifest, float], int]] = {
+            "commit": self._wait_for_entries,
+            "protect": self._protect_others,
+            "persist": self._copy_files,
+        }
+        nodes = [info.node for info in pending.nodes]
+        if self.node not in nodes:
+            return Replies(failures={self.node: "this node does not take part in the save"})
+        done = read_state(place).parts.get(stage)
+        if done is None:
+            done = try_stage(
+                self.states,
+                place,
+                stage,
+                self.node,
+                lambda: works[stage](place, pending, call.wait),
+            )
+            self.states.end_part(place, stage, done)
+        if done.failure:
+            return Replies(failures={self.node: done.failure})
         entries = {}
-        for index, (name, node) in enumerate(pending.files):
-            if node == self.node:
-                entry, failure = (records.file_record(name, kind) for kind in ("entry", "failed"))
-                place.wait_for(entry, deadline, failure_name=failure)
-                entries[index] = _read_existing(place.path / entry, FileEntry)
-        return sum(each.size for each in entries.values()), entries
+        if stage == "commit":
+            sealed = read_state(place).entries
+            names = [name for name, _ in pending.files]
+            entries = {names.index(name): entry for name, entry in sealed.items() if name in names}
+        return Replies.of_node(nodes.index(self.node), done.bytes, entries)
 
-    def _copy_files(self, place: SnapshotDirectory, pending: PendingManifest, wait: float) -> Done:
+    def _wait_for_entries(
+        self, place: SnapshotDirectory, pending: PendingManifest, wait: float
+    ) -> int:
+        """Wait until this node's files are sealed, and return their bytes."""
+        deadline, total = Deadline(wait), 0
+        for name, node in pending.files:
+            if node == self.node:
+                total += place.wait_until(
+                    lambda name=name: _find_entry(place, name),  # type: ignore[misc]
+                    f"the checksums of {name}",
+                    deadline,
+                ).size
+        return total
+
+    def _protect_others(
+        self, place: SnapshotDirectory, pending: PendingManifest, wait: float
+    ) -> int:
+        """Make the copies or parity that this node stores for others."""
+        place.wait_for_manifest(Deadline(wait))  # it travels at the same time
+        infos = agents_of(pending, place.run)
+        with closing(Nodes(place, infos, self.node, pending.wait, self.tls)) as nodes:
+            return nodes.retry(
+                lambda: protect_others(place, pending, nodes, self.node, self.mapped_files)
+            )
+
+    def _copy_files(self, place: SnapshotDirectory, pending: PendingManifest, wait: float) -> int:
         """Copy several files at a time to storage, each while its rank copies it into memory."""
         copier = FileCopier(pending.budget)
 
         def copy(name: str, store: Store) -> int:
-            incoming = _IncomingFile(place, name, pending.wait, self.mapped_files)
+            incoming = IncomingFile(place, name, wait, self.mapped_files)
             copier.copy_from_memory(incoming.data, incoming.entry, store, incoming.wait_for)
             return incoming.entry.size
 
@@ -225,209 +190,227 @@ class Follower:
         ):
             store = Root(root).at(place.step).store
             names = [name for name, node in pending.files if node == self.node]
-            return sum(pool.map(lambda name: copy(name, store), names)), {}
-
-    def _fulfil_request(
-        self,
-        action: Action,
-        stage: str,
-        work: Callable[[SnapshotDirectory, PendingManifest, float], Done],
-    ) -> None:
-        """Ask the nodes below this node, do this node's part of a stage, and write the reply.
-
-        Args:
-            work: does this node's part. It takes the snapshot, its pending manifest, and how many
-                seconds to wait for what is missing.
-        """
-        place, save_id = action.place, action.save_id
-        entries: dict[int, FileEntry] = {}
-        done: StageOutcome | None = None
-
-        def work_on_part() -> int:
-            nonlocal entries
-            nbytes, entries = work(place, pending, request.wait)
-            return nbytes
-
-        try:
-            path = place.path / records.save_record(stage, save_id)
-            request = _read_existing(path, StageRequest)
-            pending = _wait_for_pending_manifest(action, request.wait)
-            index = [info.node for info in pending.nodes].index(self.node)
-        except (StoreError, ValueError) as error:
-            log.error("%s: %s", stage, error)
-            replies = Replies(failures={self.node: str(error)})
-        else:
-            with self._sending(place, request_for_stage(pending, stage, request.wait)) as others:
-                done = try_stage(place, stage, save_id, self.node, work_on_part)
-                ended_at = time.time()
-                own = Replies.of_node(index, done.bytes, entries)
-                if done.failure:
-                    own = Replies(failures={self.node: done.failure})
-                replies = combine_replies([own, others()], pending)
-        reply = replies.encode(save_id, stage)
-        if done is not None:
-            reply = msgspec.structs.replace(reply, own=done, own_ended_at=ended_at)
-        write_record(place.path / records.save_record(stage, save_id, "done"), reply)
+            return sum(pool.map(lambda name: copy(name, store), names))
 
     @contextmanager
-    def _sending(
-        self, place: SnapshotDirectory, request: SubtreeRequest
+    def _calling_others(
+        self, place: SnapshotDirectory, call: StageCall
     ) -> Iterator[Callable[[], Replies]]:
-        """Ask the nodes below this node while the block runs.
+        """Call the nodes below this node while the block runs.
 
         Yields:
             A function that waits for the replies and returns them.
         """
-        children = request.tree.children(self.node)
+        children = call.tree.children(self.node)
         if not children:
             yield Replies
             return
-        infos = agents_of(request.pending, place.run)
+        infos = agents_of(call.pending, place.run)
         with (
-            closing(connect(place, infos, self.node, request, self.tls)) as nodes,
-            ThreadPoolExecutor(1, "shardwise-requests") as pool,
+            closing(
+                Nodes(place, infos, self.node, call.wait, self.tls, timeout=call.timeout)
+            ) as nodes,
+            ThreadPoolExecutor(1, "shardwise-calls") as pool,
         ):
-            sender = RequestSender(nodes, request)
-            replies = pool.submit(sender.send, children)
+            caller = Caller(nodes, call)
+            replies = pool.submit(caller.call, children)
             try:
                 yield replies.result
             except BaseException:
-                sender.stop()
+                caller.stop()
                 raise
 
+    def rescue(self, action: Action) -> None:
+        """Request to persist a snapshot that was for memory only.
 
-class _IncomingFile:
-    """A data file that a rank of this node copies into memory, or has copied.
-
-    Args:
-        place: the snapshot.
-        name: the name of the file.
-        wait: seconds to wait for a rank that is not copying, and for the checksums.
-        mapped_files: the mappings of this node's files.
-
-    Raises:
-        StoreError: the rank has failed, or has not begun in time, or the snapshot is abandoned.
-
-    Attributes:
-        entry: the file's entry, without checksums.
-        data: the file, mapped. Bytes that the rank has not copied yet are undefined.
-    """
-
-    def __init__(
-        self, place: SnapshotDirectory, name: str, wait: float, mapped_files: MappedFiles
-    ) -> None:
-        self._place, self._name, self._wait, self._copied = place, name, wait, 0
-        for _ in self._attempts():
-            if (found := self._find(mapped_files)) is not None:
-                self.entry, self.data = found
+        Ask the leader first, then the first other nodes and this node, until a node accepts.
+        """
+        place = action.place
+        log.warning("%s: persisting step %d", action.why, place.step)
+        pending = require_pending(place)
+        infos = agents_of(pending, place.run)
+        with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
+            others = [info.node for info in pending.nodes[:MOST_RESCUERS]]
+            for node in dict.fromkeys([pending.leader, *others, self.node]):
+                try:
+                    if node == self.node:
+                        request_rescue(self.states, place, node)
+                    else:
+                        nodes.retry(lambda node=node: nodes.request_rescue(node))  # type: ignore[misc]
+                except OSError as error:
+                    log.warning("node %s: %s", node, error)
+                    continue
+                self.states.change(
+                    place, lambda state: msgspec.structs.replace(state, rescue_sent=True)
+                )
                 return
 
-    def _find(self, mapped_files: MappedFiles) -> tuple[FileEntry, Buffer] | None:
-        """Return the entry and the mapping, in the snapshot or in the slot that is being filled."""
-        if self._place.has(self._name):
-            staged = _read_existing(self._place.path / self._record("staged"), StagedFile)
-            return staged.file, mapped_files.map(self._place.path / self._name, staged.file.size)
-        if (copying := self._read_progress()) is None:
-            return None
-        with suppress(FileNotFoundError):  # the rank has just moved it
-            slot = self._place.run.free_directory / copying.slot
-            return copying.file, mapped_files.map(slot, copying.file.size)
-        return None
+    def follow(self, action: RunAction) -> None:
+        """Ask a node above this one for the pending manifest and the outcomes of stages.
 
-    def wait_for(self, nbytes: int) -> None:
-        """Wait until the first bytes of the file are final. At its end are the checksums.
+        Return when nothing is waited for.
 
         Raises:
-            StoreError: as for the constructor; or the rank was lost.
+            StoreError: no node above this one answers.
         """
-        if self._copied < nbytes:
-            for _ in self._attempts():
-                if self._place.has(self._name):
-                    self._copied = self.entry.size
-                elif (copying := self._read_progress()) is not None:
-                    self._copied = copying.copied
-                if self._copied >= nbytes:
-                    break
-        if nbytes > self.entry.checksums_at:
-            for _ in self._attempts():
-                if self._place.has(self._record("entry")):
-                    break
+        run, cache, versions = action.run, RecordCache(), dict[str, int]()
+        clients: dict[str, AgentClient] = {}
+        patience = Deadline(OUTCOMES_TIMEOUT)
+        try:
+            while not self.stopping.is_set():
+                snapshots = read_snapshots(run, self.node, cache)
+                followed = [each for each in snapshots if follows(each)]
+                if not followed:
+                    return
+                above = next(part.above for part in followed[-1].parts if part.above)
+                try:
+                    self._ask_above(run, above, followed, clients, versions)
+                    patience = Deadline(OUTCOMES_TIMEOUT)
+                except StoreError:
+                    if patience.has_passed():
+                        raise
+                    self.stopping.wait(RETRY_PAUSE)
+        finally:
+            for client in clients.values():
+                client.close()
 
-    def _record(self, kind: str) -> str:
-        return records.file_record(self._name, kind)
+    def _ask_above(
+        self,
+        run: Run,
+        above: Sequence[AgentInfo],
+        followed: Sequence[SnapshotView],
+        clients: dict[str, AgentClient],
+        versions: dict[str, int],
+    ) -> None:
+        """Ask the nearest node above this one that answers for outcomes, and record them."""
+        tls = None if self.tls is None else self.tls.for_client()
+        failure: StoreError | None = None
+        for info in above:
+            if info.url not in clients:
+                clients[info.url] = AgentClient(info, read_timeout=OUTCOMES_TIMEOUT, tls=tls)
+            client = clients[info.url]
+            try:
+                found = client.read_outcomes(run.name, versions.get(info.url, 0), OUTCOMES_WAIT)
+                for snapshot in followed:
+                    if snapshot.pending is None:
+                        self._copy_pending(snapshot.place, client)
+                    self._record_outcomes(snapshot.place, found, client)
+            except StoreError as error:
+                failure = error
+                continue
+            versions[info.url] = found.version
+            return
+        if failure is not None:
+            raise failure
 
-    def _read_progress(self) -> StagedFile | None:
-        with suppress(StoreError):  # damaged: only the whole file counts
-            return read_record(self._place.path / self._record("copying"), StagedFile)
-        return None
+    def _copy_pending(self, place: SnapshotDirectory, client: AgentClient) -> None:
+        """Copy the pending manifest of a save from a node above, if it has it by now."""
+        with suppress(FileNotFoundError):  # or the snapshot was freed here
+            data = client.read(place.run.name, place.name, PENDING, limit=LARGEST_RECORD)
+            pending = decode_record(data, PendingManifest, f"{PENDING} of {client}")
+            write_record(place.path / PENDING, msgspec.structs.replace(pending, manifest=""))
+            self.states.tell()
 
-    def _attempts(self) -> Iterator[None]:
-        """Yield while live ranks of this node copy, and `wait` seconds longer; and then raise.
-
-        Lost ranks are not waited for, because the agent may have to rescue an older snapshot.
-        """
-        place, save_id = self._place, records.save_id_in_name(self._name)
-        deadline, look = Deadline(self._wait), Deadline(0.0)
-        lost = False
-        while not (lost or deadline.has_passed()):
-            is_due = look.has_passed()  # look at the ranks before their files
-            ranks = copying_ranks(place, save_id) if is_due else {}
-            is_own_lost = is_due and not is_rank_alive(place.run, records.rank_in_name(self._name))
-            yield
-            place.refuse_abandoned()
-            failed = read_record(place.path / self._record("failed"), StageOutcome)
-            if failed is not None:
-                raise StoreError(failed.failure)
-            if is_due:
-                look = Deadline(LIVENESS_PERIOD)
-                lost = (is_own_lost and not place.has(self._name)) or False in ranks.values()
-            if ranks:
-                deadline = Deadline(self._wait)
-            time.sleep(POLL_PAUSE)
-        raise StoreError(
-            f"{place.path / self._name} is incomplete: its rank, or another rank of this node that "
-            "copies its part of the save, has ended or is too slow; see their logs, or pass a "
-            "larger Memory(wait=…)"
-        )
+    def _record_outcomes(
+        self, place: SnapshotDirectory, found: Outcomes, client: AgentClient
+    ) -> None:
+        """Record what a node above has told; the outcome of the commit after the manifest."""
+        known = read_state(place).outcomes
+        for stage in records.STAGES:
+            done = found.saves.get(place.save_id, {}).get(stage)
+            if done is None or stage in known:
+                continue
+            with suppress(FileNotFoundError):  # the snapshot was freed, here or there
+                if stage == "commit" and not done.failure and not place.is_committed():
+                    data = client.read(place.run.name, place.name, MANIFEST, limit=LARGEST_RECORD)
+                    if decode_manifest(data).save_id != place.save_id:
+                        raise StoreError(
+                            f"{client}: the manifest of {place.name} is of another save"
+                        )
+                    write_record(place.manifest_path, data)
+            with suppress(FileNotFoundError):
+                ended = msgspec.structs.replace(done, ended_at=time.time())
+                self.states.end(place, stage, ended)
 
 
-def _wait_for_pending_manifest(action: Action, seconds: float) -> PendingManifest:
-    """Return the pending manifest of a save, which comes with the request to commit the save.
+def try_stage(
+    states: SaveStates, place: SnapshotDirectory, stage: str, node: str, work: Callable[[], int]
+) -> StageOutcome:
+    """Do the work of a stage on a node, and return its outcome. If the work fails, log why.
 
-    The request to persist it travels at the same time, and may arrive earlier.
+    Args:
+        work: does the work, and returns the number of bytes processed.
 
     Raises:
-        StoreError: it did not come in time.
+        StoreUnavailableError: the storage does not answer, so the agent must try again. After
+            `LONGEST_OUTAGE` seconds, this counts as a failure.
     """
-    place, kinds = action.place, records.PENDING_KINDS
-    names = [records.save_record("pending", action.save_id, kind) for kind in kinds]
-    if not any(map(place.has, names)):
-        place.wait_for(names[-1], Deadline(seconds))
-    return read_pending_manifest(action)
+    start = time.monotonic()
+    nbytes, failure = 0, ""
+    try:
+        nbytes = work()
+    except Exception as error:  # any error: the outcome must say it, or the save is never completed
+        is_outage = isinstance(error, StoreUnavailableError)
+        if is_outage and states.retry(place, stage, str(error), LONGEST_OUTAGE):
+            raise
+        level = logging.INFO if place.has(ABANDONED_MARKER) else logging.ERROR
+        is_expected = isinstance(error, (ShardwiseError, OSError))
+        failure = f"{type(error).__name__}: {error}"
+        log.log(level, "%s", failure, exc_info=not is_expected)
+    seconds = time.monotonic() - start
+    return StageOutcome(
+        seconds=seconds, bytes=nbytes, failure=failure, node=node, ended_at=time.time()
+    )
 
 
-def _read_existing(path: Path, record_type: type[Record]) -> Record:
-    record = read_record(path, record_type)
-    if record is None:
+def require_pending(place: SnapshotDirectory) -> PendingManifest:
+    """Return the pending manifest of a save, or the copy of it.
+
+    Raises:
+        StoreError: this node has neither, because the snapshot is being removed, or it is damaged.
+    """
+    pending = place.read_pending()
+    if pending is None:
         raise StoreError(
-            f"the record {path} was removed, because the snapshot was freed before this stage "
-            "ended: if you need this step in storage, save it again"
+            f"{place.path}: the pending manifest of save {place.save_id} was removed or is "
+            "damaged, so the save cannot be completed: save again"
         )
-    return record
+    return pending
 
 
-def free(action: Action) -> None:
-    """Free the memory of a snapshot, or of some of its saves.
+def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
+    """Return the agents of a snapshot's nodes, with the newest address that this node knows."""
+    if len(pending.nodes) == 1:  # only this node
+        return pending.nodes
+    manifests = [pending, *run.pending_manifests()]
+    newest = {info.node: info for each in manifests for info in each.nodes}
+    return [newest[info.node] for info in pending.nodes]
+
+
+def _find_entry(place: SnapshotDirectory, data_file: str) -> FileEntry | None:
+    """Return the entry of a file of this node, or None while it is not sealed.
+
+    Raises:
+        StoreError: its rank could not stage it, or its record is damaged.
+    """
+    if (entry := read_state(place).entries.get(data_file)) is not None:
+        return entry
+    part = read_record(rank_record_of(place, data_file), RankPart)
+    if part is not None and part.failure:
+        raise StoreError(part.failure)
+    return None
+
+
+def free(action: Action, states: SaveStates) -> None:
+    """Free the memory of a snapshot.
 
     Raises:
         SnapshotInUse: the snapshot is in use.
     """
-    if action.names:
-        free_saves(action.place, action.names)
-    elif action.why == REPLACED:
-        free_replaced(action.place)
+    if action.why == REPLACED:
+        free_replaced(action.place, states.lock)
     else:
-        free_unattended(action.place)
+        free_unattended(action.place, states.lock)
         step = action.place.step
         log.info("run %s: freed step %d: %s", action.place.run.name, step, action.why)
 

@@ -26,7 +26,6 @@ from shardwise.parts.memory.decide import (
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.parts.memory.observe import Observer
-from shardwise.parts.memory.records import REMOVE_OLD
 from shardwise.parts.memory.view import Failing
 
 OBSERVE_PERIOD = 1.0
@@ -46,6 +45,7 @@ class Agent:
         observer: the observer of the node. The caller holds the agent's lock.
         performers: the function that performs each kind of action.
         before_observing: a function to call before each observation.
+        stopping: set when the agent stops, so that long actions end.
     """
 
     def __init__(
@@ -53,13 +53,14 @@ class Agent:
         observer: Observer,
         performers: Mapping[str, Performer],
         before_observing: Callable[[], object] = lambda: None,
+        stopping: threading.Event | None = None,
     ) -> None:
         self._observer = observer
         self._performers = performers
         self._before_observing = before_observing
         self._retries = Retries(observer.clock)
         self._bell = threading.Event()
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
         self._lock = threading.Lock()
         self._queues: dict[tuple[str, str], list[AnyAction]] = {}  # each has a thread
         self._threads: list[threading.Thread] = []
@@ -121,7 +122,7 @@ class Agent:
         try:
             if not self._is_still_due(action):
                 return True
-            if isinstance(action, RunAction) or action.kind in (FREE, REMOVE_OLD):
+            if isinstance(action, RunAction) or action.kind == FREE:
                 self._performers[action.kind](action)
             else:
                 # While the lock is held, the snapshot cannot be freed.
@@ -268,8 +269,7 @@ class Retries:
                     attempts.failure,
                 )
                 for each, attempts in self._actions.items()
-                if attempts.failure
-                and (isinstance(each, Run) or (isinstance(each, Action) and each.save_id))
+                if attempts.failure and isinstance(each, (Run, Action))
             ]
 
     def forget_all_except(self, actions: Collection[AnyAction | Run]) -> None:

@@ -22,10 +22,10 @@ from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory import decide
 from shardwise.parts.memory.agent.actions import Follower, free, look_up_root
 from shardwise.parts.memory.agent.agent import Agent, Performer
-from shardwise.parts.memory.agent.lead import Leader, OpenedStores
+from shardwise.parts.memory.agent.lead import Leader
 from shardwise.parts.memory.agent.metrics import read_metrics
-from shardwise.parts.memory.agent.mirrors import Mirrors
-from shardwise.parts.memory.agent.server import BACKLOG, create_app, serve_connections
+from shardwise.parts.memory.agent.root_tasks import RootTasks
+from shardwise.parts.memory.agent.server import BACKLOG, Served, create_app, serve_connections
 from shardwise.parts.memory.files import listen_to_bell, read_record, write_record
 from shardwise.parts.memory.home import AGENT_LOCK, Home
 from shardwise.parts.memory.identity import (
@@ -38,11 +38,11 @@ from shardwise.parts.memory.identity import (
 )
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.options import Tls
-from shardwise.parts.memory.reclaim import finish_removals, remove_if_unused
-from shardwise.parts.memory.records import REMOVE_OLD, TOLD_STAGES, AgentInfo, schema
+from shardwise.parts.memory.reclaim import finish_freeing, finish_removals, remove_if_unused
+from shardwise.parts.memory.records import STAGES, AgentInfo, schema
 from shardwise.parts.memory.registry import Registration
 from shardwise.parts.memory.seal import MappedFiles
-from shardwise.parts.memory.view import tell
+from shardwise.parts.memory.view import on_this_node
 
 LOCK_TIMEOUT = 2.0
 IDLE_TIMEOUT = 10.0
@@ -88,10 +88,17 @@ def run_agent(
         node = read_or_create_node_name(home)
         mapped_files = MappedFiles()
         finish_removals(home)
-        observer = Observer(home, node)
-        mirrors = Mirrors()
-        performers = make_performers(home, node, observer, mapped_files, mirrors, tls)
-        agent = Agent(observer, performers, before_observing=mapped_files.unmap_removed)
+        stopping = threading.Event()
+        follower = Follower(node, mapped_files, tls, stopping=stopping)
+        tasks = RootTasks(follower.states, follower.stores)
+        observer = Observer(home, node, requested=follower.calls.stages_of)
+        performers = make_performers(home, observer, follower, tasks)
+
+        def before_observing() -> None:
+            mapped_files.unmap_removed()
+            follower.calls.forget_freed()
+
+        agent = Agent(observer, performers, before_observing, stopping)
         info = AgentInfo(
             node=node,
             url="",
@@ -104,34 +111,24 @@ def run_agent(
         context = None if tls is None else tls.for_server()
         listener = _open_listener(home, address, port)
         return asyncio.run(
-            _serve(home, agent, mirrors, info, listener, context, until_idle=until_idle)
+            _serve(home, agent, follower, tasks, info, listener, context, until_idle=until_idle)
         )
 
 
 def make_performers(
-    home: Home,
-    node: str,
-    observer: Observer,
-    mapped_files: MappedFiles,
-    mirrors: Mirrors,
-    tls: Tls | None,
+    home: Home, observer: Observer, follower: Follower, tasks: RootTasks
 ) -> dict[str, Performer]:
     """Return the function that performs each kind of action."""
-    stores = OpenedStores()
-    leader, follower = Leader(node, tls, stores), Follower(node, mapped_files, tls, stores)
+    leader = Leader(follower)
     return {
         "seal": follower.seal,
-        "collect": follower.collect,
-        **{tell(stage): follower.tell for stage in TOLD_STAGES},
-        "commit": leader.perform,
-        "protect": leader.perform,
-        "protect_others": follower.protect_others,
-        "persist": leader.perform,
-        "copy": follower.copy,
-        REMOVE_OLD: follower.remove_old,
+        **dict.fromkeys(STAGES, leader.perform),
+        **{on_this_node(stage): follower.answer for stage in STAGES},
+        decide.FOLLOW: follower.follow,
         decide.RESCUE: follower.rescue,
-        decide.MIRROR: lambda action: mirrors.catch_up(action.run),
-        decide.FREE: free,
+        decide.ROOT_TASK: lambda action: tasks.perform(action.run),
+        decide.FREE: partial(free, states=follower.states),
+        decide.FINISH_FREEING: lambda action: finish_freeing(action.run),
         decide.FREE_RUN: lambda action: remove_if_unused(home, action.run),
         decide.LOOK_UP_ROOT: partial(look_up_root, observer=observer),
     }
@@ -140,7 +137,8 @@ def make_performers(
 async def _serve(
     home: Home,
     agent: Agent,
-    mirrors: Mirrors,
+    follower: Follower,
+    tasks: RootTasks,
     info: AgentInfo,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
@@ -157,9 +155,16 @@ async def _serve(
     info = msgspec.structs.replace(info, url=f"{scheme}://{host}:{port}")
     threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
     write_metrics_token(home, info.token)
-    metrics = partial(read_metrics, home)
-    app = create_app(home.path, info.token, agent.wake, agent.list_failing, metrics)
-    async with serve_connections(app, listener, tls=tls):
+    served = Served(
+        home=home.path,
+        token=info.token,
+        wake=agent.wake,
+        calls=follower.calls,
+        states=follower.states,
+        list_failing=agent.list_failing,
+        list_metrics=partial(read_metrics, home),
+    )
+    async with serve_connections(create_app(served), listener, tls=tls):
         agent.start()
         agent.wake()
         write_record(home.info_path, info)
@@ -170,7 +175,7 @@ async def _serve(
             await _wait_for_end(home, info, ended, until_idle=until_idle)
         finally:
             log.info("stopping the agent; actions in progress have %.0f s to finish", STOP_TIMEOUT)
-            mirrors.stop()
+            tasks.stop()
             finished = await asyncio.to_thread(agent.stop, STOP_TIMEOUT)
             home.info_path.unlink(missing_ok=True)
     if not finished:
@@ -200,7 +205,7 @@ async def _wait_for_end(
             await asyncio.to_thread(release_free_memory)
             trimmed_at = time.monotonic()
         _restore_info(home, info)
-        if not until_idle or home.runs() or home.mirrored_runs():
+        if not until_idle or home.runs() or home.runs_with_tasks():
             busy_at = time.monotonic()
         elif time.monotonic() - busy_at > IDLE_TIMEOUT:
             log.info("the node stores nothing, and no training runs: exiting")

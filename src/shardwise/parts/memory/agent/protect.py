@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from zlib import crc32
 
-import msgspec
 import numpy as np
 
 from shardwise.kernel.deadline import Deadline
@@ -18,11 +17,11 @@ from shardwise.kernel.manifest.checksums import BLOCK, BlockTable
 from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import opened, read_record, write_record
+from shardwise.parts.memory.files import opened, read_record
 from shardwise.parts.memory.home import SnapshotDirectory
 from shardwise.parts.memory.rank_liveness import is_rank_alive
 from shardwise.parts.memory.reclaim import reuse_spare
-from shardwise.parts.memory.records import AgentInfo, PendingManifest, RingFile
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, RingFile
 from shardwise.parts.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe
 from shardwise.parts.memory.redundancy.placement import (
     Member,
@@ -74,7 +73,7 @@ def protect_others(
         StoreError: a node does not answer, and its data is needed.
         CorruptionError: the bytes of a node differ from the bytes that it sealed.
     """
-    _, manifest = place.read_manifest(pending.save_id)
+    _, manifest = place.read_manifest()
     protection = plan_protection(pending, manifest.files)
     entries = {entry.name: entry for entry in manifest.files}
     rings = protection.groups[: len(pending.rings)]
@@ -115,21 +114,21 @@ class _ProtectionFiles:
             index: the index of this node in the group.
         """
         copies = files_to_copy(group, index)
-        for number, (owner, name, size) in enumerate(copies):
-            with self._begin(group, index, number, name, size) as begun:
+        for owner, name, size in copies:
+            with self._begin(group, index, name, size) as begun:
                 if begun is not None:
                     self._fill_copy(*begun, self._entries[name], owner.node)
         nbytes = parity_file_size(group.chunk)
         for number in range(group.parity):
             name = parity_file_name(self._save_id, group, number)
-            with self._begin(group, index, number, name, nbytes) as begun:
+            with self._begin(group, index, name, nbytes) as begun:
                 if begun is not None:
                     self._fill_parity(*begun, group, index, number)
         return sum(size for _, _, size in copies) + group.parity * nbytes
 
     @contextmanager
     def _begin(
-        self, group: ProtectionGroup, index: int, number: int, name: str, size: int
+        self, group: ProtectionGroup, index: int, name: str, size: int
     ) -> Iterator[tuple[Buffer, RingFile | None] | None]:
         """Yield the memory of a file, and the record of the rank that began the file, if any.
 
@@ -139,7 +138,7 @@ class _ProtectionFiles:
             yield None
             return
         temporary = self._place.temporary_path(name)
-        ring_file = self._claim_ring_file(group, index, number, name)
+        ring_file = self._claim_ring_file(group, index, name)
         if ring_file is None:
             reuse_spare(self._place.run, size, temporary)
             with opened(temporary, os.O_RDWR | os.O_CREAT) as fd:
@@ -249,53 +248,38 @@ class _ProtectionFiles:
     def _log_difference(self, entry: FileEntry) -> None:
         log.warning("%s differs from the replica on this node; reading it again", entry.name)
 
-    def _claim_ring_file(
-        self, group: ProtectionGroup, index: int, number: int, name: str
-    ) -> RingFile | None:
+    def _claim_ring_file(self, group: ProtectionGroup, index: int, name: str) -> RingFile | None:
         """Wait for the copy or parity that a rank of this node makes, and claim it.
 
         Return None if the group is not a ring, the rank was lost, or the time is over.
 
         Args:
             index: the index of this node in the group.
-            number: the index of the file among the copies or parity chunks of the rank.
             name: the final name of the file.
         """
         if group not in self._rings:
             return None
         ((data_file, _),) = group.members[index].files
-        record = records.file_record(data_file, f"kept-{number}")
+        rank = self._entries[data_file].rank
+        record = self._place.path / records.rank_record(rank)
         for _ in self._deadline.attempts(pause=POLL_PAUSE):
             # Look for the process first: if the rank then ends, it has already written the record.
-            is_alive = is_rank_alive(self._place.run, self._entries[data_file].rank)
-            ring_file = read_record(self._place.path / record, RingFile)
-            if ring_file and (ring_file.file.startswith(".") or self._place.has(ring_file.file)):
-                return claim_ring_file(self._place, record, ring_file, name)
+            is_alive = is_rank_alive(self._place.run, rank)
+            part = read_record(record, RankPart)
+            made = [] if part is None else [each for each in part.made if each.name == name]
+            if made and (self._place.has(made[0].file) or self._place.has(f".{name}")):
+                return claim_ring_file(self._place, made[0])
             if not is_alive:
                 break
             self._place.refuse_abandoned()
         return None
 
 
-def claim_ring_file(
-    place: SnapshotDirectory, record: str, ring_file: RingFile, name: str
-) -> RingFile | None:
-    """Claim the copy or parity that a rank has begun, and return its record.
-
-    The file is renamed to the temporary name of `name`, and its record is updated. Return None if
-    the file is missing.
-
-    Args:
-        record: the name of the rank's record.
-        name: the final name of the file.
-    """
-    unclaimed = records.ring_file_name(record)
-    if not place.has(unclaimed):
-        return None
-    temporary = place.temporary_path(name)
-    write_record(place.path / record, msgspec.structs.replace(ring_file, file=temporary.name))
-    (place.path / unclaimed).rename(temporary)
-    return ring_file
+def claim_ring_file(place: SnapshotDirectory, made: RingFile) -> RingFile:
+    """Rename the copy or parity that a rank has begun to its temporary name; return its record."""
+    with suppress(FileNotFoundError):  # it was claimed before
+        (place.path / made.file).rename(place.temporary_path(made.name))
+    return made
 
 
 def _missing_ranges(known: Range, low: int, high: int) -> Iterator[Range]:

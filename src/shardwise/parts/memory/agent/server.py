@@ -10,12 +10,14 @@ import asyncio
 import errno
 import hmac
 import logging
+import math
 import os
 import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +27,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from shardwise.kernel.errors import StoreError
-from shardwise.kernel.manifest.manifest import MANIFEST, step_of_directory
-from shardwise.kernel.store.local_files import open_regular, write_atomically
+from shardwise.kernel.store.local_files import open_regular
 from shardwise.parts.memory.agent.metrics import CONTENT_TYPE, METRICS_PATH
 from shardwise.parts.memory.files import (
     LARGEST_RECORD,
@@ -34,11 +35,29 @@ from shardwise.parts.memory.files import (
     decode_record,
     encode_record,
 )
-from shardwise.parts.memory.home import Run, list_steps, open_below
+from shardwise.parts.memory.home import (
+    ABANDONED_MARKER,
+    Run,
+    SnapshotDirectory,
+    list_snapshots,
+    open_below,
+)
 from shardwise.parts.memory.identity import METRICS_SCOPE, info_for_run, make_run_token
 from shardwise.parts.memory.progress import read_progress
-from shardwise.parts.memory.records import PendingManifest, is_restored, pending_records
-from shardwise.parts.memory.remote.client import LONGEST_WAIT
+from shardwise.parts.memory.records import (
+    PENDING,
+    STAGES,
+    Outcomes,
+    PendingManifest,
+    is_restored,
+)
+from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
+from shardwise.parts.memory.states import (
+    SaveStates,
+    read_ended_outcomes,
+    read_state,
+    request_rescue,
+)
 from shardwise.parts.memory.view import Failing
 
 BACKLOG = 1024
@@ -52,9 +71,7 @@ SLOWEST_RATE = 1 << 20
 SEND_SIZE = 1 << 23
 MOST_BODY_BYTES = LARGEST_RECORD
 RUN_PATH = "/runs/{run:[0-9a-f]{16}}"
-_WRITABLE = re.compile(r"(pending-copy|(?!pending-|retain-)[a-z]+(-all)?)-[0-9a-f]{16}\.json")
-"""The records that other nodes may write: requests, outcomes and copies of pending manifests. Only
-the trainers and the agent of this node write the other records."""
+LONGEST_WAIT = 60.0
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 _STRANGERS = web.AppKey("strangers", dict[asyncio.Transport, None])
 """The connections over which no client has presented the secret yet, oldest first."""
@@ -69,36 +86,51 @@ log = logging.getLogger("shardwise.agent.requests")
 log.addFilter(_is_defect)
 
 
-def create_app(
-    home: Path,
-    token: str,
-    wake: Callable[[], None],
-    list_failing: Callable[[], list[Failing]] = list,
-    list_metrics: Callable[[], str] = str,
-) -> web.Application:
-    """Return the application that an agent serves.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an agent serves.
 
-    Args:
+    Attributes:
         home: the node's directory, which contains the directory `runs`.
         token: the secret that every request must present.
         wake: called from the event loop when there may be work. It must not block.
+        calls: the calls of other nodes.
+        states: the states of the saves on the node.
         list_failing: returns what the agent fails to do. It must not block.
         list_metrics: returns the metrics of the node, for Prometheus.
 
     Raises:
         ValueError: the token is empty.
     """
-    if not token:
-        raise ValueError("token='': pass a secret; without one, anybody could read the snapshots")
-    handlers = _Handlers(home, token, wake, list_failing, list_metrics)
-    app = web.Application(middlewares=[_require_token(token)])
+
+    home: Path
+    token: str
+    wake: Callable[[], None]
+    calls: ReceivedCalls = field(default_factory=ReceivedCalls)
+    states: SaveStates = field(default_factory=SaveStates)
+    list_failing: Callable[[], list[Failing]] = list
+    list_metrics: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise ValueError(
+                "token='': pass a secret; without one, anybody could read the snapshots"
+            )
+
+
+def create_app(served: Served) -> web.Application:
+    """Return the application that an agent serves."""
+    handlers = _Handlers(served)
+    app = web.Application(middlewares=[_require_token(served.token)])
     app[_STRANGERS] = {}
     app.router.add_get("/health", handlers.list_failing)
     app.router.add_get(METRICS_PATH, handlers.send_metrics)
     app.router.add_get(RUN_PATH, handlers.list_files)
     app.router.add_get(f"{RUN_PATH}/progress", handlers.list_progress)
-    app.router.add_get(f"{RUN_PATH}/{{step}}/{{name}}", handlers.send_file)
-    app.router.add_put(f"{RUN_PATH}/{{step}}/{{name}}", handlers.receive_record)
+    app.router.add_get(f"{RUN_PATH}/outcomes", handlers.list_outcomes)
+    app.router.add_get(f"{RUN_PATH}/{{snapshot}}/{{name}}", handlers.send_file)
+    app.router.add_post(f"{RUN_PATH}/{{snapshot}}/rescue", handlers.rescue)
+    app.router.add_post(f"{RUN_PATH}/{{snapshot}}/{{stage}}", handlers.call)
     app.on_response_prepare.append(_hide_versions)
     return app
 
@@ -182,109 +214,97 @@ class _Acceptor(asyncio.Protocol):
 
 
 class _Handlers:
-    """Handles requests; some of them wait until a file appears."""
+    """Handles requests; some of them wait until there is an answer."""
 
-    def __init__(
-        self,
-        home: Path,
-        token: str,
-        wake: Callable[[], None],
-        list_failing: Callable[[], list[Failing]],
-        list_metrics: Callable[[], str],
-    ) -> None:
-        self._home = home
-        self._token = token
-        self._list_metrics = list_metrics
-        self._wake = wake
-        self._list_failing = list_failing
-        self._bytes_received = 0
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._outcomes: dict[Run, Outcomes] = {}
 
     async def list_failing(self, request: web.Request) -> web.Response:
-        return _json(self._list_failing())
+        return _json(self._served.list_failing())
 
     async def send_metrics(self, request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(self._list_metrics)
+        text = await asyncio.to_thread(self._served.list_metrics)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def list_progress(self, request: web.Request) -> web.Response:
-        run = Run(self._home / "runs" / request.match_info["run"])
-        return _json(await asyncio.to_thread(read_progress, run))
+        return _json(await asyncio.to_thread(read_progress, self._run_of(request)))
 
     async def list_files(self, request: web.Request) -> web.Response:
-        return _json(list_steps(self._home, request.match_info["run"]))
+        return _json(list_snapshots(self._served.home, request.match_info["run"]))
 
-    async def send_file(self, request: web.Request) -> web.StreamResponse:
-        run, step, name = _path_of(request)
-        knows_secret = _presents(request, self._token)
-        if not knows_secret and not is_restored(name):
-            raise web.HTTPForbidden(text=f"the token of a run does not allow reading {name}")
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _requested_wait(request)
-        while (file := _open_file(self._home, run, step, name)) is None:
-            seconds_left = deadline - loop.time()
-            if seconds_left <= 0 or _is_closed(request):
-                raise web.HTTPNotFound
-            await asyncio.sleep(min(seconds_left, POLL_PERIOD))
-        with file:
-            if not knows_secret and pending_records([name]):
-                return web.Response(body=await asyncio.to_thread(_without_secrets, file, run, name))
-            return await _send_file(request, file)
+    async def list_outcomes(self, request: web.Request) -> web.Response:
+        """Send the outcomes of a run's stages, as soon as their version is another one."""
+        self._require_secret(request, "reading outcomes")
+        known, states = _number_in(request, "version"), self._served.states
+        async for _ in _attempts(request):
+            if states.version != known:
+                break
+        run = self._run_of(request)
+        found = self._outcomes.get(run)
+        if found is None or found.version != states.version:
+            found = await asyncio.to_thread(_read_outcomes, run, states.version)
+            self._outcomes = {run: found}
+        return _json(found)
 
-    async def receive_record(self, request: web.Request) -> web.Response:
-        run, step, name = _path_of(request)
-        if name != MANIFEST and not _WRITABLE.fullmatch(name):
-            raise web.HTTPBadRequest(text=f"other nodes may not write the record {name}")
-        async with self._receive_body(request) as data:
-            try:
-                await asyncio.to_thread(_write_record, self._home, run, step, name, data)
-            except OSError as error:
-                text = f"cannot write the record {name} of {step}: {error.strerror or error}"
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise web.HTTPInsufficientStorage(text=text) from error
-                raise web.HTTPInternalServerError(text=text) from error
-        self._wake()
+    async def call(self, request: web.Request) -> web.Response:
+        """Have this node do its part of a stage, and reply when it is done, or after a while."""
+        self._require_secret(request, "calling a node")
+        served, place, stage = self._served, self._snapshot_of(request), request.match_info["stage"]
+        if stage not in STAGES:
+            raise web.HTTPBadRequest(text=f"{stage} is not one of {', '.join(STAGES)}")
+        received = ReceivedCall(request.query.get("top", ""), _number_in(request, "patience"))
+        async for _ in _attempts(request):
+            if _is_discarded(place):
+                raise web.HTTPGone
+            if place.path.exists():
+                reply = served.calls.receive(place, stage, received)
+                if reply is not None:
+                    return web.Response(body=encode_record(reply))
+                served.wake()
+        if not place.path.exists():
+            raise web.HTTPNotFound(text=f"this node does not have {place.name} yet")
+        return web.Response(status=202)
+
+    async def rescue(self, request: web.Request) -> web.Response:
+        """Request that this node persists a snapshot."""
+        self._require_secret(request, "requesting a rescue")
+        place, node = self._snapshot_of(request), request.query.get("node", "")
+        try:
+            await asyncio.to_thread(request_rescue, self._served.states, place, node)
+        except OSError as error:
+            raise web.HTTPNotFound(text=f"cannot rescue {place.name}: {error}") from error
+        self._served.wake()
         return web.Response(status=204)
 
-    @asynccontextmanager
-    async def _receive_body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """Receive the body of a request, and yield it.
+    async def send_file(self, request: web.Request) -> web.StreamResponse:
+        place, name = self._snapshot_of(request), request.match_info["name"]
+        if not re.match(PLAIN_NAME, name):
+            raise web.HTTPBadRequest(text="the last part of the path is not a plain file name")
+        knows_secret = _presents(request, self._served.token)
+        if not knows_secret and not is_restored(name):
+            raise web.HTTPForbidden(text=f"the token of a run does not allow reading {name}")
+        file = _open_file(self._served.home, place.run.name, place.name, name)
+        if file is None:
+            raise web.HTTPNotFound
+        with file:
+            if not knows_secret and name == PENDING:
+                body = await asyncio.to_thread(_without_secrets, file, place.run.name, name)
+                return web.Response(body=body)
+            return await _send_file(request, file)
 
-        The body must have the length that the header states, and at most `LARGEST_RECORD` bytes.
-        The sum of all bodies that are being received is limited to `MOST_BODY_BYTES`. If a body
-        does not fit, the client gets status 503 and can try again later.
-        """
-        size = request.content_length
-        if size is None:
-            raise web.HTTPLengthRequired
-        if size > LARGEST_RECORD:
-            raise web.HTTPRequestEntityTooLarge(max_size=LARGEST_RECORD, actual_size=size)
-        body = bytearray()
+    def _require_secret(self, request: web.Request, what: str) -> None:
+        if not _presents(request, self._served.token):
+            raise web.HTTPForbidden(text=f"the token of a run does not allow {what}")
 
-        async def receive() -> None:
-            async for chunk in request.content.iter_any():
-                if self._bytes_received + len(chunk) > MOST_BODY_BYTES:
-                    raise web.HTTPServiceUnavailable(
-                        text="too many records are being received; try again later"
-                    )
-                self._bytes_received += len(chunk)
-                body.extend(chunk)
+    def _run_of(self, request: web.Request) -> Run:
+        return Run(self._served.home / "runs" / request.match_info["run"])
 
-        try:
-            try:
-                await asyncio.wait_for(receive(), STALL_TIMEOUT + size / SLOWEST_RATE)
-            except asyncio.TimeoutError as error:
-                raise web.HTTPRequestTimeout from error
-            except (ConnectionError, web.RequestPayloadError) as error:
-                raise web.HTTPBadRequest(
-                    text=f"the connection was closed after {len(body)} of {size} bytes of the body"
-                ) from error
-            if len(body) != size:
-                raise web.HTTPBadRequest(
-                    text=f"the body has {len(body)} bytes; the header states {size}"
-                )
-            yield body
-        finally:
-            self._bytes_received -= len(body)
+    def _snapshot_of(self, request: web.Request) -> SnapshotDirectory:
+        place = self._run_of(request).snapshot(request.match_info["snapshot"])
+        if place is None:
+            raise web.HTTPBadRequest(text="the path does not name the directory of a snapshot")
+        return place
 
 
 def _require_token(token: str) -> Middleware:
@@ -326,24 +346,25 @@ def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _path_of(request: web.Request) -> tuple[str, str, str]:
-    """Return run, step directory and file name of a request; each is a single path component."""
-    info = request.match_info
-    if not re.match(PLAIN_NAME, info["name"]):
-        raise web.HTTPBadRequest(text="the last part of the path is not a plain file name")
-    if step_of_directory(info["step"]) is None:
-        raise web.HTTPBadRequest(text="the path does not name the directory of a step")
-    return info["run"], info["step"], info["name"]
-
-
-def _requested_wait(request: web.Request) -> float:
+def _number_in(request: web.Request, name: str) -> float:
+    """Return a number of the query, 0 by default."""
     try:
-        wait = float(request.query.get("wait", "0"))
+        number = float(request.query.get(name, "0"))
     except ValueError:
-        wait = -1.0
-    if not wait >= 0.0:
-        raise web.HTTPBadRequest(text="wait= must be a number of seconds, 0 or more")
-    return min(wait, LONGEST_WAIT)
+        number = -1.0
+    if not 0.0 <= number < math.inf:
+        raise web.HTTPBadRequest(text=f"{name}= must be a number, 0 or more")
+    return number
+
+
+async def _attempts(request: web.Request) -> AsyncIterator[None]:
+    """Yield until the client waits no longer."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + min(_number_in(request, "wait"), LONGEST_WAIT)
+    yield
+    while (seconds_left := deadline - loop.time()) > 0 and not _is_closed(request):
+        await asyncio.sleep(min(seconds_left, POLL_PERIOD))
+        yield
 
 
 def _is_closed(request: web.Request) -> bool:
@@ -412,10 +433,13 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
         raise
 
 
-def _write_record(home: Path, run: str, step: str, name: str, data: bytearray) -> None:
-    """Write a record atomically, and create its directory."""
-    with (
-        open_below(home, "runs", run, step, make=True) as directory,
-        write_atomically(name, dir_fd=directory) as file,
-    ):
-        file.write(data)
+def _is_discarded(place: SnapshotDirectory) -> bool:
+    """Return whether this node has freed a snapshot, or is about to."""
+    return place.has(ABANDONED_MARKER) or (not place.path.exists() and place.ended_path.exists())
+
+
+def _read_outcomes(run: Run, version: int) -> Outcomes:
+    """Return the outcomes of the saves in memory, and of the last saves that were freed."""
+    saves = read_ended_outcomes(run)
+    saves |= {place.save_id: read_state(place).outcomes for place in run.snapshots()}
+    return Outcomes(version, saves)

@@ -12,10 +12,10 @@ from pathlib import Path
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store import open_store
 from shardwise.parts.memory import records
-from shardwise.parts.memory.agent.mirrors import mirror_tasks
+from shardwise.parts.memory.agent.root_tasks import mirror_tasks
 from shardwise.parts.memory.files import read_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
-from shardwise.parts.memory.observe import RecordCache, read_snapshots, why_retrying
+from shardwise.parts.memory.home import Home, Run
+from shardwise.parts.memory.observe import read_snapshots
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.rank_liveness import has_trainers, is_training
 from shardwise.parts.memory.records import AgentInfo
@@ -231,7 +231,7 @@ def read_mirrors(home: Home) -> Iterator[MirrorStatus]:
 
 def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
-    views = read_snapshots(run, cache=RecordCache(logs=False))
+    views = read_snapshots(run)
     snapshots = [_snapshot_status(each, node, now) for each in views]
     free = [_file_size(path) for path in run.free_directory.glob("*.slot")]
     return RunStatus(
@@ -239,7 +239,7 @@ def _run_status(run: Run, node: str) -> RunStatus:
         root=run.root(),
         training=has_trainers(run),
         bytes=sum(map(_file_size, run.path.rglob("*"))),
-        slots_used=sum(len(save.staged) for each in views for save in each.saves.values()),
+        slots_used=sum(len(each.staged) for each in views),
         slots_free=len(free),
         bytes_free=sum(free),
         lag={stage: _lag_of_stage(snapshots, stage) for stage in SHOWN_STAGES},
@@ -248,11 +248,11 @@ def _run_status(run: Run, node: str) -> RunStatus:
 
 
 def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
-    own = {each.file.name for save in view.saves.values() for each in save.staged}
+    own = {each.file.name for each in view.staged if each.file is not None}
     data = {
         n: _file_size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)
     }
-    protectors = _protectors(view.place, node)
+    protectors = _protectors(view, node)
     protect = _stage_status(view, "protect", now)
     if protect.state == "done" and not protectors:  # the run has neither copies nor parity
         protect = StageStatus()
@@ -269,21 +269,20 @@ def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatu
 
 
 def _stage_status(view: SnapshotView, stage: str, now: float) -> StageStatus:
-    """Return the status of a stage. If the step has several saves, prefer one that has ended."""
-    saves = view.saves.values()
-    ended = [save.stages[stage] for save in saves if save.state_of(stage).has_ended]
-    if not ended:
-        if not any(stage in save.open_stages for save in saves):
+    """Return the status of a stage."""
+    state, outcome = view.state_of(stage), view.state.outcomes.get(stage)
+    if not state.has_ended:
+        if stage not in view.open_stages:
             return StageStatus()
-        seconds = _seconds_between(view.staged_at, now)
-        reasons = (why_retrying(view.place, stage, save_id) for save_id in view.saves)
-        why = next(filter(None, reasons), "")
-        return StageStatus(state="under way", seconds=seconds, failure=why)
-    last = ended[-1]
+        seconds, retry = _seconds_between(view.staged_at, now), view.state.retries.get(stage)
+        failure = "" if retry is None else retry.describe(now)
+        return StageStatus(state="under way", seconds=seconds, failure=failure)
+    if outcome is None:  # it never began, because the commit failed
+        return StageStatus()
     return StageStatus(
-        state=last.state.value,
-        seconds=_seconds_between(view.staged_at, last.ended_at),
-        failure=last.outcome.failure if last.outcome else "",
+        state=state.value,
+        seconds=_seconds_between(view.staged_at, outcome.ended_at),
+        failure=outcome.failure,
     )
 
 
@@ -304,13 +303,13 @@ def _lag_of_stage(snapshots: list[SnapshotStatus], stage: str) -> StageLag:
     )
 
 
-def _protectors(place: SnapshotDirectory, node: str) -> list[str]:
+def _protectors(view: SnapshotView, node: str) -> list[str]:
     """Return the nodes that protect the files of a node in a snapshot, or will protect them."""
     found: set[str] = set()
-    for pending in place.pending_manifests():
+    if view.pending is not None:
         with suppress(FileNotFoundError, StoreError, ValueError):
-            files = place.read_manifest(pending.save_id)[1].files
-            for group, index in groups_of_node(plan_protection(pending, files), node):
+            files = view.place.read_manifest()[1].files
+            for group, index in groups_of_node(plan_protection(view.pending, files), node):
                 following = group.members[index + 1 :] + group.members[:index]
                 protecting = following if group.parity else following[: group.copies]
                 found |= {member.node for member in protecting}

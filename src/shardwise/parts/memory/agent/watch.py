@@ -46,7 +46,7 @@ class ProgressWatch:
         self._tls: ssl.SSLContext | None = None if tls is None else tls.for_client()
         self._asked_at: dict[tuple[str, str], float] = {}
         self._answers: dict[tuple[str, str], tuple[float, list[RankProgress]]] = {}
-        self._nodes: dict[str, tuple[int, list[AgentInfo]]] = {}
+        self._nodes: dict[str, tuple[str, list[AgentInfo]]] = {}
         self._lock = threading.Lock()
 
     def read(self) -> list[RunProgress]:
@@ -100,10 +100,10 @@ class ProgressWatch:
 
     def _nodes_of(self, run: Run) -> list[AgentInfo]:
         """Return the nodes of a run: those of the newest save, or else those that are known."""
-        newest = max(run.steps(), default=-1)
-        step, nodes = self._nodes.get(run.name, (-1, []))
-        if newest != step:  # a pending manifest is large, so it is read once
-            pending = run.snapshots()[-1].pending_manifests()
-            nodes = pending[0].nodes if pending else nodes
-            self._nodes[run.name] = newest, nodes
+        places = run.snapshots()
+        name, nodes = self._nodes.get(run.name, ("", []))
+        if places and places[-1].name != name:  # a pending manifest is large, so it is read once
+            pending = places[-1].read_pending()
+            nodes = nodes if pending is None else pending.nodes
+            self._nodes[run.name] = places[-1].name, nodes
         return nodes or run.known_nodes()

@@ -36,6 +36,7 @@ class SnapshotLocations(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         step: the step; None if no snapshot was found.
+        save_id: the id of the save.
         epoch: the epoch of the save; None if it is unknown.
         nodes_by_file: the nodes that have each file; empty for files that must be decoded. For the
             manifest, the node that provided it.
@@ -49,6 +50,7 @@ class SnapshotLocations(msgspec.Struct, array_like=True, frozen=True):
     """
 
     step: int | None = None
+    save_id: str = ""
     nodes_by_file: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     nodes: dict[str, AgentInfo] = {}
@@ -93,11 +95,12 @@ class AssembledStore(ReadOnlyStore):
         self._name = f"memory of run {run.name}, step {locations.step}"
         self._node = node
         mapped = frozenset(name for name, nodes in locations.nodes_by_file.items() if node in nodes)
-        self._local = LocalStore(run.step_path(locations.step))
+        self._place = SnapshotDirectory(run, locations.step, locations.save_id)
+        self._local = LocalStore(self._place.path)
         # Parts of the files may be in the memory of other nodes.
         self.traits = replace(self._local.traits, is_node_local=False, mapped=mapped)
         infos = list(locations.nodes.values())
-        self._nodes = Nodes(SnapshotDirectory(run, locations.step), infos, node, NODE_TIMEOUT, tls)
+        self._nodes = Nodes(self._place, infos, node, NODE_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys((LOCAL, OTHERS, DECODED), 0)
         self._count_lock = threading.Lock()
@@ -171,11 +174,8 @@ class AssembledStore(ReadOnlyStore):
     @contextmanager
     def lock(self, key: str, *, shared: bool = False) -> Iterator[bool]:
         """Prevent this node's files from being reclaimed while the block runs."""
-        if not (self._local.path / key).exists():
-            yield True
-            return
-        with self._local.lock(key, shared=True) as locked:
-            yield locked
+        with self._place.hold(shared=True) as locked:
+            yield locked or not self._place.path.exists()
 
     def at(self, name: str) -> Store:
         """Refuse: a snapshot has no subdirectories."""

@@ -16,23 +16,23 @@ from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
-from shardwise.kernel.manifest.manifest import step_directory
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.files import LARGEST_RECORD, PLAIN_NAME
-from shardwise.parts.memory.home import FilesOfSteps
+from shardwise.parts.memory.home import FilesOfSnapshots
 from shardwise.parts.memory.progress import NodeProgress, RankProgress
-from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.records import AgentInfo, Outcomes
 from shardwise.parts.memory.view import Failing
 
-LONGEST_WAIT, SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 60.0, 0.2, 1.0  # seconds
+SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
+_SNAPSHOT = re.compile(r"step-[0-9]+-[0-9a-f]{16}")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
@@ -41,6 +41,10 @@ SLOWEST_RATE = 1 << 20
 _PART = 1 << 14  # the size of a TLS record: a timeout applies to each record of a longer send
 T = TypeVar("T")
 _ABORTED = "aborted, because the snapshot was discarded, or the search for snapshots has ended"
+
+
+class Discarded(StoreError):  # noqa: N818
+    """The node has discarded the snapshot."""
 
 
 class AgentClient:
@@ -114,27 +118,75 @@ class AgentClient:
         path = f"{_url_path(run)}/progress"
         return self._request("GET", path, lambda r: self._decode(r, path, NodeProgress))
 
-    def list_files(self, run: str) -> FilesOfSteps:
+    def list_files(self, run: str) -> FilesOfSnapshots:
         """Return the files of a run on the node; empty if there are none."""
         path = _url_path(run)
-        return self._request("GET", path, lambda r: self._decode(r, path, FilesOfSteps))
+        return self._request("GET", path, lambda r: self._decode(r, path, FilesOfSnapshots))
 
-    def read(self, run: str, step: int, name: str, *, limit: int, wait: float = 0.0) -> bytes:
+    def read_outcomes(self, run: str, version: int, wait: float) -> Outcomes:
+        """Return how the stages of a run's saves have ended, as the node knows it.
+
+        Args:
+            version: the version of the last result; the node replies when it has another one.
+            wait: seconds after which it replies in any case.
+        """
+        path = f"{_url_path(run)}/outcomes?version={version}&wait={wait:.3f}"
+        return self._request("GET", path, lambda r: self._decode(r, path, Outcomes), wait=wait)
+
+    def call(
+        self,
+        run: str,
+        snapshot: str,
+        stage: str,
+        top: str,
+        *,
+        patience: float,
+        wait: float,
+    ) -> bytes | None:
+        """Call the node, and the nodes below it in the tree, to do their part of a stage.
+
+        Args:
+            snapshot: the name of the snapshot's directory.
+            top: the node that leads the stage.
+            patience: seconds that they wait for nodes that do not answer, and for what is missing.
+            wait: seconds after which the node answers, even if it has not finished.
+
+        Returns:
+            The encoded `SubtreeReply`; None if the node has not finished.
+
+        Raises:
+            FileNotFoundError: the node does not have the snapshot.
+            Discarded: it has discarded the snapshot.
+        """
+        query = f"top={quote(top, safe='')}&patience={patience:.3f}&wait={wait:.3f}"
+        path = f"{_url_path(run, snapshot, stage)}?{query}"
+
+        def read(response: HTTPResponse) -> bytes | None:
+            body = self._read_body(response, path, LARGEST_RECORD)
+            return body if response.status == 200 else None
+
+        return self._request("POST", path, read, body=b"", wait=wait)
+
+    def request_rescue(self, run: str, snapshot: str, node: str) -> None:
+        """Request that the node persists a snapshot, because a trainer was lost on another node."""
+        path = f"{_url_path(run, snapshot, 'rescue')}?node={quote(node, safe='')}"
+        self._request("POST", path, HTTPResponse.read, body=b"")
+
+    def read(self, run: str, snapshot: str, name: str, *, limit: int) -> bytes:
         """Return the contents of a small file.
 
         Args:
+            snapshot: the name of the snapshot's directory.
             limit: the largest size to accept, in bytes.
-            wait: seconds to wait for the file to appear; at most 60.
 
         Raises:
             FileNotFoundError: the node does not have the file.
             StoreError: the file is larger than `limit`.
         """
-        wait = min(max(wait, 0.0), LONGEST_WAIT)
-        path = _url_path(run, step, name) + (f"?wait={wait:.3f}" if wait else "")
-        return self._request("GET", path, lambda r: self._read_body(r, path, limit), wait=wait)
+        path = _url_path(run, snapshot, name)
+        return self._request("GET", path, lambda r: self._read_body(r, path, limit))
 
-    def read_range_into(self, run: str, step: int, name: str, offset: int, out: Buffer) -> None:
+    def read_range_into(self, run: str, snapshot: str, name: str, offset: int, out: Buffer) -> None:
         """Fill `out` with the bytes of a file from `offset`.
 
         Raises:
@@ -144,7 +196,7 @@ class AgentClient:
         if len(out) == 0:
             return
         requested = f"{offset}-{offset + len(out) - 1}"
-        request = f"{self}: bytes {requested} of {name} of step {step}"
+        request = f"{self}: bytes {requested} of {name} of {snapshot}"
 
         def fill(response: HTTPResponse) -> None:
             header = response.headers.get("Content-Range", "no range")
@@ -163,17 +215,7 @@ class AgentClient:
                 remaining = remaining[count:]
 
         headers = {"Range": f"bytes={requested}"}
-        self._request("GET", _url_path(run, step, name), fill, headers=headers)
-
-    def put(self, run: str, step: int, name: str, data: bytes) -> None:
-        """Write a record atomically on the node, and wake the agent.
-
-        Raises:
-            StoreError: the record is larger than 256 MiB, or the node has no space for it.
-        """
-        if len(data) > LARGEST_RECORD:
-            raise StoreError(f"{self}: {name}: {len(data):,} bytes; at most {LARGEST_RECORD:,}")
-        self._request("PUT", _url_path(run, step, name), HTTPResponse.read, body=data)
+        self._request("GET", _url_path(run, snapshot, name), fill, headers=headers)
 
     def _request(
         self,
@@ -203,7 +245,7 @@ class AgentClient:
                 self._give_back(connection, None)  # the agent closed the idle connection
                 connection = self._connect()
                 response = _send_request(connection, method, path, all_headers, body, deadline)
-            if response.status not in (200, 204, 206):
+            if response.status not in (200, 202, 204, 206):
                 raise _make_error(request, response)
             return read_response(response)
         except (StoreError, FileNotFoundError):
@@ -335,6 +377,8 @@ def _make_error(request: str, response: HTTPResponse) -> OSError:
     explanation = "".join(char for char in body if char.isprintable()) or response.reason
     if response.status == 404:
         return FileNotFoundError(f"{request}: not found")
+    if response.status == 410:
+        return Discarded(f"{request}: {explanation}")
     if response.status == 401:
         return StoreError(
             f"{request}: the agent refused this token: read the token of the agent that runs now"
@@ -357,15 +401,15 @@ def _parse_url(info: AgentInfo) -> tuple[str, int, bool]:
     return url.hostname, port, url.scheme == "https"
 
 
-def _url_path(run: str, step: int | None = None, name: str = "") -> str:
-    """Return the URL path of a run, or of a file of one of its steps."""
+def _url_path(run: str, snapshot: str = "", name: str = "") -> str:
+    """Return the URL path of a run, or of a file or stage of one of its snapshots."""
     if not _RUN_ID.fullmatch(run):
         raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
-    if step is None:
+    if not snapshot:
         return f"/runs/{run}"
-    if not re.match(PLAIN_NAME, name) or step < 0:
-        raise StoreError(f"{name!r} is not a plain file name (step {step} of run {run})")
-    return f"/runs/{run}/{step_directory(step)}/{name}"
+    if not re.match(PLAIN_NAME, name) or not _SNAPSHOT.fullmatch(snapshot):
+        raise StoreError(f"{name!r} of {snapshot!r} is not a file of a snapshot of run {run}")
+    return f"/runs/{run}/{snapshot}/{name}"
 
 
 def _send_request(

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from shardwise.kernel.errors import StoreError
+from shardwise.kernel.manifest.manifest import data_file
 from shardwise.parts.memory import records
 from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.options import Tls
@@ -56,7 +57,6 @@ class AgentWatch:
     Args:
         agents: the agents.
         place: the snapshot on this node.
-        save_id: the id of the save.
         clock: a monotonic clock, in seconds.
     """
 
@@ -64,12 +64,10 @@ class AgentWatch:
         self,
         agents: SaveAgents,
         place: SnapshotDirectory,
-        save_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agents = agents
         self._place = place
-        self._save_id = save_id
         self._clock = clock
         now = clock()
         self._start = now
@@ -160,15 +158,9 @@ class AgentWatch:
         if names is None:
             return
         now = self._clock()
-        marker = f"-{self._save_id}{records.COPYING_SUFFIX}"
-        is_copying = any(name.endswith(marker) for name in names)
-        requests = (
-            records.save_record("pending", self._save_id),
-            records.save_record(records.REMOVE_OLD, self._save_id),
-        )
-        if any(record in names for record in requests) or (
-            is_copying and now - self._start < LONGEST_COPY
-        ):
+        is_staged = data_file(0, self._place.save_id) in names
+        is_copying = records.rank_record(0) in names and not is_staged
+        if records.PENDING in names or (is_copying and now - self._start < LONGEST_COPY):
             self._save_seen_at = now
             self._times_missing = 0
             return
@@ -184,10 +176,10 @@ class AgentWatch:
         """Return the snapshot's files on the leader's node; None if its agent does not answer."""
         place, leader = self._place, self._agents.leader
         if leader is None:
-            return place.list_names("")
+            return place.list_names()
         try:
             with closing(_make_client(leader, self._agents.tls, timeout)) as client:
-                return client.list_files(place.run.name).get(place.step, {})
+                return client.list_files(place.run.name).get(place.name, {})
         except StoreError:
             return None
 

@@ -17,7 +17,7 @@ from shardwise.kernel.errors import FormatError, StoreError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import LARGEST_RECORD, decode_record
-from shardwise.parts.memory.home import Run, SnapshotDirectory, list_steps
+from shardwise.parts.memory.home import Run, SnapshotDirectory, list_snapshots
 from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
@@ -34,6 +34,7 @@ MOST_REQUESTS = 64
 MOST_READERS = 3
 """How many nodes are asked at most for the nodes of a snapshot."""
 MOST_FILES_SHOWN = 3
+NOT_COMMITTED = "not committed"
 T = TypeVar("T")
 
 
@@ -43,23 +44,24 @@ class NodeFiles(msgspec.Struct, array_like=True):
 
     Attributes:
         node: the name of the node.
-        steps: for each step, the name and size in bytes of each file.
+        snapshots: for each snapshot, by the name of its directory, the name and size in bytes of
+            each file.
         known_nodes: the agents of the nodes of the snapshots that this node has.
     """
 
     node: str
-    steps: dict[int, dict[str, int]]
+    snapshots: dict[str, dict[str, int]]
     known_nodes: list[AgentInfo] = []
 
 
 def list_own_files(run: Run, node: str) -> NodeFiles:
     """Return the files of a run on this node, whose name is `node`."""
     known = {info.node: info for pending in run.pending_manifests() for info in pending.nodes}
-    steps = {
-        step: {name: size for name, size in files.items() if records.is_restored(name)}
-        for step, files in list_steps(run.path.parents[1], run.name).items()
+    snapshots = {
+        snapshot: {name: size for name, size in files.items() if records.is_restored(name)}
+        for snapshot, files in list_snapshots(run.path.parents[1], run.name).items()
     }
-    return NodeFiles(node, steps, list(known.values()))
+    return NodeFiles(node, snapshots, list(known.values()))
 
 
 class Search:
@@ -101,7 +103,7 @@ class Search:
         self._deadline = deadline or Deadline(SEARCH_TIMEOUT)
         self._silent: dict[str, StoreError] = {}  # nodes that did not answer in time
         self._asked: dict[tuple[str, str], AgentInfo] = {}
-        self._manifests: dict[tuple[str, int], Manifest] = {}
+        self._manifests: dict[tuple[str, SnapshotDirectory], Manifest] = {}
         self._lock = threading.Lock()
         self._readers: Counter[str] = Counter()  # by save: the nodes that were asked for its nodes
         self._nodes_of_save: dict[str, list[AgentInfo]] = {}
@@ -172,52 +174,57 @@ class Search:
     def _list_files(self, client: AgentClient, info: AgentInfo, follows: bool) -> NodeFiles:
         """Return the files of the run on a node, as its agent lists them."""
         with closing(client):  # so few of the nodes have a connection at the same time
-            steps = client.list_files(self._run.name)
-            known = self._nodes_of_newest(client, steps) if follows else []
-        return NodeFiles(info.node, steps, known)
+            snapshots = client.list_files(self._run.name)
+            known = self._nodes_of_newest(client, snapshots) if follows else []
+        return NodeFiles(info.node, snapshots, known)
 
     def _nodes_of_newest(
-        self, client: AgentClient, steps: Mapping[int, Mapping[str, int]]
+        self, client: AgentClient, snapshots: Mapping[str, Mapping[str, int]]
     ) -> list[AgentInfo]:
         """Return the nodes of the newest snapshot whose pending manifest a node can provide.
 
         All nodes of a snapshot have the same list, which is long. So only a few of them are asked.
         """
         deadline = Deadline(READ_TIMEOUT)
-        for step in sorted(steps, reverse=True):
-            for name in records.pending_records(steps[step]):
-                if deadline.has_passed():  # the node answers too slowly
-                    return []
-                save_id = records.save_id_in_name(name)
+        places = [each for name in snapshots if (each := self._run.snapshot(name))]
+        for place in sorted(places, key=lambda each: each.step, reverse=True):
+            if records.PENDING not in snapshots[place.name]:
+                continue
+            if deadline.has_passed():  # the node answers too slowly
+                return []
+            save_id = place.save_id
+            with self._lock:
+                if self._readers[save_id] >= MOST_READERS:
+                    return self._nodes_of_save.get(save_id, [])
+                self._readers[save_id] += 1
+            try:
+                nodes = self._read_pending_of(client, place).nodes
+            except OSError:
                 with self._lock:
-                    if self._readers[save_id] >= MOST_READERS:
-                        return self._nodes_of_save.get(save_id, [])
-                    self._readers[save_id] += 1
-                try:
-                    data = client.read(self._run.name, step, name, limit=LARGEST_RECORD)
-                    nodes = decode_record(data, PendingManifest, name).nodes
-                except OSError:
-                    with self._lock:
-                        self._readers[save_id] -= 1
-                    continue
-                self._nodes_of_save[save_id] = nodes
-                return nodes
+                    self._readers[save_id] -= 1
+                continue
+            self._nodes_of_save[save_id] = nodes
+            return nodes
         return []
 
-    def read(self, node: str, step: int, name: str) -> bytes:
+    def _read_pending_of(self, client: AgentClient, place: SnapshotDirectory) -> PendingManifest:
+        data = client.read(self._run.name, place.name, records.PENDING, limit=LARGEST_RECORD)
+        return decode_record(data, PendingManifest, records.PENDING)
+
+    def read(self, node: str, place: SnapshotDirectory, name: str) -> bytes:
         """Return the contents of a small file of a node. A node that was silent is not asked again.
 
         Raises:
             OSError: the node does not answer, or does not have the file.
         """
         if node == self._here:
-            return SnapshotDirectory(self._run, step).read_file(name)
+            return place.read_file(name)
         if node in self._silent:
             raise self._silent[node]
         client = self._make_client(self.infos[node], RECONNECT_TIMEOUT)
         try:
             with closing(client):
-                return client.read(self._run.name, step, name, limit=LARGEST_RECORD)
+                return client.read(self._run.name, place.name, name, limit=LARGEST_RECORD)
         except StoreError as error:
             if isinstance(error.__cause__, TimeoutError):
                 self._silent[node] = error
@@ -273,63 +280,55 @@ class Search:
         self, step: int | None, damaged: int | None = None, nodes_read: Collection[str] = ()
     ) -> list[int]:
         """Return the steps to consider, newest first."""
-        retries_damaged = any(
-            damaged in each.steps and each.node not in nodes_read for each in self.nodes
-        )
-        steps = sorted({number for each in self.nodes for number in each.steps}, reverse=True)
+        nodes_of: dict[int, set[str]] = {}
+        for each in self.nodes:
+            for place in self._places_of(each):
+                nodes_of.setdefault(place.step, set()).add(each.node)
+        retries_damaged = not nodes_of.get(damaged or 0, set()) <= set(nodes_read)
         return [
             number
-            for number in steps
+            for number in sorted(nodes_of, reverse=True)
             if step in (None, number)
             and (damaged is None or number < damaged or (number == damaged and retries_damaged))
         ]
 
+    def _places_of(self, files: NodeFiles) -> list[SnapshotDirectory]:
+        return [each for name in files.snapshots if (each := self._run.snapshot(name))]
+
     def _assemble_step(self, step: int, epoch: int | None = None) -> SnapshotLocations | str:
         """Return where the files of a step are, or why the step cannot be read.
-
-        All nodes have the same manifest, unless a manifest is damaged, or a node was away when the
-        step was saved again. So each manifest is tried, until all files of a manifest are found.
 
         Args:
             step: the step.
             epoch: consider only saves of this epoch.
         """
+        places = [place for each in self.nodes for place in self._places_of(each)]
+        found = {place: self._read_pending(place) for place in places if place.step == step}
+        latest = sorted(found, key=lambda place: _age_of(found[place]), reverse=True)
         reasons: list[str] = []
-        tried_saves: set[str] = set()
-        for each in self.nodes:
-            files = each.steps.get(step, {})
-            # A node can have files of several saves of a step. Its manifest is of one of them.
-            saves = {save for name in files if (save := records.save_id_in_name(name))}
-            if MANIFEST not in files or (saves and saves <= tried_saves):
+        for place in latest:
+            pending = found[place]
+            if epoch is not None and (pending is None or pending.epoch != epoch):
                 continue
-            try:
-                manifest = self._read_manifest(each.node, step)
-            except (FormatError, OSError) as error:
-                reasons.append(f"node {each.node}: {error}")
-                continue
-            if manifest.save_id not in tried_saves:
-                tried_saves.add(manifest.save_id)
-                pending = self._read_pending(step, manifest.save_id)
-                if epoch is not None and (pending is None or pending.epoch != epoch):
-                    continue
-                found = self._why_superseded(step, pending) or self._assemble(
-                    step, manifest.files, pending, each.node
-                )
-                if not isinstance(found, str):
-                    return found
-                reasons.append(found)
-        return "; ".join(reasons) or "not committed"
+            locations = self._why_superseded(step, pending) or self._assemble(place, pending)
+            if not isinstance(locations, str):
+                return locations
+            reasons.append(locations)
+        return "; ".join(filter(None, dict.fromkeys(reasons))) or NOT_COMMITTED
 
-    def _read_manifest(self, node: str, step: int) -> Manifest:
+    def _read_manifest(self, node: str, place: SnapshotDirectory) -> Manifest:
         """Return a manifest, which is read from a node only once.
 
         Raises:
             OSError: the node does not answer, or does not have the manifest.
-            FormatError: the manifest is damaged.
+            FormatError: the manifest is damaged, or of another save.
         """
-        if (node, step) not in self._manifests:
-            self._manifests[node, step] = decode_manifest(self.read(node, step, MANIFEST))
-        return self._manifests[node, step]
+        if (node, place) not in self._manifests:
+            manifest = decode_manifest(self.read(node, place, MANIFEST))
+            if manifest.save_id != place.save_id:
+                raise FormatError(f"the manifest in {place.name} is of save {manifest.save_id}")
+            self._manifests[node, place] = manifest
+        return self._manifests[node, place]
 
     def _why_superseded(self, step: int, pending: PendingManifest | None) -> str:
         """Return why a save is superseded, or "" if it is not.
@@ -347,32 +346,53 @@ class Search:
             return "superseded: the run started anew"
         return f"superseded: the run resumed from step {resumption.step}"
 
-    def _read_pending(self, step: int, save_id: str) -> PendingManifest | None:
+    def _read_pending(self, place: SnapshotDirectory) -> PendingManifest | None:
         """Return the pending manifest of a save, from the first node where it is readable."""
-        names = [records.save_record("pending", save_id, kind) for kind in records.PENDING_KINDS]
         for each in self.nodes:
-            for name in names:
-                if name in each.steps.get(step, {}):
-                    with suppress(OSError):
-                        return decode_record(
-                            self.read(each.node, step, name), PendingManifest, name
-                        )
+            if records.PENDING in each.snapshots.get(place.name, {}):
+                with suppress(OSError):
+                    data = self.read(each.node, place, records.PENDING)
+                    return decode_record(data, PendingManifest, records.PENDING)
         return None
 
     def _assemble(
-        self, step: int, files: Sequence[FileEntry], pending: PendingManifest | None, source: str
+        self, place: SnapshotDirectory, pending: PendingManifest | None
     ) -> SnapshotLocations | str:
-        """Return where the files of a save are, or which cannot be read.
+        """Return where the files of a save are, or why it cannot be read.
+
+        All nodes have the same manifest, unless a manifest is damaged. So each one is tried.
 
         Args:
-            step: the step.
-            files: the files in the manifest of the save.
-            pending: its pending manifest, from which the protection is computed; None if no node
+            pending: the pending manifest, from which the protection is computed; None if no node
                 has it.
+        """
+        reasons: list[str] = []
+        for each in self.nodes:
+            if MANIFEST in each.snapshots.get(place.name, {}):
+                try:
+                    files = self._read_manifest(each.node, place).files
+                except (FormatError, OSError) as error:
+                    reasons.append(f"node {each.node}: {error}")
+                    continue
+                return self._find_files(place, files, pending, each.node)
+        return "; ".join(reasons)
+
+    def _find_files(
+        self,
+        place: SnapshotDirectory,
+        files: Sequence[FileEntry],
+        pending: PendingManifest | None,
+        source: str,
+    ) -> SnapshotLocations | str:
+        """Return where the files of a manifest are, or which of them cannot be read.
+
+        Args:
+            files: the files in the manifest of the save.
+            pending: as for `_assemble`.
             source: the node that provided the manifest.
         """
         size_of = {file.name: file.size for file in files}
-        files_of = {each.node: each.steps.get(step, {}) for each in self.nodes}
+        files_of = {each.node: each.snapshots.get(place.name, {}) for each in self.nodes}
         nodes_by_file: dict[str, list[str]] = {name: [] for name in size_of}
         for node, names in files_of.items():
             for name, size in names.items():
@@ -395,4 +415,11 @@ class Search:
         nodes_by_file[MANIFEST] = [source]
         infos = {node: self.infos[node] for node, names in files_of.items() if names}
         epoch = None if pending is None else pending.epoch
-        return SnapshotLocations(step, nodes_by_file, size_of, infos, protection, epoch=epoch)
+        return SnapshotLocations(
+            place.step, place.save_id, nodes_by_file, size_of, infos, protection, epoch=epoch
+        )
+
+
+def _age_of(pending: PendingManifest | None) -> tuple[int, float]:
+    """Return a key that sorts older saves of a step first."""
+    return (-1, 0.0) if pending is None else (pending.epoch, pending.saved_at)

@@ -1,27 +1,19 @@
-"""The nodes of a snapshot: reads and writes records on them, and reads their files."""
+"""The nodes of a snapshot: calls them, and reads their files."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.store import Buffer
-from shardwise.parts.memory.files import (
-    LARGEST_RECORD,
-    decode_record,
-    encode_record,
-    write_record,
-)
 from shardwise.parts.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.remote.client import AgentClient
 
-LOCAL_PAUSE = 0.005
 RETRY_PAUSE = 0.2
 ABANDONED_PERIOD = 0.05
 CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
@@ -30,8 +22,8 @@ T = TypeVar("T")
 
 
 class FinalError(StoreError):
-    """A retry is pointless: the run continued without a node, a node discarded the snapshot, or a
-    record is damaged."""
+    """A retry is pointless: the run continued without a node, a node discarded the snapshot, or its
+    reply is damaged."""
 
 
 class Nodes:
@@ -103,15 +95,33 @@ class Nodes:
             FileNotFoundError: the node does not have the file.
         """
         place = self._place
-        return self._client(node).read(place.run.name, place.step, name, limit=limit)
+        return self._client(node).read(place.run.name, place.name, name, limit=limit)
 
-    def write(self, node: str, name: str, record: object) -> None:
-        """Write a record on a node.
+    def call(
+        self, node: str, stage: str, top: str, *, patience: float, wait: float
+    ) -> bytes | None:
+        """Call another node to do its part of a stage; see `AgentClient.call`.
+
+        Returns:
+            The reply; None if the node has not finished after `wait` seconds.
 
         Raises:
-            StoreError: the node does not answer, or the snapshot was abandoned.
+            StoreError: the node does not answer, or has discarded the snapshot.
+            FileNotFoundError: the node does not have the snapshot.
         """
-        self.retry(lambda: self.write_once(node, name, record))
+        place = self._place
+        return self._client(node).call(
+            place.run.name, place.name, stage, top, patience=patience, wait=wait
+        )
+
+    def request_rescue(self, node: str) -> None:
+        """Request from another node that it persists the snapshot.
+
+        Raises:
+            StoreError: the node does not answer.
+        """
+        place = self._place
+        self._client(node).request_rescue(place.run.name, place.name, self.this_node)
 
     def retry(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Call it again while other nodes do not answer.
@@ -143,9 +153,9 @@ class Nodes:
             StoreError: the node does not answer, or the file ends earlier.
             FileNotFoundError: the node does not have the file.
         """
-        run, step = self._place.run.name, self._place.step
+        run, snapshot = self._place.run.name, self._place.name
         try:
-            self._client(node).read_range_into(run, step, name, offset, out)
+            self._client(node).read_range_into(run, snapshot, name, offset, out)
         except StoreError as error:
             self.raise_if_run_continued_without([node], error)
             raise
@@ -161,9 +171,9 @@ class Nodes:
         """
         step = self._place.step
         newer = [each for each in self._place.run.snapshots() if each.step > step]
-        manifests = (each.pending_manifests() for each in reversed(newer))
-        newest = next(filter(None, manifests), [])
-        present = {info.node for each in newest for info in each.nodes}
+        manifests = (each.read_pending() for each in reversed(newer))
+        newest = next(filter(None, manifests), None)
+        present = {info.node for info in newest.nodes} if newest is not None else set()
         absent = sorted(set(nodes) - present)
         if present and absent:
             raise FinalError(
@@ -201,44 +211,6 @@ class Nodes:
             tls=self._tls,
         )
 
-    def write_once(self, node: str, name: str, record: object) -> None:
-        """Write a record on a node, and do not try again.
-
-        Raises:
-            StoreError: the node does not answer.
-        """
-        data = record if isinstance(record, bytes) else encode_record(record)
-        if node == self.this_node:
-            write_record(self._place.path / name, data)
-            # The record may be a request to another thread of this agent.
-            self._place.run.wake_agent()
-        else:
-            self._client(node).put(self._place.run.name, self._place.step, name, data)
-
-    def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
-        """Wait at most `seconds` for a record. Return its bytes; None if it is missing.
-
-        Raises:
-            StoreError: the node does not answer.
-            FinalError: this node's record cannot be read.
-        """
-        place = self._place
-        if node != self.this_node:
-            with suppress(FileNotFoundError):
-                return self._client(node).read(
-                    place.run.name, place.step, name, limit=LARGEST_RECORD, wait=seconds
-                )
-            return None
-        for _ in Deadline(seconds).attempts(pause=LOCAL_PAUSE):
-            with suppress(FileNotFoundError):
-                try:
-                    return place.read_file(name)
-                except StoreError as error:
-                    raise FinalError(f"node {node}: {error}") from error
-            if place.has(ABANDONED_MARKER):
-                break
-        return None
-
     def refuse_abandoned(self) -> None:
         """Raise if the snapshot is abandoned.
 
@@ -250,16 +222,3 @@ class Nodes:
     def pause(self) -> None:
         """Wait before the next attempt to reach a node; not if the snapshot was abandoned."""
         self._abandoned.wait(RETRY_PAUSE)
-
-    def decode(self, node: str, name: str, data: bytes, record_type: type[T]) -> T:
-        """Return the value of a node's record.
-
-        Raises:
-            FinalError: the record is damaged.
-        """
-        is_here = node == self.this_node
-        label = self._place.path / name if is_here else f"{name} of step {self._place.step}"
-        try:
-            return decode_record(data, record_type, label)
-        except StoreError as error:
-            raise FinalError(f"node {node}: {error}") from error

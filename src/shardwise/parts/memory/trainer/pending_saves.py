@@ -8,15 +8,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.events import Event
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import SnapshotDirectory
-from shardwise.parts.memory.observe import read_outcome, read_stage_of_node, why_retrying
-from shardwise.parts.memory.records import StageOutcome
+from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.states import RecordCache, read_state
 from shardwise.parts.memory.trainer.copying import CopyProgress
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
 
@@ -36,7 +38,6 @@ class PendingSave:
     Attributes:
         agents: the agents that complete the save.
         place: the snapshot on this node.
-        save_id: the id of the save.
         stages: the stages to wait for, in order.
         logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
         deletes_older: whether this rank waits until older checkpoints are deleted from storage,
@@ -48,7 +49,6 @@ class PendingSave:
 
     agents: SaveAgents
     place: SnapshotDirectory
-    save_id: str
     stages: tuple[str, ...]
     logs_failures: bool
     deletes_older: bool = False
@@ -56,6 +56,12 @@ class PendingSave:
     watch: NodeWatch | None = None
     nbytes: int = 0
     _outcomes: dict[str, StageOutcome] = field(default_factory=dict)
+    _records: RecordCache = field(default_factory=RecordCache)
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save."""
+        return self.place.save_id
 
     @property
     def is_durable(self) -> bool:
@@ -132,11 +138,9 @@ class PendingSave:
         if copying is not None and copying.is_background and copying.ended:
             found.append(Event("copy", copying.began, copying.ended - copying.began))
         for stage in self.stages:
-            outcome, ended_at = read_stage_of_node(self.place, stage, self.save_id)
-            outcome = outcome or self._outcomes.get(stage)
-            if outcome is not None and (ended_at is not None or found):
-                last = found[-1].start + found[-1].seconds if found else 0.0
-                start = last if ended_at is None else ended_at + now - outcome.seconds
+            outcome = self._state.parts.get(stage) or self._outcomes.get(stage)
+            if outcome is not None:
+                start = outcome.ended_at + now - outcome.seconds
                 found.append(Event(stage, start, outcome.seconds, outcome.bytes))
         return tuple(found)
 
@@ -159,10 +163,10 @@ class PendingSave:
         Raises:
             StoreError: the stage failed.
         """
-        done = self._outcomes.get(stage) or self._read_outcome(stage)
+        done = self._outcomes.get(stage) or self._state.outcomes.get(stage)
         if done is None and stage in ("protect", records.REMOVE_OLD) and self._is_replaced():
             # A newer snapshot replaced this one, so these stages run for the newer one instead.
-            done = self._read_outcome(stage) or StageOutcome(save_id=self.save_id, stage=stage)
+            done = self._state.outcomes.get(stage) or StageOutcome(ended_at=time.time())
         if done is not None:
             self._outcomes[stage] = done  # kept, because the record is deleted with the run
         failure = self.staging_failure if done is None else done.failure
@@ -173,19 +177,14 @@ class PendingSave:
     def _describe_failure(self, stage: str) -> str:
         return f"step {self.place.step}: the stage {stage!r} of {self.place.path} failed"
 
-    def _read_outcome(self, stage: str) -> StageOutcome | None:
-        return read_outcome(self.place, stage, self.save_id)
+    @property
+    def _state(self) -> SaveState:
+        return read_state(self.place, self._records)
 
     def _is_replaced(self) -> bool:
         """Return whether the snapshot was committed and is no longer in memory."""
-        if (self._outcomes.get("commit") or self._read_outcome("commit")) is None:
-            return False
-        # The outcome of the commit leaves the directory with the snapshot. The request to remove
-        # old checkpoints leaves it once the request is done. Any other record with the id of the
-        # save may be a request that came too late.
-        commit = records.save_record("commit", self.save_id, "all")
-        request = records.save_record(records.REMOVE_OLD, self.save_id)
-        return not {commit, request}.intersection(self.place.list_names(".json"))
+        is_committed = "commit" in self._outcomes or "commit" in self._state.outcomes
+        return is_committed and not self.place.is_committed()
 
     def wait_for(self, stage: str, timeout: float | None) -> StageOutcome:
         """Wait until a stage has ended, and return its outcome.
@@ -197,7 +196,7 @@ class PendingSave:
             LostRankError: a node was lost before the save was committed.
             TimeoutError: `timeout` seconds have passed.
         """
-        watch = AgentWatch(self.agents, self.place, self.save_id)
+        watch = AgentWatch(self.agents, self.place)
         deadline = Deadline(timeout)
         notice = Deadline(RETRY_CHECK_PERIOD)
         check_nodes = None if self.watch is None else self.watch.make_throttled_check()
@@ -231,7 +230,8 @@ class PendingSave:
 
     def why_retrying(self, stage: str) -> str:
         """Return why the agent of this node tries a stage again, or "" if it does not."""
-        return why_retrying(self.place, stage, self.save_id)
+        retry = self._state.retries.get(stage)
+        return "" if retry is None else retry.describe(time.time())
 
 
 class PendingSaves:
@@ -340,11 +340,29 @@ class PendingSaves:
         """
         last = self._saves[-1]
         last.wait_for("commit", None)
-        if leads:
-            record = records.save_record("rescue", last.save_id)
-            write_record(
-                last.place.path / record, StageOutcome(save_id=last.save_id, stage="rescue")
-            )
+        if last.copying is not None:
+            last.copying.wait(last.agents.patience)  # then only this thread writes the record
         stages = ("commit", "protect", "persist")
+        name = records.rank_record(last.agents.rank)
+        _change(last.place, name, RankPart, {"stages": stages})
+        if leads:
+            _change(last.place, records.PENDING, PendingManifest, {"durable": True})
         self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)
         self._noted.discard(last.save_id)
+
+
+def _change(
+    place: SnapshotDirectory, name: str, kind: type[msgspec.Struct], fields: dict[str, object]
+) -> None:
+    """Change fields of a record of this rank.
+
+    Raises:
+        StoreError: there is no such record, or it is damaged.
+    """
+    record = read_record(place.path / name, kind)
+    if record is None:
+        raise StoreError(
+            f"step {place.step} cannot be persisted: {place.path / name} is gone, because the "
+            "snapshot was freed; save the step again"
+        )
+    write_record(place.path / name, msgspec.structs.replace(record, **fields))

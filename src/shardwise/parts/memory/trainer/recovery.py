@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from operator import itemgetter
@@ -16,9 +15,8 @@ from shardwise.kernel.decoding import prepare_decoding
 from shardwise.kernel.engine.checkpoint_directory import CheckpointDirectory
 from shardwise.kernel.engine.group import Group
 from shardwise.kernel.engine.rounds import Round, unite
-from shardwise.parts.memory import records
 from shardwise.parts.memory.home import Run
-from shardwise.parts.memory.observe import RecordCache, read_run_view
+from shardwise.parts.memory.observe import read_run_view
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.registry import (
     Entries,
@@ -28,6 +26,7 @@ from shardwise.parts.memory.registry import (
 )
 from shardwise.parts.memory.remote.assembled import AssembledStore, SnapshotLocations
 from shardwise.parts.memory.remote.search import NodeFiles, Search, list_own_files
+from shardwise.parts.memory.states import RecordCache
 
 if TYPE_CHECKING:
     from shardwise.parts.memory.trainer.snapshots import Snapshots
@@ -176,11 +175,9 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     with Round(group, "asking what was staged") as all_ranks:
         own: dict[str, tuple[int, int]] = {}
         for place in snapshots.run.snapshots() if snapshots.is_first_of_node else []:
-            staged = Counter(
-                records.save_id_in_name(each.file.name) for each in place.staged_files()
-            )
-            expected = {each.save_id: len(each.files) for each in place.pending_manifests()}
-            own |= {save: (staged[save], expected.get(save, 0)) for save in staged | expected}
+            pending = place.read_pending()
+            expected = 0 if pending is None else len(pending.files)
+            own[place.save_id] = len(place.staged_files()), expected
         return all_ranks.all_reduce(
             own, dict[str, tuple[int, int]], _add_counts, _complete_saves, set[str]
         )
@@ -210,11 +207,10 @@ def _wait_for_commits(run: Run, saves: set[str]) -> None:
 
     for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
         if not any(
-            save.save_id in saves
-            and save.has_staged
-            and not save.state_of("commit").has_ended
-            and snapshot.committed_save != save.save_id
-            for snapshot in read_run_view(run, cache).snapshots
-            for save in snapshot.saves.values()
+            each.place.save_id in saves
+            and each.staged
+            and not each.state_of("commit").has_ended
+            and not each.is_committed
+            for each in read_run_view(run, cache).snapshots
         ):
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -25,9 +25,6 @@ from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.manifest.checksums import BLOCK, block_checksums
 from shardwise.kernel.manifest.manifest import FileEntry, data_file
 from shardwise.kernel.store.store import Buffer
-from shardwise.parts.memory import records
-from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import SnapshotDirectory
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.records import RingFile
 from shardwise.parts.memory.redundancy.parity import encode_parity, parity_stripe
@@ -37,6 +34,7 @@ from shardwise.parts.memory.redundancy.placement import (
     files_to_copy,
     form_groups,
     make_ring_group,
+    parity_file_name,
     parity_file_size,
 )
 from shardwise.parts.memory.trainer.agents import Membership
@@ -48,6 +46,10 @@ _Held = tuple[bytes, tuple[int, int, int, int] | None]
 """The holding key of a rank; and the sizes in the entry of its file, or None if it writes none."""
 
 
+AddFile = Callable[[Slot, RingFile], None]
+"""Records a copy or parity that a rank has made, and moves it from its slot to the snapshot."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Ranks that hold the same data, in ring order.
@@ -56,11 +58,13 @@ class Ring:
         files: the file of each rank.
         group: the ring as a group of nodes, with one of these files each.
         index: the index of this rank in `files` and in `group`.
+        save_id: the id of the save.
     """
 
     files: tuple[FileEntry, ...]
     group: ProtectionGroup
     index: int
+    save_id: str
 
     @property
     def files_to_copy(self) -> list[FileEntry]:
@@ -144,6 +148,7 @@ class HeldTable:
         self._rings: list[list[int]] = []
         self._ring_of: dict[int, list[int]] = {}
         self._domain_of: dict[str, str] = {}
+        self._number_of: dict[int, int] = {}  # by the first rank of a ring with files
 
     def update(self, find_own: Callable[[], _Held], group: Group) -> bool:
         """Learn what other ranks hold now. All ranks call this together.
@@ -168,6 +173,8 @@ class HeldTable:
         keys = {rank: key for rank, (key, _) in found.held.items()}
         is_changed = any(self._held.get(rank, (b"", None))[0] != key for rank, key in keys.items())
         self._held |= found.held
+        if found.held:
+            self._number_of = {}
         return is_changed
 
     def form(self, options: Memory, membership: Membership, *, is_changed: bool) -> None:
@@ -185,6 +192,7 @@ class HeldTable:
             group_size=options.group,
         )
         self._ring_of = {rank: ring for ring in self._rings for rank in ring}
+        self._number_of = {}
 
     def rings_with_files(self) -> list[list[int]]:
         """Return the rings in which each rank writes a file."""
@@ -207,8 +215,13 @@ class HeldTable:
             (node, self._domain_of[node], file.name, file.size)
             for node, file in zip(nodes, files, strict=True)
         ]
-        protection = make_ring_group(members, copies=options.copies, parity=options.parity)
-        return Ring(files, protection, ranks.index(rank))
+        group = make_ring_group(members, copies=options.copies, parity=options.parity)
+        if group.parity:  # the names of its files contain that of the group
+            self._number_of = self._number_of or {
+                ring[0]: number for number, ring in enumerate(self.rings_with_files())
+            }
+            group = replace(group, name=str(self._number_of[ranks[0]]))
+        return Ring(files, group, ranks.index(rank), save_id)
 
     def _write_files(self, ranks: Sequence[int]) -> bool:
         return all(self._held[rank][1] is not None for rank in ranks)
@@ -267,7 +280,7 @@ def protect_ring(
     ring: Ring,
     fill_of: Callable[[FileEntry], Fill],
     take_slot: Callable[[int, Collection[str]], Slot],
-    place: SnapshotDirectory,
+    add: AddFile,
     pool: ThreadPoolExecutor,
     threads: int,
 ) -> None:
@@ -278,7 +291,7 @@ def protect_ring(
         fill_of: returns a function that copies ranges of another rank's file from this rank's
             replica, by offsets in the file.
         take_slot: returns a free slot of the given size, but none of the given names.
-        place: the snapshot on this node.
+        add: moves a filled slot to the snapshot.
         pool: the thread pool that copies.
         threads: the number of its threads.
 
@@ -286,19 +299,19 @@ def protect_ring(
         StoreError: there is not enough memory.
     """
     if ring.group.parity:
-        _make_parity(ring, fill_of, take_slot, place, threads)
+        _make_parity(ring, fill_of, take_slot, add, threads)
     for number, file in enumerate(ring.files_to_copy):
         slot = take_slot(file.size, ())
         low, high = range_in_replica(file)
         copy_range(fill_of(file), low, high, slot.buffer, pool)
-        _add_file(ring, place, number, slot, {file.name: (low, high)}, {})
+        add(slot, RingFile(_file_name(ring, number), file.name, {file.name: (low, high)}))
 
 
 def _make_parity(
     ring: Ring,
     fill_of: Callable[[FileEntry], Fill],
     take_slot: Callable[[int, Collection[str]], Slot],
-    place: SnapshotDirectory,
+    add: AddFile,
     threads: int,
 ) -> None:
     group, index = ring.group, ring.index
@@ -326,30 +339,13 @@ def _make_parity(
             low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
             ranges[name] = low, high
             checksums[name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
-        _add_file(ring, place, number, slot, ranges, checksums)
+        final = parity_file_name(ring.save_id, group, number)
+        add(slot, RingFile(_file_name(ring, number), final, ranges, checksums))
 
 
-def _add_file(
-    ring: Ring,
-    place: SnapshotDirectory,
-    number: int,
-    slot: Slot,
-    ranges: dict[str, tuple[int, int]],
-    checksums: dict[str, bytes],
-) -> None:
-    """Write the record of a file, and move the file from its slot to the snapshot.
-
-    Args:
-        number: the number of the file among the files that this rank makes.
-        slot: the filled slot.
-        ranges: the byte range of each data file that is included.
-        checksums: for parity, the checksums of the included blocks of each data file.
-    """
-    record = records.file_record(ring.files[ring.index].name, f"kept-{number}")
-    file = records.ring_file_name(record)
-    ring_file = RingFile(file, slot.name, ranges, checksums)
-    write_record(place.path / record, ring_file)  # the record comes first, as in `Staging`
-    slot.path.rename(place.path / file)
+def _file_name(ring: Ring, number: int) -> str:
+    """Return the name of a file of this rank until the agent renames it."""
+    return f"rank-{ring.files[ring.index].rank:05d}.made-{number}.bin"
 
 
 class _ReplicaReader:

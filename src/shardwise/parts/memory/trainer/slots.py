@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import mmap
 import os
 import secrets
@@ -17,12 +16,15 @@ from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.files import opened, regular_files
 from shardwise.parts.memory.home import Run
+from shardwise.parts.memory.records import RankPart, rank_record
+from shardwise.parts.memory.states import RecordCache
 from shardwise.parts.memory.trainer.device import CopyStreams
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
 PAGE_SIZE = mmap.PAGESIZE
 STAT_BLOCK = 512  # the unit of st_blocks, in bytes
 DELETION_TIMEOUT = 1.5  # seconds to wait for files that agents have deleted
+MOST_COUNTS = 8  # how often slots are counted at most, while snapshots are being freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,8 @@ class Slots:
 
     Args:
         run: the directories of the run on this node.
-        prefix: the start of the slots' names, which identifies their owner.
-        record_kind: the kind of the records (`records.file_record`) that each name a slot in use:
-            "staged" or "kept".
+        rank: the rank.
+        for_others: whether the slots are for copies and parity of other nodes' files.
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
@@ -85,15 +86,18 @@ class Slots:
     def __init__(
         self,
         run: Run,
-        prefix: str,
-        record_kind: str,
+        rank: int,
         count: int,
         page_locker: CopyStreams | None = None,
+        *,
+        for_others: bool = False,
     ) -> None:
         self._run = run
         self._directory = run.free_directory
-        self._prefix = prefix
-        self._record_pattern = f"r{prefix[1:]}*.{record_kind}*.json"
+        self._record = rank_record(rank)
+        self._for_others = for_others
+        self._prefix = f"{'k' if for_others else 'r'}{rank:05d}-"
+        self._records = RecordCache()
         self._count = count
         self._page_locker = page_locker
         self._mappings: dict[int, _Mapping] = {}
@@ -183,19 +187,34 @@ class Slots:
         files = regular_files(self._directory)
         return {name: files[name] for name in sorted(files) if name.startswith(self._prefix)}
 
-    def _used_count(self) -> int:
-        count = 0
-        for step in self._run.steps():
-            with suppress(FileNotFoundError):  # reclaimed meanwhile
-                names = os.listdir(self._run.step_path(step))
-                count += len(fnmatch.filter(names, self._record_pattern))
-        return count
+    def _used_in(self, directory: Path) -> int:
+        """Return how many slots are files of a snapshot, or of one that is being freed."""
+        with suppress(FileNotFoundError):  # reclaimed meanwhile
+            names = os.listdir(directory)
+            part = self._records.read(directory / self._record, RankPart)
+            if isinstance(part, RankPart):
+                own = [] if part.file is None else [{part.file.name}]
+                made = [{each.file, each.name, f".{each.name}"} for each in part.made]
+                return sum(
+                    not each.isdisjoint(names) for each in (made if self._for_others else own)
+                )
+        return 0
 
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
-        # Count these slots first, so that a slot that is freed meanwhile is not overlooked.
-        used = self._used_count()
-        return self._count - used - len(self._free_slots())
+        missing = 0
+        for _ in range(MOST_COUNTS):
+            # Count these slots first, so that a slot that is freed meanwhile is not overlooked.
+            directories = self._directories()
+            used = sum(map(self._used_in, directories))
+            missing = self._count - used - len(self._free_slots())
+            if missing <= 0 or directories == self._directories():
+                break
+        return missing
+
+    def _directories(self) -> list[Path]:
+        snapshots = [each.path for each in self._run.snapshots()]
+        return [*snapshots, *self._run.freed_directories()]
 
     def _new_name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,10 +18,11 @@ from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.errors import ShardwiseError, StoreError, describe_error
 from shardwise.kernel.events import Event, Watcher
 from shardwise.kernel.store import Store
-from shardwise.parts.memory.agent.mirrors import set_mirror_task
 from shardwise.parts.memory.agent.protect import find_protection_gaps
+from shardwise.parts.memory.agent.root_tasks import set_root_task
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage, resume_from
+from shardwise.parts.memory.node_tree import tree_of_nodes
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.progress import make_watcher
 from shardwise.parts.memory.rank_liveness import RankLock, forget_lost_ranks
@@ -78,6 +80,7 @@ class Snapshots:
         self._pending = PendingSaves()
         self._agent: AgentInfo | None = None  # of this node, at the last save
         self._held = HeldTable()
+        self._saved_at = 0.0  # when the last save was, on rank 0
         self.home, self.membership = join_run(root, options, group)
         self.run: Run = self.home.run(self.membership.lineage.run)
         node_of = self.membership.node_of
@@ -113,8 +116,8 @@ class Snapshots:
     def _reclaim(self) -> None:
         """Delete from this node the data of runs and ranks that have moved elsewhere."""
         forget_lost_ranks(self.run)
+        self.run.record_info(str(self.root), self.membership.nodes)
         remove_other_runs(self.home, self.run, str(self.root))
-        self.run.record_nodes(self.membership.nodes)
         node_of = self.membership.node_of
         delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
 
@@ -202,7 +205,7 @@ class Snapshots:
     def request_mirroring(self, task: StorageTask) -> None:
         """Have the agent of this node mirror the root."""
         try:
-            set_mirror_task(self.run, task)
+            set_root_task(self.run, task)
         except OSError as error:
             log.error("the agent of this node cannot mirror %s yet: %s", self.root, error)
         self.home.wake()
@@ -285,7 +288,7 @@ class Snapshots:
             self._pending.wait_for_retention()
             own = (
                 self._rank_lock.is_replaced(),
-                bool(self.run.steps()),
+                bool(self.run.snapshots()),
                 not self._pending.is_last_durable(),
             )
             is_replaced, has_steps, is_pending = all_ranks.all_reduce(
@@ -380,7 +383,7 @@ class Snapshots:
             storage: the root, and what to do there after the save.
             durable: whether to persist the snapshot.
         """
-        place = SnapshotDirectory(self.run, planned.request.step or 0)
+        place = SnapshotDirectory(self.run, planned.request.step or 0, planned.save_id)
         stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
         is_first = self._group.rank == 0
         source, ring, rings = self._join_ring(planned)
@@ -395,11 +398,11 @@ class Snapshots:
             pending=manifest,
             stages=stages,
             epoch=self.membership.lineage.epoch,
+            above=self._agents_above(),
         )
         pending = PendingSave(
             self._agents,
             place,
-            planned.save_id,
             stages,
             logs_failures=is_first,
             deletes_older=is_first and durable and storage.is_needed,
@@ -410,6 +413,12 @@ class Snapshots:
         self._pending.add(pending)
         return pending
 
+    def _agents_above(self) -> list[AgentInfo]:
+        """Return the agents above this node in the tree of the run, the nearest first."""
+        info_of = {info.node: info for info in self.membership.nodes}
+        tree = tree_of_nodes(self.membership.node_of[0], info_of, MOST_FAN_OUT)
+        return [info_of[node] for node in tree.above(self.node)]
+
     def _make_pending_manifest(
         self, planned: PlannedSave, storage: StorageTask, rings: list[list[str]], *, durable: bool
     ) -> Callable[[], PendingManifest]:
@@ -419,6 +428,7 @@ class Snapshots:
         owner, previous_owner = "", None
         if request.claim is not None:
             owner, previous_owner = request.claim.for_agents(force=request.takes_root)
+        self._saved_at = max(time.time(), self._saved_at + 1e-3)  # also if the clock is set back
         make = partial(
             PendingManifest,
             save_id=planned.save_id,
@@ -426,6 +436,7 @@ class Snapshots:
             nodes=self.membership.nodes,
             leader=node_of[0],
             epoch=self.membership.lineage.epoch,
+            saved_at=self._saved_at,
             owner=owner,
             previous_owner=previous_owner,
             rings=rings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,15 +21,15 @@ from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
-from shardwise.parts.memory.observe import RecordCache
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.reclaim import (
     bytes_needed_for_others,
     bytes_stored_for_others,
     free_uncommittable,
 )
-from shardwise.parts.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, RingFile
 from shardwise.parts.memory.redundancy.placement import parity_file_size
+from shardwise.parts.memory.states import RecordCache
 from shardwise.parts.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -39,7 +40,7 @@ THREADS = 4
 THREADS_WITH_OVERLAP = 1
 PAUSE, LONGEST_PAUSE = 0.002, 0.05
 BYTES_BETWEEN_RECORDS = 32 << 20
-"""How much of a durable save is copied until its marker says so again, for the agent."""
+"""How much of a durable save is copied until its record says so again, for the agent."""
 log = logging.getLogger("shardwise")
 
 
@@ -56,6 +57,7 @@ class SnapshotPart:
             stages calls it, because it takes a while for many tensors.
         stages: the stages that the snapshot will go through.
         epoch: the epoch of the run.
+        above: the agents of the nodes above this one in the tree of the run.
     """
 
     place: SnapshotDirectory
@@ -65,6 +67,7 @@ class SnapshotPart:
     pending: Callable[[], PendingManifest] | None
     stages: tuple[str, ...]
     epoch: int
+    above: list[AgentInfo]
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +120,7 @@ class Staging:
     ) -> None:
         self._home = home
         self._run = run
+        self._record_name = records.rank_record(rank)
         self._record_cache = RecordCache()
         self._nodes = nodes
         self._ranks_here = ranks_here
@@ -131,9 +135,9 @@ class Staging:
         self._copying: CopyProgress | None = None
         self._failure = ""
         slots = options.slots + 1
-        self._own_slots = Slots(run, f"r{rank:05d}-", "staged", slots, self._streams)
+        self._own_slots = Slots(run, rank, slots, self._streams)
         ring_slots = slots * max(options.copies, options.parity)
-        self._ring_slots = Slots(run, f"k{rank:05d}-", "kept", ring_slots, self._streams)
+        self._ring_slots = Slots(run, rank, ring_slots, self._streams, for_others=True)
         self.is_prepared = False  # whether slots were allocated
 
     def prepare(self, source: FileSource | None, ring: Ring | None) -> int:
@@ -275,13 +279,24 @@ class Staging:
             self._streams.record_copies()
             if part.ring is None:
                 copying.all_queued.set()
+            write_record(part.place.path / self._record_name, self._make_record(part))
             self._write_pending(part)
+
+    def _make_record(self, part: SnapshotPart, slot: str = "none", failure: str = "") -> RankPart:
+        return RankPart(
+            file=None if part.source is None else part.source.entry,
+            slot=slot,
+            snapshots_to_keep=self._options.slots,
+            stages=part.stages,
+            epoch=part.epoch,
+            failure=failure,
+            above=part.above,
+        )
 
     def _write_pending(self, part: SnapshotPart) -> None:
         """Pass the save to the agent, on rank 0, and wake the agent."""
         if part.pending is not None:
-            path = part.place.path / records.save_record("pending", part.planned.save_id)
-            write_record(path, part.pending())
+            write_record(part.place.path / records.PENDING, part.pending())
         self._home.wake()
 
     def _run_and_keep_failure(self, part: SnapshotPart, work: Callable[[], object]) -> str:
@@ -302,38 +317,31 @@ class Staging:
 
     def _record_failure(self, part: SnapshotPart, failure: str) -> None:
         """Make the leader's agent fail the commit now, instead of waiting for this rank's file."""
-        place = part.place
-        if part.source is None:
-            return
-        done = StageOutcome(save_id=part.planned.save_id, stage="stage", failure=failure)
+        path = part.place.path / self._record_name
         try:
-            write_record(place.path / records.file_record(part.source.entry.name, "failed"), done)
+            write_record(path, self._make_record(part, failure=failure))
             self._write_pending(part)
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: CopyProgress) -> None:
         """Copy this rank's file into a slot, and move the slot into the snapshot.
 
         Agents write a durable save to storage while it is copied, so they get it at once.
         """
-        place, file = part.place, source.entry.name
-        size, device_bytes = source.entry.size, _bytes_from_devices(source)
-        slot = self._wait_for_slot(self._own_slots, size, device_bytes)
-        staged = StagedFile(source.entry, slot.name, self._options.slots, part.stages, part.epoch)
-        marker = place.path / records.file_record(file, "copying")
-        write_record(marker, staged)
-        try:
-            passing = self._begin_to_write_pending(part) if part.is_durable else None
-            self._copy(part, source, slot, copying, _progress_recorder(marker, staged))
-            if passing is not None:
-                passing.result()
-        finally:
-            marker.unlink(missing_ok=True)  # before the file is staged, so that no marker is left
-        # The record comes first. If this process is killed in between, or the record cannot be
-        # written, the slot is still free, and a record without its file has no effect.
-        write_record(place.path / records.file_record(file, "staged"), staged)
-        slot.path.rename(place.path / file)
+        place, size = part.place, source.entry.size
+        slot = self._wait_for_slot(self._own_slots, size, _bytes_from_devices(source))
+        record, path = self._make_record(part, slot.name), place.path / self._record_name
+        # If this process is killed before the slot is moved, the slot is still free.
+        write_record(path, record)
+        passing = self._begin_to_write_pending(part) if part.is_durable else None
+        self._copy(part, source, slot, copying, _progress_recorder(path, record))
+        if passing is not None:
+            passing.result()
+        os.utime(slot.path)  # the time of the snapshot
+        slot.path.rename(place.path / source.entry.name)
         if part.is_durable:
             self._home.wake()
         else:
@@ -394,7 +402,15 @@ class Staging:
             device_bytes = self._bytes_to_lock(nbytes, ring)
             return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
 
-        protect_ring(ring, fill_of, take_slot, part.place, self._pool, self._threads)
+        record, path = self._make_record(part), part.place.path / self._record_name
+
+        def add(slot: Slot, made: RingFile) -> None:
+            nonlocal record
+            record = msgspec.structs.replace(record, made=(*record.made, made))
+            write_record(path, record)  # first, as for the rank's own file
+            slot.path.rename(part.place.path / made.file)
+
+        protect_ring(ring, fill_of, take_slot, add, self._pool, self._threads)
 
     def _wait_for_slot(
         self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
@@ -425,8 +441,8 @@ def _bytes_from_devices(source: FileSource) -> int:
     return source.entry.objects_at if source.devices else 0
 
 
-def _progress_recorder(marker: Path, staged: StagedFile) -> Callable[[int], None]:
-    """Return what records in the marker of a copy, now and then, how much is copied."""
+def _progress_recorder(path: Path, part: RankPart) -> Callable[[int], None]:
+    """Return what records, now and then, how much is copied."""
     recorded = 0
 
     def record(copied: int) -> None:
@@ -434,6 +450,6 @@ def _progress_recorder(marker: Path, staged: StagedFile) -> Callable[[int], None
         if copied - recorded >= BYTES_BETWEEN_RECORDS:
             recorded = copied
             with suppress(OSError):  # then the agent waits for the whole file
-                write_record(marker, msgspec.structs.replace(staged, copied=copied))
+                write_record(path, msgspec.structs.replace(part, copied=copied))
 
     return record

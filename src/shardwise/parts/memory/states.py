@@ -1,0 +1,184 @@
+"""The state of each save on a node: read by everybody, written by the node's agent alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from shardwise.kernel.errors import StoreError
+from shardwise.parts.memory.files import decode_record, read_record, regular_files, write_record
+from shardwise.parts.memory.home import ENDED_DIRECTORY, Run, SnapshotDirectory
+from shardwise.parts.memory.records import (
+    PENDING,
+    REMOVE_OLD,
+    STAGES,
+    PendingManifest,
+    Retry,
+    SaveState,
+    StageOutcome,
+)
+
+MOST_TOLD = 8
+"""How many freed saves an agent still tells the outcomes of."""
+T = TypeVar("T")
+
+
+class RecordCache:
+    """Reads each record once, and again only after the file was replaced.
+
+    A replaced file has another inode, modification time or size.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
+        self._used: set[tuple[Path, type]] = set()
+
+    def read(
+        self,
+        path: Path,
+        record_type: type[T],
+        decode: Callable[[bytes, type[T], object], T] = decode_record,
+    ) -> T | StoreError | None:
+        """Return a record, or the error if it is damaged; None if the file does not exist.
+
+        The field `manifest` of a `PendingManifest` is emptied, because its text can be large.
+
+        Args:
+            decode: decodes the file, like `decode_record`.
+        """
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        key, version = (path, record_type), (status.st_ino, status.st_mtime_ns, status.st_size)
+        self._used.add(key)
+        known = self._records.get(key)
+        if known is None or known[0] != version:
+            try:
+                record: T | StoreError | None = read_record(path, record_type, decode)
+            except StoreError as error:
+                record = error
+            if record is None:
+                return None
+            if isinstance(record, PendingManifest):
+                record = msgspec.structs.replace(record, manifest="")
+            known = self._records[key] = version, record
+        return known[1]  # type: ignore[return-value]
+
+    def forget_unused(self) -> None:
+        """Remove records that were not read since the last call from the cache."""
+        self._records = {key: each for key, each in self._records.items() if key in self._used}
+        self._used = set()
+
+
+def read_state(place: SnapshotDirectory, cache: RecordCache | None = None) -> SaveState:
+    """Return the state of a save, also after its snapshot was freed.
+
+    If the record is damaged, all stages have failed.
+    """
+    found = (cache or RecordCache()).read(place.state_path(), SaveState)
+    if not isinstance(found, StoreError):
+        return found or SaveState()
+    failed = StageOutcome(failure=f"the state of the save is lost: {found}")
+    return SaveState(outcomes=dict.fromkeys((*STAGES, REMOVE_OLD), failed))
+
+
+def read_ended_outcomes(run: Run) -> dict[str, dict[str, StageOutcome]]:
+    """Return the outcomes of the last saves whose snapshots were freed, by save and stage."""
+    files = regular_files(run.path / ENDED_DIRECTORY)
+    newest = sorted(files, key=lambda name: files[name].st_mtime)[-MOST_TOLD:]
+    found = {}
+    for name in newest:
+        with suppress(StoreError):  # it is damaged, and its snapshot is gone: nobody waits for it
+            if state := read_record(run.path / ENDED_DIRECTORY / name, SaveState):
+                found[name.removesuffix(".json")] = state.outcomes
+    return found
+
+
+class SaveStates:
+    """Changes the states of the saves on this node. The threads of an agent share it.
+
+    Attributes:
+        lock: held while a state is changed, and while a snapshot leaves its directory.
+        version: a number that is different after each change, also by the next agent.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.version = secrets.randbits(40)
+
+    def change(self, place: SnapshotDirectory, change: Callable[[SaveState], SaveState]) -> None:
+        """Change the state of a save.
+
+        Raises:
+            FileNotFoundError: this node has no record of the save any more.
+        """
+        with self.lock:
+            before = read_state(place)
+            after = change(before)
+            if after != before:
+                write_record(place.state_path(), after)
+                self.version += 1
+
+    def tell(self) -> None:
+        """Have the nodes below this one ask again, because there is something new."""
+        with self.lock:
+            self.version += 1
+
+    def end_part(self, place: SnapshotDirectory, stage: str, done: StageOutcome) -> None:
+        """Record how a stage ended on this node."""
+
+        def change(state: SaveState) -> SaveState:
+            parts = {**state.parts, stage: done}
+            return msgspec.structs.replace(state, parts=parts, retries=_without(state, stage))
+
+        self.change(place, change)
+
+    def end(self, place: SnapshotDirectory, stage: str, done: StageOutcome) -> None:
+        """Record how a stage ended on all nodes."""
+
+        def change(state: SaveState) -> SaveState:
+            outcomes = {**state.outcomes, stage: done}
+            return msgspec.structs.replace(state, outcomes=outcomes, retries=_without(state, stage))
+
+        self.change(place, change)
+
+    def retry(
+        self, place: SnapshotDirectory, stage: str, failure: str, longest_outage: float
+    ) -> bool:
+        """Record why a stage is tried again; return False if the attempts took too long."""
+        now = time.time()
+        earlier = read_state(place).retries.get(stage)
+        since = now if earlier is None else earlier.since
+        if now - since > longest_outage:
+            return False
+        attempts = 1 if earlier is None else earlier.attempts + 1
+        retry = Retry(failure=failure, since=since, attempts=attempts)
+        self.change(
+            place,
+            lambda state: msgspec.structs.replace(state, retries={**state.retries, stage: retry}),
+        )
+        return True
+
+
+def request_rescue(states: SaveStates, place: SnapshotDirectory, node: str) -> None:
+    """Record that a node requests to persist a snapshot, because a trainer was lost.
+
+    Raises:
+        OSError: this node does not have the snapshot.
+    """
+    if not place.has(PENDING):
+        raise FileNotFoundError(f"{place.path} has no pending manifest")
+    states.change(place, lambda state: msgspec.structs.replace(state, rescue=node or "unknown"))
+
+
+def _without(state: SaveState, stage: str) -> dict[str, Retry]:
+    return {each: retry for each, retry in state.retries.items() if each != stage}
