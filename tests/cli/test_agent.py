@@ -12,19 +12,22 @@ import pytest
 from rich.console import Console
 
 import shardwise as sw
-from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, Manifest, encode_manifest
+from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.parts.cli.agent_tables import show_runs, show_status
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Run as MemoryRun
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
+    RankPart,
     Retry,
-    StagedFile,
+    SaveState,
     StageOutcome,
 )
+from shardwise.parts.memory.states import read_state
 from shardwise.parts.tiers.options import StorageTask
 from tests.cli.conftest import Run
 
@@ -33,10 +36,9 @@ OWN, OTHER = f"r00000-{SAVE}.safetensors", f"r00001-{SAVE}.safetensors"
 STAGES = ("commit", "protect", "persist")
 
 
-def written(path: Path, note: object, ago: float) -> None:
-    """A note that was written so many seconds ago."""
-    write_record(path, note)
-    os.utime(path, (time.time() - ago,) * 2)
+def place_of(run: MemoryRun, step: int) -> SnapshotDirectory:
+    """The snapshot of a step."""
+    return SnapshotDirectory(run, step, SAVE)
 
 
 @pytest.fixture
@@ -47,28 +49,28 @@ def home(tmp_path: Path) -> Home:
     run = home.run(new_run_id())
     run.free_directory.mkdir(parents=True)
     (run.free_directory / "r00000-aa.slot").write_bytes(bytes(500))
+    now = time.time()
+    outcomes: dict[int, dict[str, str]] = {
+        1: {"commit": "", "protect": "", "persist": ""},
+        2: {"commit": "", "persist": "StoreError: full\x1b[31m"},
+        3: {},
+    }
+    retry = Retry(failure="no answer", since=now - 30, attempts=4)
     for step, ago in ((1, 50.0), (2, 40.0), (3, 10.0)):
-        there = run.step_path(step)
+        there = place_of(run, step).path
         there.mkdir()
-        (there / OWN).write_bytes(bytes(1000 * step))
         entry = FileEntry(OWN, 0, 1000 * step, 0, 0, 0, 0)
-        written(
-            there / records.file_record(OWN, "staged"), StagedFile(entry, "a.slot", 2, STAGES), ago
-        )
-    for step, stage, failure in (
-        (1, "commit", ""),
-        (1, "protect", ""),
-        (1, "persist", ""),
-        (2, "commit", ""),
-        (2, "persist", "StoreError: full\x1b[31m"),
-    ):
-        done = StageOutcome(save_id=SAVE, stage=stage, failure=failure)
-        written(run.step_path(step) / records.save_record(stage, SAVE, "all"), done, 35.0)
-    (run.step_path(1) / OTHER).write_bytes(bytes(700))
-    retry = Retry(
-        save_id=SAVE, stage="persist", failure="no answer", since=time.time() - 30, attempts=4
-    )
-    written(run.step_path(3) / records.save_record("persist", SAVE, "retry"), retry, 1.0)
+        part = RankPart(file=entry, snapshots_to_keep=2, stages=STAGES, epoch=0)
+        write_record(there / records.rank_record(0), part)
+        (there / OWN).write_bytes(bytes(1000 * step))
+        os.utime(there / OWN, (now - ago,) * 2)
+        ended = {
+            stage: StageOutcome(failure=failure, ended_at=now - 35.0)
+            for stage, failure in outcomes[step].items()
+        }
+        retries = {"persist": retry} if step == 3 else {}
+        write_record(there / records.STATE, SaveState(outcomes=ended, retries=retries))
+    (place_of(run, 1).path / OTHER).write_bytes(bytes(700))
     pending = PendingManifest(
         save_id=SAVE,
         step=1,
@@ -79,7 +81,7 @@ def home(tmp_path: Path) -> Home:
         storage=StorageTask(root="/root"),
         copies=1,
     )
-    write_record(run.step_path(1) / records.save_record("pending", SAVE, "copy"), pending)
+    write_record(place_of(run, 1).path / records.PENDING, pending)
     manifest = Manifest(
         save_id=SAVE,
         step=1,
@@ -89,7 +91,7 @@ def home(tmp_path: Path) -> Home:
         objects=(),
         tensors=msgspec.Raw(b"[]"),
     )
-    write_record(run.step_path(1) / MANIFEST, encode_manifest(manifest))
+    write_record(place_of(run, 1).manifest_path, encode_manifest(manifest))
     return home
 
 
@@ -158,8 +160,8 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
 
 def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:
     """The stage "protect" of a run on one node is done at once, and protects nothing."""
-    place = home.runs()[0].step_path(1)
-    (place / records.save_record("pending", SAVE, "copy")).unlink()
+    place = place_of(home.runs()[0], 1)
+    (place.path / records.PENDING).unlink()
     status = ["agent", "status", "--dir", home.path.parent]
 
     def shown_of_step_1() -> str:
@@ -167,7 +169,9 @@ def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, h
         return next(line.rstrip() for line in lines if line.split()[:1] == ["1"])
 
     assert shown_of_step_1().endswith("storage")
-    (place / records.save_record("persist", SAVE, "all")).unlink()
+    state = read_state(place)
+    left = {stage: done for stage, done in state.outcomes.items() if stage != "persist"}
+    write_record(place.path / records.STATE, msgspec.structs.replace(state, outcomes=left))
     assert shown_of_step_1().endswith("nothing")
     (one,) = run(*status, "--json").document["runs"]
     assert one["snapshots"][0]["protect"] == {"state": "", "seconds": None, "failure": ""}

@@ -8,16 +8,17 @@ from contextlib import contextmanager, suppress
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.parts.memory import decide
-from shardwise.parts.memory.agent.actions import free, look_up_root
+from shardwise.parts.memory.agent.actions import Follower, free, look_up_root
 from shardwise.parts.memory.agent.agent import Agent
-from shardwise.parts.memory.agent.mirrors import Mirrors
 from shardwise.parts.memory.agent.process import make_performers
+from shardwise.parts.memory.agent.root_tasks import RootTasks
 from shardwise.parts.memory.decide import decide_run
 from shardwise.parts.memory.files import listen_to_bell
 from shardwise.parts.memory.home import Home, Run, SnapshotInUse
 from shardwise.parts.memory.observe import Observer, read_run_view
 from shardwise.parts.memory.reclaim import remove_if_unused
 from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import SaveStates
 
 
 def free_decided(run: Run) -> bool:
@@ -26,7 +27,7 @@ def free_decided(run: Run) -> bool:
     for action in decide_run(read_run_view(run), 0.0):
         if action.kind == decide.FREE:
             try:
-                free(action)
+                free(action, SaveStates())
                 freed = True
             except SnapshotInUse as error:
                 held.append(error)
@@ -39,8 +40,8 @@ def _free_unlocked(action: decide.Action) -> None:
     """Free a snapshot, after the agent's process has released its locks."""
     for _ in Deadline(20.0).attempts(pause=0.01):
         with suppress(SnapshotInUse):
-            return free(action)
-    return free(action)
+            return free(action, SaveStates())
+    return free(action, SaveStates())
 
 
 class Attendant:
@@ -79,10 +80,17 @@ class Attendant:
 
 
 @contextmanager
-def agent_in_threads(home: Home, node: str) -> Iterator[Agent]:
-    """Run the agent of a node in this process while the block runs, without its server."""
-    observer = Observer(home, node)
-    agent = Agent(observer, make_performers(home, node, observer, MappedFiles(), Mirrors(), None))
+def agent_in_threads(home: Home, node: str, follower: Follower | None = None) -> Iterator[Agent]:
+    """Run the agent of a node in this process while the block runs, without its server.
+
+    Args:
+        follower: what a server of the node shares with the agent; None without a server.
+    """
+    follower = follower or Follower(node, MappedFiles())
+    tasks = RootTasks(follower.states, follower.stores)
+    observer = Observer(home, node, requested=follower.calls.stages_of)
+    performers = make_performers(home, observer, follower, tasks)
+    agent = Agent(observer, performers, stopping=follower.stopping)
     threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
     agent.start()
     agent.wake()

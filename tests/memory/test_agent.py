@@ -19,27 +19,31 @@ from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest, step_directory
 from shardwise.kernel.store import LocalStore
 from shardwise.parts.memory import records
+from shardwise.parts.memory.agent.actions import LONGEST_OUTAGE, Follower, try_stage
 from shardwise.parts.memory.agent.agent import Agent, Retries
-from shardwise.parts.memory.agent.lead import LONGEST_OUTAGE, Leader, try_stage
+from shardwise.parts.memory.agent.lead import Leader
 from shardwise.parts.memory.agent.process import release_free_memory
 from shardwise.parts.memory.decide import Action
-from shardwise.parts.memory.files import read_record, write_record
+from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
+    RankPart,
     Retry,
-    StagedFile,
+    SaveState,
     StageOutcome,
 )
-from shardwise.parts.memory.replies import Replies
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import StorageTask
 from tests.soak.steadiness import anonymous
 
 SAVE = "0" * 16
 FILE = f"r00000-{SAVE}.safetensors"
+ENTRY = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +56,22 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 @pytest.fixture
 def place(tmp_path: Path) -> SnapshotDirectory:
     """A snapshot with a file that is to be sealed."""
-    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 3)
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 3, SAVE)
     place.path.mkdir(parents=True)
-    entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / records.file_record(FILE, "staged"), StagedFile(entry, "slot", 2, ()))
+    part = RankPart(file=ENTRY, snapshots_to_keep=2, stages=(), epoch=0)
+    write_record(place.path / records.rank_record(0), part)
     (place.path / FILE).touch()
     return place
+
+
+def record_checksums(place: SnapshotDirectory) -> None:
+    """Record that the file is sealed."""
+    SaveStates().change(place, lambda _: SaveState(entries={FILE: ENTRY}))
+
+
+def is_sealed(place: SnapshotDirectory) -> bool:
+    """Whether the file is sealed."""
+    return FILE in read_state(place).entries
 
 
 class Trial:
@@ -120,12 +134,12 @@ def test_the_same_failure_of_many_snapshots_has_one_traceback(
 ) -> None:
     retries = Retries(lambda: 1000.0)
     for step in range(100):
-        each = SnapshotDirectory(place.run, step)
+        each = SnapshotDirectory(place.run, step, SAVE)
         each.path.mkdir(exist_ok=True)
-        retries.record_failure(Action("commit", each, SAVE), ValueError("no"))
+        retries.record_failure(Action("commit", each), ValueError("no"))
     assert logged.text.count("Traceback") == 0  # it was never raised
     assert len(logged.records) == 7, logged.text
-    retries.forget_all_except([Action("commit", place, SAVE)])
+    retries.forget_all_except([Action("commit", place)])
     assert len(retries._actions) == 1
 
 
@@ -133,39 +147,42 @@ def test_races_with_removal_are_no_errors(
     place: SnapshotDirectory, logged: pytest.LogCaptureFixture
 ) -> None:
     retries = Retries(lambda: 1000.0)
-    retries.record_failure(Action("commit", SnapshotDirectory(place.run, 4), SAVE), OSError("gone"))
-    retries.record_failure(Action("commit", place, SAVE), FileNotFoundError("manifest.json"))
+    gone = SnapshotDirectory(place.run, 4, SAVE)
+    retries.record_failure(Action("commit", gone), OSError("gone"))
+    retries.record_failure(Action("commit", place), FileNotFoundError("manifest.json"))
     place.abandon()
-    retries.record_failure(Action("commit", place, SAVE), StoreError("is abandoned"))
+    retries.record_failure(Action("commit", place), StoreError("is abandoned"))
 
     def refused() -> int:
         place.refuse_abandoned()
         return 1
 
-    assert "is abandoned" in try_stage(place, "persist", SAVE, "here", refused).failure
+    assert "is abandoned" in try_stage(SaveStates(), place, "persist", "here", refused).failure
     assert [each.levelname for each in logged.records] == ["INFO"] * 4
 
 
 def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: SnapshotDirectory) -> None:
-    path = place.path / records.save_record("persist", SAVE, "retry")
+    states = SaveStates()
 
     def no_answer() -> int:
         raise StoreUnavailableError("no answer")
 
     for attempts in (1, 2):
         with pytest.raises(StoreUnavailableError):
-            try_stage(place, "persist", SAVE, "here", no_answer)
-        retry = read_record(path, Retry)
-        assert retry is not None
+            try_stage(states, place, "persist", "here", no_answer)
+        retry = read_state(place).retries["persist"]
         assert (retry.attempts, retry.failure) == (attempts, "no answer")
-    done = try_stage(place, "persist", SAVE, "here", lambda: 7)
+    done = try_stage(states, place, "persist", "here", lambda: 7)
     assert (done.bytes, done.failure) == (7, "")
-    assert not path.exists()
+    states.end_part(place, "persist", done)
+    assert read_state(place).retries == {}
     long_ago = time.time() - LONGEST_OUTAGE - 1
-    write_record(path, Retry(save_id=SAVE, stage="persist", failure="", since=long_ago, attempts=9))
-    done = try_stage(place, "persist", SAVE, "here", no_answer)
+    retry = Retry(failure="", since=long_ago, attempts=9)
+    states.change(place, lambda _: SaveState(retries={"persist": retry}))
+    done = try_stage(states, place, "persist", "here", no_answer)
     assert (done.bytes, done.failure) == (0, "StoreUnavailableError: no answer")
-    assert not path.exists()
+    states.end(place, "persist", done)
+    assert read_state(place).retries == {}
 
 
 @pytest.mark.parametrize("resumed_from", [None, 3, 2])
@@ -179,7 +196,7 @@ def test_no_snapshot_is_persisted_of_a_step_that_the_run_has_left(
     stored = root / step_directory(3)
     stored.mkdir(parents=True)
     run = Home(tmp_path / "home").run(read_or_create_lineage(LocalStore(root)).run)
-    place = SnapshotDirectory(run, 3)
+    place = SnapshotDirectory(run, 3, made.save_id)
     place.path.mkdir(parents=True)
     (place.path / MANIFEST).write_bytes(manifest)
     for file in made.files:
@@ -193,18 +210,14 @@ def test_no_snapshot_is_persisted_of_a_step_that_the_run_has_left(
         leader="node",
         storage=StorageTask(root=str(root)),
     )
-    write_record(place.path / records.save_record("pending", made.save_id), pending)
-    outcome = StageOutcome(save_id=made.save_id, stage="commit", node="node")
-    write_record(place.path / records.save_record("commit", made.save_id, "all"), outcome)
-    reply = Replies.of_node(0, 1, {}).encode(made.save_id, "persist")
-    write_record(place.path / records.save_record("persist", made.save_id, "done"), reply)
+    write_record(place.path / records.PENDING, pending)
+    follower = Follower("node", MappedFiles())
+    follower.states.end(place, "commit", StageOutcome(node="node"))
+    follower.states.end_part(place, "persist", StageOutcome(node="node", bytes=1))
     if resumed_from is not None:
         resume_from(LocalStore(root), run.name, resumed_from)
-    Leader("node").perform(Action("persist", place, made.save_id))
-    found = read_record(
-        place.path / records.save_record("persist", made.save_id, "all"), StageOutcome
-    )
-    assert found is not None
+    Leader(follower).perform(Action("persist", place))
+    found = read_state(place).outcomes["persist"]
     assert (stored / MANIFEST).exists() == (resumed_from != 2)
     assert ("was resumed from an older step" in found.failure) == (resumed_from == 2)
 
@@ -214,8 +227,8 @@ def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
     tmp_path: Path, place: SnapshotDirectory, logged: pytest.LogCaptureFixture, hit: str
 ) -> None:
     run = Home(tmp_path).run(hit)
-    shutil.copytree(place.path, run.step_path(3))
-    (run.step_path(3) / f"of-no-rank-{SAVE}.copying.json").touch()
+    shutil.copytree(place.path, run.path / place.name)
+    (run.path / place.name / "rank-none.json").touch()
     trial = Trial(place)
     for _ in range(100):
         trial.round()
@@ -229,7 +242,7 @@ def test_a_run_that_cannot_be_observed_keeps_no_other_waiting(
 def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
-    other = SnapshotDirectory(Home(tmp_path).run("1" * 16), 3)
+    other = SnapshotDirectory(Home(tmp_path).run("1" * 16), 3, SAVE)
     shutil.copytree(place.path, other.path)
     begun: list[Run] = []
     release = threading.Event()
@@ -237,14 +250,14 @@ def test_a_run_whose_action_takes_long_keeps_no_other_waiting(
     def seal(action: Action) -> None:
         begun.append(action.place.run)
         release.wait(20.0)
-        write_record(action.place.path / records.file_record(FILE, "entry"), {})
+        record_checksums(action.place)
 
     agent = Agent(Observer(Home(tmp_path), "here"), {"seal": seal})
     agent.start()
     until(lambda: len(begun) == 2)
     release.set()
-    until((place.path / records.file_record(FILE, "entry")).exists)
-    until((other.path / records.file_record(FILE, "entry")).exists)
+    until(lambda: is_sealed(place))
+    until(lambda: is_sealed(other))
     assert agent.stop(20.0)
     assert sorted(run.name for run in begun) == [place.run.name, other.run.name]
 
@@ -275,7 +288,7 @@ def test_a_snapshot_that_others_hold_is_left_alone_and_no_error(
 def test_what_was_done_meanwhile_is_not_done_again(place: SnapshotDirectory) -> None:
     trial = Trial(place)
     (action,) = trial.agent.due_actions()
-    write_record(place.path / records.file_record(FILE, "entry"), {})
+    record_checksums(place)
     assert trial.agent.perform(action)
     assert trial.times == 0
     assert not trial.agent.due_actions()
@@ -295,7 +308,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
     def seal(action: Action) -> None:
         begun.append(action)
         release.wait(20.0)
-        write_record(place.path / records.file_record(FILE, "entry"), {})
+        record_checksums(place)
 
     agent = Agent(Observer(Home(tmp_path), "here"), {"seal": seal})
     agent.start()
@@ -304,7 +317,7 @@ def test_an_action_that_runs_is_not_begun_again(tmp_path: Path, place: SnapshotD
         time.sleep(0.005)
     until(lambda: begun)
     release.set()
-    until((place.path / records.file_record(FILE, "entry")).exists)
+    until(lambda: is_sealed(place))
     agent.wake()
     assert agent.stop(20.0)
     assert len(begun) == 1

@@ -76,8 +76,8 @@ def test_nodes_that_speak_tls_protect_and_serve_each_other(
     gang.run(train, root, str(shm), 2, 2, 2, world=2, copies=1, tls=tls)
     urls = [living(shm / f"node{n}").url for n in range(2)]
     assert all(url is not None and url.startswith("https:") for url in urls)
-    (copy,) = (shm / "node0").glob("**/step-00000002/r00001-*.safetensors")
-    (original,) = (shm / "node1").glob("**/step-00000002/r00001-*.safetensors")
+    (copy,) = (shm / "node0").glob("**/step-00000002-*/r00001-*.safetensors")
+    (original,) = (shm / "node1").glob("**/step-00000002-*/r00001-*.safetensors")
     assert copy.read_bytes() == original.read_bytes()
     copy.unlink()
     got = gang.run(recover_at_the_first_node, root, str(shm), tls=tls, world=1)

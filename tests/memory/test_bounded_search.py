@@ -28,11 +28,11 @@ from shardwise.kernel.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.kernel.store import LocalStore, publish_private
-from shardwise.parts.memory import records, registry
+from shardwise.parts.memory import registry
 from shardwise.parts.memory.files import encode_record
-from shardwise.parts.memory.home import MOST_EARLIER_NODES, Run
+from shardwise.parts.memory.home import MOST_EARLIER_NODES, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.memory.records import PENDING, AgentInfo, PendingManifest
 from shardwise.parts.memory.registry import NEWEST_FILE, NODES_DIRECTORY, NewestNodes, NodeEntry
 from shardwise.parts.memory.remote.search import NodeFiles, Search
 from shardwise.parts.memory.trainer import recovery
@@ -42,6 +42,13 @@ from tests.memory.test_server import RUN
 
 SIZE = 100
 KEPT = 2  # snapshots
+HERE = Run(Path(RUN))
+
+
+def place_of(snapshot: str) -> SnapshotDirectory:
+    place = HERE.snapshot(snapshot)
+    assert place is not None
+    return place
 
 
 def info_of(node: int) -> AgentInfo:
@@ -53,26 +60,26 @@ class World:
     """The live nodes, what they hold, and what the root says.
 
     Attributes:
-        disks: for each live node and step, the files.
+        disks: for each live node and snapshot, the files.
         recorded: the nodes that each node has recorded.
         asked: the nodes that the last restore has asked.
         unanswered: the nodes that the report of the last restore names as silent.
     """
 
     root: LocalStore
-    disks: dict[int, dict[int, dict[str, bytes]]] = field(default_factory=dict)
+    disks: dict[int, dict[SnapshotDirectory, dict[str, bytes]]] = field(default_factory=dict)
     recorded: dict[int, list[AgentInfo]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=lambda: Lineage(RUN))
     asked: list[str] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     saves: int = 0
-    pending_of: dict[str, PendingManifest] = field(default_factory=dict)
+    pending_of: dict[SnapshotDirectory, PendingManifest] = field(default_factory=dict)
 
     def restore_from_all(self) -> int | None:
         """The step that a search among all live nodes finds."""
         nodes = [self._files(node) for node in self.disks]
         infos = {f"n{node}": info_of(node) for node in self.disks}
-        search = Search(Run(Path("run")), "", nodes, infos, lineage=self.lineage)
+        search = Search(HERE, "", nodes, infos, lineage=self.lineage)
         search.read = self._read  # type: ignore[method-assign]
         return search.choose_snapshot(None).step
 
@@ -87,8 +94,10 @@ class World:
             def _make_client(self, info: AgentInfo, connect_timeout: float) -> Any:
                 world.asked.append(info.node)
                 return SimpleNamespace(
-                    list_files=lambda _: world._files(int(info.node[1:])).steps,
-                    read=lambda _, step, name, limit: world._read(info.node, step, name),
+                    list_files=lambda _: world._files(int(info.node[1:])).snapshots,
+                    read=lambda _, snapshot, name, limit: world._read(
+                        info.node, place_of(snapshot), name
+                    ),
                     abort=lambda: None,
                     close=lambda: None,
                 )
@@ -97,11 +106,11 @@ class World:
         for rank, node in enumerate(nodes):
             listed.nodes[rank] = self._files(node)
             listed.earlier |= set(self.recorded.get(node, []))
-            for name in (name for files in self.disks[node].values() for name in files):
-                listed.known |= set(self.pending_of[name].nodes if name in self.pending_of else [])
+            for place in self.disks[node]:
+                listed.known |= set(self.pending_of[place].nodes)
         snapshots: Any = SimpleNamespace(
             membership=SimpleNamespace(nodes=[info_of(n) for n in nodes], lineage=self.lineage),
-            run=SimpleNamespace(name=RUN),
+            run=HERE,
             node="",
             tls=None,
             root=self.root,
@@ -121,7 +130,11 @@ class World:
         infos = [info_of(node) for node in nodes]
         for node in nodes:
             disk = self.disks[node]
-            self.disks[node] = {s: f for s, f in disk.items() if step is not None and s <= step}
+            self.disks[node] = {
+                place: files
+                for place, files in disk.items()
+                if step is not None and place.step <= step
+            }
             earlier = [info for info in self.recorded.get(node, []) if info not in infos]
             self.recorded[node] = [*earlier[-MOST_EARLIER_NODES:], *infos]
         first = 1 if step is None else step + 1
@@ -159,14 +172,14 @@ class World:
             epoch=self.lineage.epoch,
             copies=1,
         )
-        copy = records.save_record("pending", save_id, "copy")
-        self.pending_of[copy] = pending
+        place = SnapshotDirectory(HERE, step, save_id)
+        self.pending_of[place] = pending
         for rank, node in enumerate(nodes):
-            files = {MANIFEST: encode_manifest(manifest), copy: encode_record(pending)}
+            files = {MANIFEST: encode_manifest(manifest), PENDING: encode_record(pending)}
             files |= {name: bytes(SIZE) for name in (names[rank], names[rank - 1])}
             disk = self.disks[node]
-            disk[step] = files
-            for old in sorted(disk)[:-KEPT]:
+            disk[place] = files
+            for old in sorted(disk, key=lambda each: each.step)[:-KEPT]:
                 del disk[old]
 
     def _publish(self, name: str, value: object) -> None:
@@ -176,12 +189,13 @@ class World:
     def _files(self, node: int) -> NodeFiles:
         if node not in self.disks:
             raise StoreError(f"n{node} is lost")
-        steps = self.disks[node].items()
-        return NodeFiles(f"n{node}", {s: {n: len(d) for n, d in f.items()} for s, f in steps})
+        disk = self.disks[node].items()
+        sizes = {place.name: {n: len(d) for n, d in files.items()} for place, files in disk}
+        return NodeFiles(f"n{node}", sizes)
 
-    def _read(self, node: str, step: int, name: str) -> bytes:
+    def _read(self, node: str, place: SnapshotDirectory, name: str) -> bytes:
         self._files(int(node[1:]))
-        return self.disks[int(node[1:])][step][name]
+        return self.disks[int(node[1:])][place][name]
 
 
 @st.composite

@@ -27,11 +27,12 @@ from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.parts.memory.identity import read_or_create_node_name
 from shardwise.parts.memory.lineage import Lineage, read_or_create_lineage, resume_from
-from shardwise.parts.memory.observe import RecordCache, read_snapshot
+from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import discard_superseded, free_uncommittable
-from shardwise.parts.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import RecordCache, SaveStates, request_rescue
 from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import Attendant
@@ -60,21 +61,23 @@ def leave(
     leader: str = GONE,
 ) -> None:
     """A snapshot of which this node has the part of rank 0."""
-    place = SnapshotDirectory(run, step)
-    save = f"{step:016x}"
+    place = place_of(run, step)
+    save = place.save_id
     stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
     file = FileEntry(f"r00000-{save}.safetensors", 0, 4, 0, 0, 0, 0)
     place.path.mkdir(parents=True)
     (place.path / file.name).write_bytes(b"data")
-    write_record(
-        place.path / records.file_record(file.name, "staged"),
-        StagedFile(file, f"r00000-{step}.slot", 2, stages, epoch),
-    )
-    for stage in ended:
-        write_record(
-            place.path / records.save_record(stage, save, "all"),
-            StageOutcome(save_id=save, stage=stage),
+    if epoch is not None:  # or nothing says when it was saved
+        part = RankPart(
+            file=file,
+            slot=f"r00000-{step}.slot",
+            snapshots_to_keep=2,
+            stages=stages,
+            epoch=epoch,
         )
+        write_record(place.path / records.rank_record(0), part)
+    outcomes = dict.fromkeys(ended, StageOutcome())
+    write_record(place.path / records.STATE, SaveState(outcomes=outcomes))
     if committed:
         manifest = Manifest(
             save_id=save,
@@ -97,7 +100,16 @@ def leave(
             durable=durable,
             storage=StorageTask(root=""),
         )
-        write_record(place.path / records.save_record("pending", save, "copy"), pending)
+        write_record(place.path / records.PENDING, pending)
+
+
+def place_of(run: Run, step: int) -> SnapshotDirectory:
+    return SnapshotDirectory(run, step, f"{step:016x}")
+
+
+def steps(run: Run) -> list[int]:
+    """The steps of the snapshots on this node."""
+    return [place.step for place in run.snapshots()]
 
 
 def went(*steps: int) -> Lineage:
@@ -110,7 +122,7 @@ def went(*steps: int) -> Lineage:
 
 def has_free(run: Run) -> bool:
     """Whether rank 0 finds a slot."""
-    return Slots(run, "r00000-", "staged", 3).has_free()
+    return Slots(run, 0, 3).has_free()
 
 
 def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
@@ -120,7 +132,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
     leave(run, 50, committed=False)
     assert not has_free(run)
     discard_superseded(run, 50, went(48), [HERE], 2)
-    assert run.steps() == [48]
+    assert steps(run) == [48]
     assert has_free(run)
 
 
@@ -128,7 +140,7 @@ def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) ->
     for step in (47, 48, 49):
         leave(run, step, ended=("commit",))
     discard_superseded(run, 49, went(), [HERE], 2)
-    assert run.steps() == [49]
+    assert steps(run) == [49]
     assert has_free(run)
 
 
@@ -136,16 +148,16 @@ def test_as_many_as_there_are_slots_stay(run: Run) -> None:
     for step in (46, 47, 48):
         leave(run, step, ended=("commit", "protect"))
     discard_superseded(run, 48, went(), [HERE], 2)
-    assert run.steps() == [47, 48]
+    assert steps(run) == [47, 48]
 
 
 def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     """Of nodes that are lost, one after the other, which may take long."""
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
-    write_record(run.step_path(47) / records.save_record("persist", f"{47:016x}"), {})
+    request_rescue(SaveStates(), place_of(run, 47), GONE)
     discard_superseded(run, 48, went(), [HERE], 2)
-    assert run.steps() == [46]
+    assert steps(run) == [46]
 
 
 def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> None:
@@ -153,7 +165,7 @@ def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> No
     leave(run, 4, ended=("commit", "protect"))
     leave(run, 5, committed=False)
     discard_superseded(run, 5, went(), [HERE], 2)
-    assert run.steps() == [4, 5]
+    assert steps(run) == [4, 5]
 
 
 def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) -> None:
@@ -161,11 +173,11 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
     leave(run, 44, ended=("commit", "protect"))
     leave(run, 45)
     discard_superseded(run, 45, went(), [HERE], 2)
-    assert run.steps() == [40, 45]
+    assert steps(run) == [40, 45]
     leave(run, 41, durable=True, leader=HERE, ended=("commit",))
     leave(run, 42, durable=True, leader=GONE, ended=("commit",))
     discard_superseded(run, 45, went(), [HERE], 2)
-    assert run.steps() == [40, 41, 45]
+    assert steps(run) == [40, 41, 45]
 
 
 @pytest.mark.parametrize("step", [2, None])
@@ -173,7 +185,7 @@ def test_what_is_newer_goes(run: Run, step: int | None) -> None:
     for each in (1, 2, 3, 4):
         leave(run, each, ended=("commit", "protect"))
     discard_superseded(run, step, went(), [HERE], 3)
-    assert run.steps() == ([] if step is None else [1, 2])
+    assert steps(run) == ([] if step is None else [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -186,20 +198,21 @@ def test_abandoned_is_what_is_known_to_be(
     """What nobody can tell of may be what the run goes on from."""
     leave(run, 7, epoch, committed=False)
     lineage = went(*([] if back_to is None else [back_to]))
-    assert is_superseded(read_snapshot(SnapshotDirectory(run, 7)), lineage) == expected
+    assert is_superseded(read_snapshot(place_of(run, 7)), lineage) == expected
 
 
 def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     leave(run, 7, 0)
-    place = SnapshotDirectory(run, 7)
-    assert is_superseded(read_snapshot(place), went(6))
-    file = FileEntry(f"r00000-{'f' * 16}.safetensors", 0, 4, 0, 0, 0, 0)
-    (place.path / file.name).write_bytes(b"data")
-    write_record(
-        place.path / records.file_record(file.name, "staged"),
-        StagedFile(file, "again.slot", 2, (), 1),
-    )
-    assert not is_superseded(read_snapshot(place), went(6))
+    assert is_superseded(read_snapshot(place_of(run, 7)), went(6))
+    again = SnapshotDirectory(run, 7, "f" * 16)
+    file = FileEntry(f"r00000-{again.save_id}.safetensors", 0, 4, 0, 0, 0, 0)
+    again.path.mkdir()
+    (again.path / file.name).write_bytes(b"data")
+    part = RankPart(file=file, slot="again.slot", snapshots_to_keep=2, stages=(), epoch=1)
+    write_record(again.path / records.rank_record(0), part)
+    assert not is_superseded(read_snapshot(again), went(6))
+    discard_superseded(run, 7, went(6), [HERE], 2)
+    assert run.snapshots() == [again]
 
 
 def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
@@ -209,7 +222,7 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     lineage = read_or_create_lineage(store)
     store.publish("run.json", msgspec.json.encode(Lineage(run.name)), replace=True)
     assert lineage.run != run.name
-    run.set_root(str(store))
+    run.record_info(str(store), [])
     for step in steps:
         resume_from(store, run.name, step)
     for step in (7, 8):
@@ -235,7 +248,7 @@ def test_a_node_that_is_idle_gives_memory_of_abandoned_branches_back(
 ) -> None:
     an_idle_node(idle_run, tmp_path / "root", 7)
     attendant(idle_run).after(10.0)
-    assert idle_run.steps() == [7]
+    assert steps(idle_run) == [7]
     assert not list(idle_run.free_directory.iterdir())
 
 
@@ -245,10 +258,10 @@ def test_a_node_that_is_idle_hears_later_that_its_run_has_gone_back(
     store = an_idle_node(idle_run, tmp_path / "root")
     agent = attendant(idle_run)
     agent.after(10.0)
-    assert idle_run.steps() == [7, 8]
+    assert steps(idle_run) == [7, 8]
     resume_from(store, idle_run.name, 6)
     agent.after(10.0)
-    assert idle_run.steps() == []
+    assert steps(idle_run) == []
 
 
 def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
@@ -261,9 +274,9 @@ def test_a_node_is_not_idle_that_has_been_without_trainers_for_a_moment(
     agent.after(10.0)
     lock.release()
     agent.after(9.0)
-    assert idle_run.steps() == [7, 8]
+    assert steps(idle_run) == [7, 8]
     agent.after(1.0)
-    assert idle_run.steps() == []
+    assert steps(idle_run) == []
 
 
 def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_path: Path) -> None:
@@ -271,10 +284,10 @@ def test_a_node_with_trainers_gives_nothing_back_by_itself(idle_run: Run, tmp_pa
     agent = attendant(idle_run)
     lock = RankLock(idle_run, 0)
     agent.after(1e6)
-    assert idle_run.steps() == [7, 8]
+    assert steps(idle_run) == [7, 8]
     lock.release()
     agent.after(10.0)
-    assert idle_run.steps() == []
+    assert steps(idle_run) == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "another's", "damaged"])
@@ -289,19 +302,19 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
         text = record.read_text().replace(idle_run.name, new_run_id())
         record.write_text(text if damage == "another's" else "{")
     attendant(idle_run).after(10.0)
-    assert idle_run.steps() == [7, 8]
+    assert steps(idle_run) == [7, 8]
 
 
 def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
-    save = f"{step:016x}"
-    note = StageOutcome(save_id=save, stage="commit", failure="a node is lost")
-    write_record(run.step_path(step) / records.save_record("commit", save, "all"), note)
+    done = StageOutcome(failure="a node is lost")
+    SaveStates().end(place_of(run, step), "commit", done)
 
 
 def aged(run: Run, step: int, seconds: float) -> None:
-    (note,) = run.step_path(step).glob("*.staged.json")
-    os.utime(note, (time.time() - seconds,) * 2)
+    """It was staged so many seconds ago."""
+    (file,) = place_of(run, step).path.glob("*.safetensors")
+    os.utime(file, (time.time() - seconds,) * 2)
 
 
 def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
@@ -313,9 +326,8 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
         aged(run, step, 60)
     free_uncommittable(run, 30, RecordCache())
     # 1 is committed, 5 is to be persisted, 6 may still be committed, and 7 is the newest.
-    assert run.steps() == [1, 5, 6, 7]
-    free = {path.name for path in run.free_directory.iterdir()}
-    assert free == {f"r00000-{s}.slot" for s in (2, 3, 4)}
+    assert steps(run) == [1, 5, 6, 7]
+    assert len(list(run.free_directory.glob("r00000-*.slot"))) == 3
 
 
 LINGER, LONGEST = UNTIL_FREED_IF_STORED, UNTIL_FREED
@@ -333,7 +345,7 @@ class Node:
     def after(self, seconds: float) -> int:
         """Return how many snapshots are left so many seconds later."""
         self._agent.after(seconds)
-        return sum(len(run.steps()) for run in self._agent.home.runs())
+        return sum(len(steps(run)) for run in self._agent.home.runs())
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""

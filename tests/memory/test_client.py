@@ -24,16 +24,21 @@ from hypothesis import strategies as st
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
-from shardwise.parts.memory.files import LARGEST_RECORD
+from shardwise.parts.memory.files import decode_record
 from shardwise.parts.memory.options import Tls
-from shardwise.parts.memory.records import AgentInfo
-from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.records import PENDING, AgentInfo, StageOutcome, SubtreeReply
+from shardwise.parts.memory.remote.calls import ReceivedCall
+from shardwise.parts.memory.remote.client import AgentClient, Discarded
+from shardwise.parts.memory.states import read_state
 from shardwise.testing.store_suite import UNSAFE
 from tests.breadth import examples
 from tests.memory.certificates import Authority
 from tests.memory.test_server import (
     DATA,
+    REPLY,
     RUN,
+    SAVE,
+    STEP,
     TOKEN,
     Served,
     noise,
@@ -41,14 +46,15 @@ from tests.memory.test_server import (
 )
 
 SIZE = 300_007
+OTHER = f"step-00000012-{SAVE}"
 CHILD = """
 import asyncio, socket, sys
 from pathlib import Path
 from typing import Any
-from shardwise.parts.memory.agent.server import create_app, serve_connections
+from shardwise.parts.memory.agent.server import Served, create_app, serve_connections
 
 async def main():
-    app = create_app(Path(sys.argv[1]), sys.argv[2], lambda: None)
+    app = create_app(Served(home=Path(sys.argv[1]), token=sys.argv[2], wake=lambda: None))
     listener = socket.create_server(("127.0.0.1", 0))
     async with serve_connections(app, listener):
         print(listener.getsockname()[1], flush=True)
@@ -93,7 +99,7 @@ def client(shared: Served) -> Iterator[AgentClient]:
 def test_ranges_land_in_memory(client: AgentClient, low: int, count: int) -> None:
     expected = np.frombuffer(noise(SIZE), np.uint8)[low : low + count]
     out = np.zeros(count + 2, np.uint8)
-    client.read_range_into(RUN, 10, DATA, low, out[1 : 1 + len(expected)])
+    client.read_range_into(RUN, STEP, DATA, low, out[1 : 1 + len(expected)])
     assert (out[1 : 1 + len(expected)] == expected).all()
     assert out[0] == 0
     assert not out[1 + len(expected) :].any()
@@ -102,43 +108,92 @@ def test_ranges_land_in_memory(client: AgentClient, low: int, count: int) -> Non
 def test_a_range_past_the_end_is_an_error(client: AgentClient) -> None:
     for low, count in [(SIZE, 1), (SIZE - 5, 6), (0, SIZE + 1)]:
         with pytest.raises(StoreError, match="node-b"):
-            client.read_range_into(RUN, 10, DATA, low, np.zeros(count, np.uint8))
+            client.read_range_into(RUN, STEP, DATA, low, np.zeros(count, np.uint8))
 
 
 def test_small_verbs(shared: Served, client: AgentClient) -> None:
     assert client.list_failing() == []
-    assert client.read(RUN, 10, DATA, limit=SIZE) == noise(SIZE)
-    before = len(shared.wakes)
-    client.put(RUN, 11, "commit-0123456789abcdef.json", b"{}")
-    assert len(shared.wakes) == before + 1
-    record = {"commit-0123456789abcdef.json": 2}
-    assert client.list_files(RUN) == {10: {DATA: SIZE}, 11: record}
+    assert client.read(RUN, STEP, DATA, limit=SIZE) == noise(SIZE)
+    assert client.list_files(RUN) == {STEP: {DATA: SIZE}}
     assert client.list_files("f" * 16) == {}
 
 
-def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
+def test_a_call_brings_the_reply_once_there_is_one(shared: Served, client: AgentClient) -> None:
+    before = len(shared.wakes)
+
+    def call(wait: float) -> bytes | None:
+        return client.call(RUN, STEP, "protect", "näme & co", patience=7.5, wait=wait)
+
     start = time.monotonic()
+    assert call(0.2) is None
+    assert time.monotonic() - start >= 0.2
+    assert len(shared.wakes) > before
+    received = shared.calls.call_of(shared.place, "protect")
+    assert received == ReceivedCall("näme & co", 7.5)
+    shared.calls.reply(shared.place, "protect", received, REPLY)
+    found = call(20.0)
+    assert found is not None
+    assert decode_record(found, SubtreeReply, "reply") == REPLY
+
+
+def test_an_agent_may_reply_after_longer_than_the_limit(shared: Served) -> None:
+    """By as much as it was asked to wait."""
+    with calling(running_agent(shared.port), read_timeout=0.5) as one:
+        assert one.call(RUN, STEP, "persist", "a", patience=1.0, wait=1.5) is None
+
+
+def test_outcomes_and_rescues(tmp_path: Path) -> None:
+    with serve(tmp_path) as one, calling(running_agent(one.port)) as client:
+        with pytest.raises(FileNotFoundError):
+            client.request_rescue(RUN, STEP, "näme & co")
+        one.fill(PENDING, b"{}")
+        client.request_rescue(RUN, STEP, "näme & co")
+        assert read_state(one.place).rescue == "näme & co"
+        found = client.read_outcomes(RUN, 0, 20.0)
+        assert found.saves == {SAVE: {}}
+        start = time.monotonic()
+        assert client.read_outcomes(RUN, found.version, 0.2) == found
+        assert 0.2 <= time.monotonic() - start < 10
+        done = StageOutcome(bytes=5, node="a")
+        one.states.end(one.place, "commit", done)
+        assert client.read_outcomes(RUN, found.version, 20.0).saves == {SAVE: {"commit": done}}
+
+
+def test_a_node_that_has_discarded_the_snapshot_is_told_from_one_without_it(
+    tmp_path: Path,
+) -> None:
+    with serve(tmp_path) as one, calling(running_agent(one.port)) as client:
+        with pytest.raises(FileNotFoundError):
+            client.call(RUN, STEP, "commit", "a", patience=1.0, wait=0.1)
+        one.fill("abandoned", b"")
+        with pytest.raises(Discarded, match="node-b"):
+            client.call(RUN, STEP, "commit", "a", patience=1.0, wait=0.1)
+
+
+def test_what_is_not_there_is_not_found(client: AgentClient) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.json"):
-        client.read(RUN, 10, "absent.json", limit=10, wait=0.1)
-    assert time.monotonic() - start >= 0.1
+        client.read(RUN, STEP, "absent.json", limit=1)
     with pytest.raises(FileNotFoundError):
-        client.read(RUN, 10, "absent.json", limit=1)
+        client.call(RUN, OTHER, "commit", "a", patience=1.0, wait=0.0)
     with pytest.raises(FileNotFoundError):
-        client.read_range_into(RUN, 12, DATA, 0, np.zeros(1, np.uint8))
+        client.read_range_into(RUN, OTHER, DATA, 0, np.zeros(1, np.uint8))
 
 
 def test_limits_hold_before_anything_is_read(client: AgentClient) -> None:
     with pytest.raises(StoreError, match=f"{SIZE} bytes; at most {SIZE - 1}"):
-        client.read(RUN, 10, DATA, limit=SIZE - 1)
-    with pytest.raises(StoreError, match="at most 268,435,456"):
-        client.put(RUN, 10, "a.json", bytes(LARGEST_RECORD + 1))
+        client.read(RUN, STEP, DATA, limit=SIZE - 1)
     assert client.list_failing() == []
 
 
 @pytest.mark.parametrize("name", [*UNSAFE, "..", ".a", "%2e%2e", "a?b", "a\r\nb"])
 def test_no_unsafe_name_is_sent(client: AgentClient, name: str) -> None:
-    with pytest.raises(StoreError, match="plain"):
-        client.read(RUN, 10, name, limit=1)
+    with pytest.raises(StoreError, match="not a file of a snapshot"):
+        client.read(RUN, STEP, name, limit=1)
+    with pytest.raises(StoreError, match="not a file of a snapshot"):
+        client.call(RUN, STEP, name, "a", patience=1.0, wait=0.0)
+    for snapshot in (name, f"{STEP}/{name}", f"{STEP}\n", "step-00000010"):
+        with pytest.raises(StoreError, match="not a file of a snapshot"):
+            client.read(RUN, snapshot or "free", DATA, limit=1)
     with pytest.raises(StoreError, match="not a run id"):
         client.list_files(name)
 
@@ -146,7 +201,7 @@ def test_no_unsafe_name_is_sent(client: AgentClient, name: str) -> None:
 def test_a_wrong_token_is_refused_and_never_told(shared: Served) -> None:
     with calling(running_agent(shared.port, token="gu3ssed")) as one:
         with pytest.raises(StoreError, match=r"node-b.*token") as caught:
-            one.read(RUN, 10, DATA, limit=SIZE)
+            one.read(RUN, STEP, DATA, limit=SIZE)
         assert "gu3ssed" not in str(caught.value)
     with pytest.raises(StoreError, match="node-b") as caught:
         AgentClient(running_agent(shared.port, token="gu3ssed\r\nX: y"))
@@ -167,7 +222,7 @@ def test_a_line_is_kept_and_made_anew_once_it_is_dead(tmp_path: Path) -> None:
         assert len(client._idle) == 1
         first = client._idle[0].sock.getsockname()
         with pytest.raises(FileNotFoundError):
-            client.read(RUN, 1, "a.json", limit=1)
+            client.read(RUN, OTHER, "a.json", limit=1)
         assert client._idle[0].sock.getsockname() == first
     with serve(tmp_path, port=one.port):
         assert client.list_failing() == []
@@ -184,7 +239,7 @@ def test_many_threads_share_a_client(client: AgentClient) -> None:
 
     def read(low: int) -> bool:
         out = np.empty(7001, np.uint8)
-        client.read_range_into(RUN, 10, DATA, low, out)
+        client.read_range_into(RUN, STEP, DATA, low, out)
         return bool((out == expected[low : low + 7001]).all())
 
     with ThreadPoolExecutor(16) as pool:
@@ -195,7 +250,7 @@ def test_many_threads_share_a_client(client: AgentClient) -> None:
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], AgentInfo]]:
     """A server in a process of its own, which has a large file that begins with ones."""
-    step = tmp_path / "runs" / RUN / "step-00000010"
+    step = tmp_path / "runs" / RUN / STEP
     step.mkdir(parents=True)
     with open(step / DATA, "wb") as file:
         file.write(b"\1" * 4096)
@@ -227,7 +282,7 @@ def test_a_node_that_is_lost_in_mid_read_is_an_error_in_time(
         striker.start()
         start = time.monotonic()
         with pytest.raises(StoreError, match="node-b"):
-            one.read_range_into(RUN, 10, DATA, 0, out)
+            one.read_range_into(RUN, STEP, DATA, 0, out)
         assert time.monotonic() - start < 10
         striker.join()
         start = time.monotonic()
@@ -296,14 +351,14 @@ def test_a_peer_that_is_no_agent(answer: bytes) -> None:
 def test_a_peer_that_sends_another_range(answer: bytes) -> None:
     info, thread = answering(answer)
     with calling(info, read_timeout=2.0) as one, pytest.raises(StoreError, match="node-b"):
-        one.read_range_into(RUN, 10, DATA, 0, np.zeros(4, np.uint8))
+        one.read_range_into(RUN, STEP, DATA, 0, np.zeros(4, np.uint8))
     thread.join(5)
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", ".a", "a\n", ""])
 def test_no_unsafe_name_is_received(name: str) -> None:
     escaped = name.replace("\n", "\\n")
-    body = f'[{{"step":1,"files":[{{"name":"{escaped}","size":1}}]}}]'
+    body = f'{{"{STEP}":{{"{escaped}":1}}}}'
     info, thread = answering(
         f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     )
@@ -320,9 +375,9 @@ def test_over_tls(tmp_path: Path) -> None:
         info = running_agent(one.port, scheme="https")
         client = AgentClient(info, tls=trainer)
         out = np.zeros(200_000, np.uint8)
-        client.read_range_into(RUN, 10, DATA, 1001, out)
+        client.read_range_into(RUN, STEP, DATA, 1001, out)
         client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-        assert client.list_files(RUN)[10][DATA] == SIZE
+        assert client.list_files(RUN)[STEP][DATA] == SIZE
         client.close()
         assert out.tobytes() == noise(SIZE)[1001:201_001]
         stranger = Tls(
@@ -390,7 +445,7 @@ def test_nothing_is_sent_in_clear_where_tls_is_asked_for(tmp_path: Path) -> None
                 match="nothing was sent to it, because the agent does not use TLS: start it",
             ),
         ):
-            client.put(RUN, 10, "protect-0123456789abcdef.json", b"{}")
+            client.call(RUN, STEP, "protect", "a", patience=1.0, wait=0.0)
         with (
             calling(running_agent(one.port, scheme="https")) as client,
             pytest.raises(StoreError, match="the agent requires TLS: pass certificates"),
@@ -466,7 +521,7 @@ def test_a_range_that_comes_one_byte_at_a_time_has_one_limit() -> None:
         calling(info, read_timeout=0.5) as one,
         pytest.raises(StoreError, match=r"node-b.*no complete answer in 0\.5 s"),
     ):
-        one.read_range_into(RUN, 10, DATA, 0, out)
+        one.read_range_into(RUN, STEP, DATA, 0, out)
     assert 0 < np.count_nonzero(out) < 1000
 
 
@@ -474,7 +529,7 @@ def test_what_comes_fast_enough_takes_longer_than_the_limit() -> None:
     """Each MiB adds a second."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 3000020\r\n\r\n" + bytes(3_000_000)
     with dripping(head, period=0.05) as info, calling(info, read_timeout=0.3) as one:
-        assert one.read(RUN, 10, DATA, limit=4_000_000) == bytes(3_000_000) + b" " * 20
+        assert one.read(RUN, STEP, DATA, limit=4_000_000) == bytes(3_000_000) + b" " * 20
 
 
 def test_a_node_that_takes_one_byte_at_a_time_has_one_limit(tmp_path: Path) -> None:
@@ -499,7 +554,7 @@ def test_a_node_that_takes_one_byte_at_a_time_has_one_limit(tmp_path: Path) -> N
             with calling(info, read_timeout=0.5, tls=client_tls) as one:
                 start = time.monotonic()
                 with pytest.raises(StoreError, match=r"node-b.*no answer in 0\.5 s"):
-                    one.put(RUN, 10, "commit-0123456789abcdef.json", bytes(100 << 20))
+                    one.call(RUN, STEP, "commit", "a" * 10_000, patience=1.0, wait=0.0)
                 assert time.monotonic() - start < 20
             ended.set()
             taker.join()

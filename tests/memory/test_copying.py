@@ -23,17 +23,16 @@ from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.decide import Action
 from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import SnapshotDirectory
-from shardwise.parts.memory.observe import read_snapshot
-from shardwise.parts.memory.rank_liveness import RankLock, copying_ranks
+from shardwise.parts.memory.observe import copying_ranks, read_snapshot
+from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import forget_copies
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
-    StagedFile,
-    StageOutcome,
-    StageRequest,
-    SubtreeReply,
+    RankPart,
 )
+from shardwise.parts.memory.remote.calls import StageCall
+from shardwise.parts.memory.replies import Replies
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.trainer.copying import (
     SAVES_MEASURED,
@@ -136,7 +135,7 @@ class Copy:
 
     def __init__(self, trial: Trial, root: Path, *, stop_at: int = 3) -> None:
         self.trial, self.root, self.stop_at = trial, root, stop_at
-        self.place = SnapshotDirectory(trial.run, 1)
+        self.place = SnapshotDirectory(trial.run, 1, SAVE)
         self.may_go_on = threading.Event()
         self.fails, self.wait = False, WAIT
         values = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8)
@@ -153,11 +152,12 @@ class Copy:
         self.source.fill = stopping  # type: ignore[method-assign]
         self.follower = Follower("here", MappedFiles())
         self.agent: threading.Thread | None = None
+        self.replies: list[Replies] = []
 
     def begin(self) -> CopyProgress:
         """Begin to copy, as rank 0 of a durable save does, whose agent has asked for the file."""
         copying = self.trial.begin(self.source, pending=self.pending, durable=True)
-        until(lambda: self.place.has(records.save_record("pending", SAVE)))
+        until(lambda: self.place.has(records.PENDING))
         self.ask()
         return copying
 
@@ -178,13 +178,12 @@ class Copy:
     def ask(self) -> None:
         """Ask the agent for the file."""
         self.place.path.mkdir(parents=True, exist_ok=True)
-        pending = self.place.path / records.save_record("pending", SAVE)
+        pending = self.place.path / records.PENDING
         if not pending.exists():
             write_record(pending, self.pending())
-        request = StageRequest(save_id=SAVE, stage="persist", wait=self.wait)
-        write_record(self.place.path / records.save_record("persist", SAVE), request)
+        call = StageCall(self.pending(), "persist", "here", self.wait)
         self.agent = threading.Thread(
-            target=self.follower.copy, args=(Action("copy", self.place, SAVE),)
+            target=lambda: self.replies.append(self.follower.fulfil(self.place, call))
         )
         self.agent.start()
 
@@ -197,27 +196,31 @@ class Copy:
 
     def slot(self) -> Path:
         """The slot that is being filled."""
-        marker = self.place.path / records.file_record(FILE, "copying")
-        copying = read_record(marker, StagedFile)
-        assert copying is not None
-        found = self.trial.run.free_directory / copying.slot
+        part = read_record(self.place.path / records.rank_record(0), RankPart)
+        assert part is not None
+        found = self.trial.run.free_directory / part.slot
         assert found.exists()
         return found
 
     def seal(self) -> None:
         """Compute the checksums, once nothing copies any more."""
-        until(lambda: read_snapshot(self.place).saves[SAVE].state_of("seal") is StageState.RUNNING)
-        self.follower.seal(Action("seal", self.place, SAVE, names=(FILE,)))
+        until(lambda: read_snapshot(self.place).state_of("seal") is StageState.RUNNING)
+        self.follower.seal(Action("seal", self.place, names=(FILE,)))
 
-    def reply(self) -> SubtreeReply:
+    def reply(self) -> Replies:
         """What the agent answers, once it has ended."""
         assert self.agent is not None
         self.agent.join(BOUND)
         assert not self.agent.is_alive()
-        name = records.save_record("persist", SAVE, "done")
-        found = read_record(self.place.path / name, SubtreeReply)
-        assert found is not None
-        return found
+        return self.replies[0]
+
+    def copy_of_another_rank(self) -> Path:
+        """The record of another rank of the node, which has not staged its file yet."""
+        entry = FileEntry(data_file(1, SAVE), 1, 0, 0, 0, 0, 0)
+        path = self.place.path / records.rank_record(1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, RankPart(file=entry, snapshots_to_keep=2, stages=(), epoch=0))
+        return path
 
     def run_streams(self) -> None:
         """Let the simulated devices do what they have been asked to do."""
@@ -248,7 +251,7 @@ def test_what_is_copied_is_written_while_the_rest_is_copied(copy: Copy) -> None:
     lock = RankLock(copy.trial.run, 0)
     copying = copy.begin()
     until(lambda: copy.has_written(3))
-    save = read_snapshot(copy.place, "here").saves[SAVE]
+    save = read_snapshot(copy.place, "here")
     assert save.pending is not None, "the leader was asked at the beginning"
     assert save.state_of("commit") is StageState.WAITING
     assert save.state_of("persist") is StageState.RUNNING
@@ -257,13 +260,13 @@ def test_what_is_copied_is_written_while_the_rest_is_copied(copy: Copy) -> None:
     copy.may_go_on.set()
     assert copying.wait(BOUND)
     copy.trial.staging.raise_failure()
-    assert read_snapshot(copy.place, "here").saves[SAVE].state_of("commit") is StageState.RUNNING
+    assert read_snapshot(copy.place, "here").state_of("commit") is StageState.RUNNING
     copy.seal()
     assert not copy.reply().failures
     (stored,) = copy.stored()
     assert stored.name == FILE
     assert stored.read_bytes() == (copy.place.path / FILE).read_bytes()
-    assert not copy.place.list_names(records.COPYING_SUFFIX)
+    assert not read_snapshot(copy.place, "here").is_copying
     lock.release()
 
 
@@ -300,9 +303,8 @@ def test_a_rank_that_was_lost_before_it_copied_is_not_waited_for(copy: Copy) -> 
 def test_the_checksums_are_waited_for_while_another_rank_copies(copy: Copy) -> None:
     """They are computed once no rank of the node copies any more."""
     locks = [RankLock(copy.trial.run, rank) for rank in (0, 1)]
-    other = copy.place.path / records.file_record(data_file(1, SAVE), "copying")
     copying = copy.begin()
-    other.touch()
+    other = copy.copy_of_another_rank()
     copy.may_go_on.set()
     assert copying.wait(BOUND)
     threading.Event().wait(2 * WAIT)
@@ -321,7 +323,7 @@ def test_a_save_of_which_another_rank_is_lost_is_not_written_to_its_end(copy: Co
     locks = [RankLock(copy.trial.run, rank) for rank in (0, 1)]
     copy.begin()
     until(lambda: copy.has_written(3))
-    (copy.place.path / records.file_record(data_file(1, SAVE), "copying")).touch()
+    copy.copy_of_another_rank()
     locks[1].release_as_lost()
     assert "is incomplete" in copy.reply().failures["here"]
     assert copy.stored() == []
@@ -347,13 +349,13 @@ def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) ->
     copying = copy.begin()
     until(lambda: copy.has_written(3))
     slot = copy.slot()
-    damaged = copy.place.path / records.file_record(data_file(0, f"{2:016x}"), "copying")
-    of_another_rank = copy.place.path / records.file_record(data_file(1, SAVE), "copying")
+    damaged = SnapshotDirectory(copy.trial.run, 1, f"{2:016x}").path / records.rank_record(0)
+    damaged.parent.mkdir()
     damaged.touch()
-    of_another_rank.touch()
+    of_another_rank = copy.copy_of_another_rank()
     forget_copies(copy.trial.run, 0)
     assert not slot.exists()
-    assert copy.place.list_names(records.COPYING_SUFFIX) == [of_another_rank.name]
+    assert copy.place.list_names(".json") == [records.PENDING, of_another_rank.name]
     copy.may_go_on.set()
     copying.wait(BOUND)
     lock.release_as_lost()
@@ -366,8 +368,10 @@ def test_a_slot_that_no_agent_followed_is_used_again(copy: Copy) -> None:
     slot.parent.mkdir(parents=True, exist_ok=True)
     slot.touch()
     entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    marker = copy.place.path / records.file_record(FILE, "copying")
-    write_record(marker, StagedFile(entry, slot.name, 2, ("commit", "protect")))
+    marker = copy.place.path / records.rank_record(0)
+    stages = ("commit", "protect")
+    part = RankPart(file=entry, slot=slot.name, snapshots_to_keep=2, stages=stages, epoch=0)
+    write_record(marker, part)
     forget_copies(copy.trial.run, 0)
     assert slot.exists()
     assert not marker.exists()
@@ -376,15 +380,17 @@ def test_a_slot_that_no_agent_followed_is_used_again(copy: Copy) -> None:
 def test_a_rank_that_ends_after_its_copy_is_not_lost(
     copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so between the look at its marker and the look at its lock."""
-    copy.place.path.mkdir(parents=True)
-    marker = copy.place.path / records.file_record(FILE, "copying")
-    marker.touch()
-    assert copying_ranks(copy.place, SAVE) == {0: False}
+    """It does so between the look at its files and the look at its lock."""
+    record = copy.copy_of_another_rank()
+    part = read_record(record, RankPart)
+    assert part is not None
+    parts, names = {1: part}, copy.place.list_names()
+    assert copying_ranks(copy.place, parts, names) == {1: False}
     monkeypatch.setattr(
-        "shardwise.parts.memory.rank_liveness.is_rank_alive", lambda *_: bool(marker.unlink())
+        "shardwise.parts.memory.observe.is_rank_alive",
+        lambda *_: bool((copy.place.path / data_file(1, SAVE)).touch()),
     )
-    assert copying_ranks(copy.place, SAVE) == {}
+    assert copying_ranks(copy.place, parts, names) == {}
 
 
 class SlowStore(LocalStore):
@@ -448,16 +454,15 @@ def test_an_abandoned_snapshot_is_not_waited_for(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"x" * 100])
-def test_progress_that_cannot_be_read_delays_the_file_only(copy: Copy, damage: bytes) -> None:
+def test_a_record_that_cannot_be_read_ends_the_wait_for_its_file(copy: Copy, damage: bytes) -> None:
     lock = RankLock(copy.trial.run, 0)
     copying = copy.begin()
     until(lambda: copy.has_written(3))
-    (copy.place.path / records.file_record(FILE, "copying")).write_bytes(damage)
+    (copy.place.path / records.rank_record(0)).write_bytes(damage)
+    assert "rank-00000.json: the record is damaged" in copy.reply().failures["here"]
+    assert copy.stored() == []
     copy.may_go_on.set()
     assert copying.wait(BOUND)
-    copy.seal()
-    assert not copy.reply().failures
-    assert copy.stored()[0].read_bytes() == (copy.place.path / FILE).read_bytes()
     lock.release()
 
 
@@ -484,7 +489,7 @@ def test_some_copies_say_nothing_of_how_far_they_are(
     until(lambda: copy.run_streams() or copying.done.is_set())
     copy.seal()
     assert not copy.reply().failures
-    assert {each.copied for each in written if isinstance(each, StagedFile)} == {0}
+    assert {each.copied for each in written if isinstance(each, RankPart)} == {0}
     lock.release()
 
 
@@ -494,9 +499,9 @@ def test_the_outcome_of_a_save_whose_copy_failed_names_the_reason(copy: Copy) ->
     copy.may_go_on.set()
     copying = copy.begin()
     assert copying.wait(BOUND)
-    failed = read_record(copy.place.path / records.file_record(FILE, "failed"), StageOutcome)
+    failed = read_record(copy.place.path / records.rank_record(0), RankPart)
     assert failed is not None
     assert "the tensor is gone" in failed.failure
-    assert copy.place.has(records.save_record("pending", SAVE)), "an agent has to end the save"
+    assert copy.place.has(records.PENDING), "an agent has to end the save"
     copy.reply()
     lock.release()

@@ -14,22 +14,28 @@ import shardwise as sw
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import FileEntry, step_directory
-from shardwise.parts.memory.agent.mirrors import read_mirror_task, set_mirror_task
+from shardwise.parts.memory.agent.root_tasks import (
+    mirror_tasks,
+    read_root_task,
+    set_root_task,
+)
 from shardwise.parts.memory.files import decode_record, encode_record
-from shardwise.parts.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory
-from shardwise.parts.memory.observe import read_outcome
+from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.records import (
     AgentInfo,
+    Outcomes,
     PendingManifest,
+    RankPart,
     Retry,
     RingFile,
-    StagedFile,
+    RunInfo,
+    SaveState,
     StageOutcome,
-    StageRequest,
     SubtreeReply,
 )
 from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.parts.memory.spawn import running_agent
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.view import Failing
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.test_client import dripping
@@ -40,25 +46,45 @@ from tests.tools.agents import signal_agents
 __all__ = ["shm"]
 SAVE = "0123456789abcdef"
 FILE = f"r00000-{SAVE}.safetensors"
-STAGED = StagedFile(FileEntry(FILE, 0, 8, 0, 0, 0, 0), "r00000-0.slot", 2, ("commit", "persist"))
+AGENT = AgentInfo("a", "http://127.0.0.1:1", "t")
+MADE = RingFile("rank-00000.made-0.bin", FILE, {FILE: (0, 8)}, {FILE: b"sums"})
+PART = RankPart(
+    file=FileEntry(FILE, 0, 8, 0, 0, 0, 0),
+    slot="r00000-0.slot",
+    snapshots_to_keep=2,
+    stages=("commit", "persist"),
+    epoch=0,
+    made=(MADE,),
+    above=[AGENT],
+)
+PENDING = PendingManifest(
+    save_id=SAVE,
+    step=1,
+    manifest="{}",
+    files=[(FILE, "a")],
+    nodes=[],
+    leader="a",
+    storage=StorageTask(root="/r"),
+)
+REPLY = SubtreeReply(save_id=SAVE, nodes=b"abcd", nbytes=bytes(8))
+TASK = StorageTask(newest=1, root="/r", keep={})
+RETRY = Retry(failure="no answer", since=0.0, attempts=1)
+OUTCOME = StageOutcome(seconds=1.0, bytes=8, node="a")
+STATE = SaveState(
+    entries={FILE: FileEntry(FILE, 0, 8, 0, 0, 0, 1)},
+    parts={"commit": OUTCOME},
+    outcomes={"commit": OUTCOME},
+    retries={"persist": RETRY},
+)
 RECORDS = [
-    AgentInfo("a", "http://127.0.0.1:1", "t"),
-    STAGED,
-    RingFile(FILE, "r00000-1.slot", {FILE: (0, 8)}),
-    PendingManifest(
-        save_id=SAVE,
-        step=1,
-        manifest="{}",
-        files=[(FILE, "a")],
-        nodes=[],
-        leader="a",
-        storage=StorageTask(root="/r"),
-    ),
-    StageRequest(save_id=SAVE, stage="persist", wait=1.0),
-    SubtreeReply(save_id=SAVE, stage="commit", nodes=b"abcd", nbytes=bytes(8)),
-    StorageTask(newest=1, root="/r", keep={}),
-    Retry(save_id=SAVE, stage="persist", failure="no answer", since=0.0, attempts=1),
-    StageOutcome(save_id=SAVE, stage="commit"),
+    AGENT,
+    RunInfo("/r", [AGENT]),
+    PART,
+    PENDING,
+    REPLY,
+    TASK,
+    STATE,
+    Outcomes(1, {SAVE: {"commit": OUTCOME}}),
 ]
 
 
@@ -79,19 +105,26 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     ("record", "wrong"),
     [
-        (STAGED, {"stages": ("cOmmit",)}),
-        (STAGED, {"slot": "../slot"}),
-        (STAGED, {"snapshots_to_keep": -1}),
-        (RECORDS[2], {"slot": "../slot"}),
-        (RECORDS[3], {"save_id": "another"}),
-        (RECORDS[3], {"files": [("../file", "a")]}),
-        (RECORDS[4], {"wait": -1.0}),
-        (RECORDS[3], {"fan_out": 0}),
-        (RECORDS[5], {"stage": "cOmmit"}),
-        (RECORDS[6], {"newest": -1}),
-        (RECORDS[7], {"stage": "cOmmit"}),
-        (RECORDS[8], {"save_id": "ABCDEF"}),
-        (RECORDS[8], {"bytes": -1}),
+        (PART, {"stages": ("cOmmit",)}),
+        (PART, {"slot": "../slot"}),
+        (PART, {"snapshots_to_keep": -1}),
+        (PART, {"copied": -1}),
+        (PART, {"made": (msgspec.structs.replace(MADE, file="../slot"),)}),
+        (PART, {"made": (msgspec.structs.replace(MADE, name="manifest.json"),)}),
+        (PENDING, {"save_id": "another"}),
+        (PENDING, {"files": [("../file", "a")]}),
+        (PENDING, {"fan_out": 0}),
+        (PENDING, {"wait": -1.0}),
+        (PENDING, {"saved_at": -1.0}),
+        (REPLY, {"save_id": "ABCDEF"}),
+        (TASK, {"newest": -1}),
+        (STATE, {"parts": {"cOmmit": OUTCOME}}),
+        (STATE, {"outcomes": {"commit": msgspec.structs.replace(OUTCOME, bytes=-1)}}),
+        (STATE, {"retries": {"cOmmit": RETRY}}),
+        (STATE, {"retries": {"commit": msgspec.structs.replace(RETRY, attempts=-1)}}),
+        (STATE, {"entries": {"../file": STATE.entries[FILE]}}),
+        (RECORDS[-1], {"saves": {"ABCDEF": {}}}),
+        (RECORDS[-1], {"saves": {SAVE: {"cOmmit": OUTCOME}}}),
     ],
 )
 def test_values_that_no_trainer_and_no_agent_writes_are_damage(
@@ -130,8 +163,8 @@ def memory(shm: Path) -> sw.Memory:
 @pytest.mark.parametrize(
     ("name", "field", "why"),
     [
-        ("r*.staged.json", "commit", r"staged\.json: the record is damaged: altered"),
-        ("pending-*.json", "durable", r"the pending manifest of save \w+ .* is damaged"),
+        ("rank-00000.json", "commit", r"rank-00000\.json: the record is damaged: altered"),
+        ("pending.json", "durable", r"the pending manifest of save \w+ .* is damaged"),
     ],
 )
 def test_a_flipped_bit_fails_its_save_and_no_other(
@@ -143,7 +176,7 @@ def test_a_flipped_bit_fails_its_save_and_no_other(
         saved(hit, 1).result(60.0)
         signal_agents(shm, signal.SIGSTOP)
         damaged = saved(hit, 2)
-        (record,) = shm.glob(f"shardwise-*/runs/*/{step_directory(2)}/{name}")
+        (record,) = shm.glob(f"shardwise-*/runs/*/{step_directory(2)}-*/{name}")
         data = record.read_bytes()
         assert data.count(f'"{field}"'.encode()) == 1
         record.write_bytes(data.replace(f'"{field}"'.encode(), f'"{field.title()}"'.encode()))
@@ -172,28 +205,41 @@ def test_an_agent_writes_its_own_record_again(tmp_path: Path, shm: Path) -> None
         assert running_agent(home) == info
 
 
-def test_an_ended_stage_with_a_damaged_outcome_has_failed(tmp_path: Path) -> None:
-    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
-    ended = place.run.path / OUTCOMES_DIRECTORY
-    ended.mkdir(parents=True)
-    data = encode_record(StageOutcome(save_id=SAVE, stage="commit"))
-    (ended / f"commit-all-{SAVE}.json").write_bytes(data.replace(b"commit", b"cOmmit"))
-    outcome = read_outcome(place, "commit", SAVE)
-    assert outcome is not None
+def test_an_ended_save_with_a_damaged_state_has_failed(tmp_path: Path) -> None:
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1, SAVE)
+    place.ended_path.parent.mkdir(parents=True)
+    data = encode_record(SaveState(outcomes={"commit": OUTCOME}))
+    place.ended_path.write_bytes(data.replace(b"commit", b"cOmmit"))
+    outcome = read_state(place).outcomes["commit"]
     assert "the record is damaged: altered" in outcome.failure
 
 
-def test_a_damaged_task_of_a_mirror_is_set_aside(
+def test_a_damaged_state_fails_the_stages_and_is_written_again(tmp_path: Path) -> None:
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1, SAVE)
+    place.path.mkdir(parents=True)
+    states = SaveStates()
+    states.end(place, "commit", OUTCOME)
+    path = place.state_path()
+    path.write_bytes(path.read_bytes().replace(b"commit", b"cOmmit"))
+    states.end_part(place, "protect", OUTCOME)
+    found = read_state(place)
+    assert decode_record(path.read_bytes(), SaveState, "it") == found
+    assert found.parts == {"protect": OUTCOME}
+    assert "the record is damaged: altered" in found.outcomes["commit"].failure
+
+
+def test_a_damaged_task_of_a_root_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = Home(tmp_path)
     run = home.run("0" * 16)
-    set_mirror_task(run, StorageTask(root="/r", mirror=MirrorRequest("/m")))
-    (path,) = (home.path / "mirrors").iterdir()
+    set_root_task(run, StorageTask(root="/r", mirror=MirrorRequest("/m")))
+    assert mirror_tasks(home).keys() == {run}
+    (path,) = (home.path / "roots").iterdir()
     path.write_bytes(path.read_bytes().replace(b"/m", b"/n"))
     for _ in range(3):
-        assert read_mirror_task(run) is None
-    assert not home.mirrored_runs()
+        assert read_root_task(run) is None
+    assert not home.runs_with_tasks()
     assert caplog.text.count("the record is damaged") == 1
 
 
@@ -208,7 +254,7 @@ def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
         with serve(tmp_path / "there", failing=[failing]) as served:
             leader = AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN)
             agents = SaveAgents(Home(tmp_path / "here"), leader, None, 60.0)
-            watch = AgentWatch(agents, SnapshotDirectory(run, 1), SAVE, lambda: now[0])
+            watch = AgentWatch(agents, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
             now[0] += 6.0
             if is_too_long and gives_up:
                 with pytest.raises(StoreError, match=r"failed for 61 s .*KeyError: 'cOmmit'"):
@@ -223,7 +269,7 @@ def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(tmp_path
     with dripping(b"HTTP/1.1 2") as slow:
         agents = SaveAgents(Home(tmp_path), slow, None, 0.3)
         run = Home(tmp_path).run("0" * 16)
-        watch = AgentWatch(agents, SnapshotDirectory(run, 1), SAVE, lambda: now[0])
+        watch = AgentWatch(agents, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
         now[0] = 1.0
         watch.check(0.2)
         now[0] = 6.0

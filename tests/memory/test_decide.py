@@ -9,27 +9,30 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry
 from shardwise.parts.memory import decide
 from shardwise.parts.memory.decide import (
+    FINISH_FREEING,
+    FOLLOW,
     FREE,
     FREE_RUN,
     LOOK_UP_ROOT,
-    MIRROR,
     RESCUE,
+    ROOT_TASK,
     UNTIL_FREED,
     UNTIL_FREED_IF_STORED,
     Action,
     RunAction,
     decide_run,
     find_superseded,
-    kept_steps,
+    kept_snapshots,
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.records import REMOVE_OLD, PendingManifest, StagedFile
-from shardwise.parts.memory.view import RootView, RunView, SaveView, SnapshotView, Stage, StageState
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
+from shardwise.parts.memory.view import RootView, RunView, SnapshotView, StageState
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 
@@ -37,23 +40,26 @@ RUN = Run(Path("/nowhere/0123456789abcdef"))
 STAGES = (*decide.STAGES_WITH_WORK, "rescue")
 
 
-def save_id_in_name(step: int) -> str:
-    return f"{step:016x}"
-
-
-def save(
+def snapshot(
     step: int,
     *,
+    number: int | None = None,
     asked: tuple[str, ...] = ("commit", "protect"),
     durable: bool = False,
     rescue: bool = True,
     leads: bool = True,
     slots: int = 2,
     epoch: int = 0,
+    committed: bool = True,
+    has_file: bool = True,
     **states: StageState,
-) -> SaveView:
-    """One rank's file; stages that are not given were not asked for."""
-    save_id = save_id_in_name(step)
+) -> SnapshotView:
+    """A save with one rank's file; stages that are not given were not asked for.
+
+    A step may be saved several times; each save has a number, and later saves have larger ones.
+    """
+    number = step if number is None else number
+    save_id = f"{number:016x}"
     entry = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
     pending = PendingManifest(
         save_id=save_id,
@@ -63,29 +69,28 @@ def save(
         nodes=[],
         leader="here",
         epoch=epoch,
+        saved_at=float(number),
         durable=durable,
         rescue=rescue,
         storage=StorageTask(root=""),
     )
     sealed = states.get("seal", StageState.DONE) is StageState.DONE
-    return SaveView(
-        save_id=save_id,
-        staged=(StagedFile(entry, f"r00000-{step}.slot", slots, asked, epoch),),
-        unsealed=() if sealed else (entry.name,),
-        has_staged=True,
-        pending=pending,
-        has_pending_manifest=leads,
-        epoch=epoch,
-        stages={stage: Stage(states.get(stage, StageState.NOT_REQUESTED)) for stage in STAGES},
-    )
-
-
-def snapshot(step: int, *saves: SaveView, committed: bool = True) -> SnapshotView:
     return SnapshotView(
-        place=SnapshotDirectory(RUN, step),
-        names=frozenset({MANIFEST} if committed else {"r"}),
-        saves={each.save_id: each for each in saves},
-        committed_save=saves[0].save_id if committed else None,
+        place=SnapshotDirectory(RUN, step, save_id),
+        names=frozenset({MANIFEST} if committed else ()) | ({entry.name} if has_file else set()),
+        parts=(
+            RankPart(
+                file=entry if has_file else None,
+                slot=f"r00000-{step}.slot",
+                snapshots_to_keep=slots,
+                stages=asked,
+                epoch=epoch,
+            ),
+        ),
+        unsealed=() if sealed else (entry.name,),
+        pending=pending,
+        leads=leads,
+        stages={stage: states.get(stage, StageState.NOT_REQUESTED) for stage in STAGES},
         staged_at=0.0,
     )
 
@@ -95,19 +100,19 @@ def run_of(*snapshots: SnapshotView, **more: object) -> RunView:
 
 
 def freed(run: RunView, now: float = 0.0) -> list[int]:
-    return [a.place.step for a in decide_run(run, now) if a.kind == FREE and not a.names]
+    return [a.place.step for a in decide_run(run, now) if a.kind == FREE]
 
 
 @pytest.mark.parametrize("stage", decide.STAGES_WITH_WORK)
 @pytest.mark.parametrize("state", StageState)
 def test_only_stages_that_run_have_an_action(stage: str, state: StageState) -> None:
-    run = run_of(snapshot(1, save(1, **{stage: state})))
+    run = run_of(snapshot(1, **{stage: state}))
     assert [each.kind for each in decide_run(run, 0.0)] == [stage] * (state is StageState.RUNNING)
 
 
-@pytest.mark.parametrize("stage", [each for each in STAGES if each != REMOVE_OLD])
+@pytest.mark.parametrize("stage", STAGES)
 def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
-    found = snapshot(1, save(1, **{stage: StageState.RUNNING}))
+    found = snapshot(1, **{stage: StageState.RUNNING})
     found = replace(found, names=found.names | {ABANDONED_MARKER})
     assert decide_run(run_of(found, lost_ranks=(0,)), 0.0) == []
 
@@ -131,45 +136,72 @@ COMMITTED = {"commit": DONE, "protect": WAITING}
 def test_what_newer_snapshots_have_replaced_is_freed(
     states: list[dict[str, StageState]], slots: int, expected: list[int]
 ) -> None:
-    run = run_of(*(snapshot(n, save(n, slots=slots, **each)) for n, each in enumerate(states, 1)))
+    run = run_of(*(snapshot(n, slots=slots, **each) for n, each in enumerate(states, 1)))
     assert freed(run) == expected
 
 
 def test_one_that_was_never_committed_goes_when_a_newer_one_is() -> None:
-    first = snapshot(1, save(1, commit=WAITING, protect=WAITING), committed=False)
+    first = snapshot(1, commit=WAITING, protect=WAITING, committed=False)
     assert freed(run_of(first)) == []
-    assert freed(run_of(first, snapshot(2, save(2, **COMMITTED)))) == []
-    assert freed(run_of(first, snapshot(2, save(2, **PROTECTED)))) == [1]
+    assert freed(run_of(first, snapshot(2, **COMMITTED))) == []
+    assert freed(run_of(first, snapshot(2, **PROTECTED))) == [1]
 
 
 def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
     asked = ("commit", "protect", "persist")
-    newer = [snapshot(n, save(n, asked=asked, persist=DONE, **PROTECTED)) for n in (2, 3, 4)]
+    newer = [snapshot(n, asked=asked, persist=DONE, **PROTECTED) for n in (2, 3, 4)]
     for leads, state, expected in (
         (True, StageState.RUNNING, [2, 3]),
         (True, DONE, [1, 2]),
         (True, StageState.FAILED, [1, 2]),
         (False, WAITING, [1, 2]),
     ):
-        old = save(1, asked=asked, durable=True, leads=leads, persist=state, **PROTECTED)
-        assert freed(run_of(snapshot(1, old), *newer)) == expected
+        old = snapshot(1, asked=asked, durable=True, leads=leads, persist=state, **PROTECTED)
+        assert freed(run_of(old, *newer)) == expected
 
 
 def test_a_promised_save_without_data_files_stays_too() -> None:
-    newer = [snapshot(n, save(n, **PROTECTED)) for n in (2, 3)]
-    old = replace(save(1, durable=True, persist=StageState.RUNNING, **PROTECTED), staged=())
-    assert freed(run_of(snapshot(1, old), *newer)) == [2]
-    left = snapshot(1, old)
-    left = replace(left, names=left.names | {ABANDONED_MARKER})
-    assert freed(run_of(left, *newer)) == [1]
+    newer = [snapshot(n, **PROTECTED) for n in (2, 3)]
+    old = snapshot(1, durable=True, has_file=False, persist=StageState.RUNNING, **PROTECTED)
+    for each in (old, replace(old, parts=())):
+        assert freed(run_of(each, *newer)) == [2]
+        left = replace(each, names=each.names | {ABANDONED_MARKER})
+        assert freed(run_of(left, *newer)) == [1]
 
 
-def test_an_older_save_of_a_step_goes_once_its_commit_has_ended() -> None:
-    new = save(1, **PROTECTED)
-    for state, expected in ((WAITING, []), (StageState.FAILED, [("f" * 16,)])):
-        old = replace(save(1, commit=state), save_id="f" * 16)
-        actions = decide_run(run_of(snapshot(1, new, old)), 0.0)
-        assert [each.names for each in actions if each.kind == FREE] == expected
+def freed_saves(*snapshots: SnapshotView) -> list[str]:
+    """The ids of the saves that are freed, oldest first."""
+    return [each.place.save_id for each in decide_run(run_of(*snapshots), 0.0) if each.kind == FREE]
+
+
+def test_an_older_save_of_a_step_goes_once_its_stages_have_ended_for_a_newer_one() -> None:
+    old = snapshot(1, number=1, commit=WAITING, protect=WAITING, committed=False)
+    unsaved = snapshot(1, number=2, commit=WAITING, protect=WAITING, committed=False)
+    assert freed_saves(old) == []
+    assert freed_saves(old, unsaved) == []
+    assert freed_saves(old, snapshot(1, number=2, **COMMITTED)) == []
+    assert freed_saves(old, snapshot(1, number=2, **PROTECTED)) == [old.place.save_id]
+    failed = snapshot(1, number=1, commit=StageState.FAILED, protect=StageState.FAILED)
+    failed = replace(failed, names=failed.names - {MANIFEST})
+    assert freed_saves(failed, snapshot(1, number=2, **COMMITTED)) == [old.place.save_id]
+    assert freed_saves(failed, unsaved) == []
+
+
+def test_an_older_save_of_a_step_uses_no_slot_that_an_older_step_could_use() -> None:
+    older, first, second, newest = (
+        snapshot(step, number=number, slots=3, **PROTECTED)
+        for number, step in enumerate((1, 2, 2, 3))
+    )
+    assert freed_saves(older, first, second, newest) == [first.place.save_id]
+    waiting = snapshot(2, number=1, slots=3, durable=True, persist=StageState.RUNNING, **PROTECTED)
+    assert freed_saves(older, waiting, second, newest) == [older.place.save_id]
+
+
+def test_a_failed_save_of_a_step_leaves_the_earlier_one_in_place() -> None:
+    earlier = snapshot(1, number=1, **PROTECTED)
+    failed = snapshot(1, number=2, commit=StageState.FAILED, committed=False)
+    assert freed_saves(earlier, failed) == []
+    assert kept_snapshots(run_of(earlier, failed)) == {earlier.place}
 
 
 @pytest.mark.parametrize(
@@ -186,11 +218,10 @@ def test_the_newest_is_rescued_when_a_trainer_is_lost(
     durable: bool, rescue: bool, called: bool, committed: bool, expected: bool
 ) -> None:
     state = DONE if called else StageState.NOT_REQUESTED
-    one = replace(
-        save(1, durable=durable, rescue=rescue, **PROTECTED),
-        stages={**save(1, **PROTECTED).stages, "rescue": Stage(state)},
-    )
-    run = run_of(snapshot(1, one, committed=committed), lost_ranks=(3,))
+    states = {**PROTECTED, "rescue": state}
+    one = snapshot(1, durable=durable, rescue=rescue, committed=committed)
+    one = replace(one, stages={**one.stages, **states})
+    run = run_of(one, lost_ranks=(3,))
     assert [each.kind for each in decide_run(run, 0.0)] == [RESCUE] * expected
     assert not decide_run(replace(run, lost_ranks=()), 0.0)
 
@@ -223,9 +254,7 @@ def root(
 def test_a_run_without_trainers_gives_its_memory_back(
     idle: float, root: RootView, expected: list[int] | str
 ) -> None:
-    run = run_of(
-        *(snapshot(n, save(n, **PROTECTED)) for n in (1, 2)), unattended_since=0.0, root=root
-    )
+    run = run_of(*(snapshot(n, **PROTECTED) for n in (1, 2)), unattended_since=0.0, root=root)
     actions = decide_run(run, idle)
     assert freed(run, idle) == ([] if expected == "rescue" else expected)
     assert [each.why for each in actions if each.kind == RESCUE] == (
@@ -234,7 +263,7 @@ def test_a_run_without_trainers_gives_its_memory_back(
 
 
 def test_the_root_of_a_run_without_trainers_is_read_now_and_then() -> None:
-    run = run_of(snapshot(1, save(1, **PROTECTED)), unattended_since=100.0)
+    run = run_of(snapshot(1, **PROTECTED), unattended_since=100.0)
     assert not decide_run(run, 109.0)
     assert decide_run(run, 110.0) == [RunAction(LOOK_UP_ROOT, RUN, False)]
     looked = replace(run, root=RootView(read_at=110.0))
@@ -249,11 +278,32 @@ def test_a_run_of_which_nothing_is_left_is_removed_a_little_later() -> None:
     assert decide_run(run, 60.0) == [RunAction(FREE_RUN, RUN)]
 
 
-def test_a_mirror_is_kept_up_to_date_with_and_without_trainers() -> None:
-    run = run_of(snapshot(1, save(1, **PROTECTED)), mirror_changed_at=5)
-    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
+def test_the_task_in_the_root_is_worked_on_with_and_without_trainers() -> None:
+    run = run_of(snapshot(1, **PROTECTED), task_changed_at=5)
+    assert decide_run(run, 0.0) == [RunAction(ROOT_TASK, RUN, task=5)]
     run = replace(run, snapshots=(), unattended_since=0.0)
-    assert decide_run(run, 0.0) == [RunAction(MIRROR, RUN, task=5)]
+    assert decide_run(run, 0.0) == [RunAction(ROOT_TASK, RUN, task=5)]
+
+
+def test_what_was_being_freed_is_freed_to_the_end() -> None:
+    run = run_of(snapshot(1, **PROTECTED), has_freed=True)
+    assert decide_run(run, 0.0) == [RunAction(FINISH_FREEING, RUN)]
+
+
+@pytest.mark.parametrize("above", [True, False])
+@pytest.mark.parametrize("copying", [True, False])
+@pytest.mark.parametrize(("states", "ends"), [(COMMITTED, False), (PROTECTED, True)])
+def test_nodes_above_are_asked_only_while_a_stage_is_open(
+    above: bool, copying: bool, states: dict[str, StageState], ends: bool
+) -> None:
+    """They are the first to know how a stage has ended."""
+    one = snapshot(1, leads=False, **states)
+    parts = [replace_struct(each, above=[AgentInfo("a", "", "")] * above) for each in one.parts]
+    one = replace(one, parts=tuple(parts), is_copying=copying)
+    expected = [RunAction(FOLLOW, RUN, newest=one.place.name)] * (above and (copying or not ends))
+    assert decide_run(run_of(one), 0.0) == expected
+    left = replace(one, names=one.names | {ABANDONED_MARKER})
+    assert decide_run(run_of(left), 0.0) == []
 
 
 # Histories: saves are made, fail and end in any order, and the agent does what it decides.
@@ -265,18 +315,23 @@ ASKED = ("commit", "protect", "persist")
 class History:
     """A run of one node whose agent does all that it decides, one action at a time."""
 
-    snapshots: dict[int, SnapshotView] = field(default_factory=dict)
-    persisted: set[int] = field(default_factory=set)
+    snapshots: dict[SnapshotDirectory, SnapshotView] = field(default_factory=dict)
+    persisted: set[SnapshotDirectory] = field(default_factory=set)
+    step: int = 0
+    number: int = 0
     epoch: int = 0
     lineage: Lineage = field(default_factory=lambda: Lineage(RUN.name))
 
     def view(self) -> RunView:
-        return run_of(*(self.snapshots[step] for step in sorted(self.snapshots)))
+        return run_of(*sorted(self.snapshots.values(), key=lambda each: each.age_key))
 
-    def stage(self, step: int, slots: int, durable: bool) -> None:
-        """A rank stages a step."""
-        new = save(
-            step,
+    def stage(self, slots: int, durable: bool, *, again: bool) -> None:
+        """A rank stages a step, or the last step again."""
+        self.number += 1
+        self.step += not again
+        new = snapshot(
+            self.step,
+            number=self.number,
             asked=ASKED if durable else ASKED[:2],
             durable=durable,
             slots=slots,
@@ -285,43 +340,39 @@ class History:
             commit=StageState.RUNNING,
             protect=WAITING,
             persist=StageState.RUNNING if durable else StageState.NOT_REQUESTED,
+            committed=False,
         )
-        self.snapshots[step] = snapshot(step, new, committed=False)
+        self.snapshots[new.place] = new
 
     def resume(self, step: int) -> None:
         """The run goes back to a step: what is newer is discarded by its trainers."""
         for place in find_superseded(self.view(), step, self.lineage, ["here"], 2):
-            del self.snapshots[place.step]
+            del self.snapshots[place]
         self.lineage = self.lineage.after_resuming(step)
         self.epoch = self.lineage.epoch
 
-    def do(self, action: Action, fails: bool) -> None:
+    def do(self, action: decide.AnyAction, fails: bool) -> None:
         """An action ends, well or not."""
-        if action.kind == FREE:
-            del self.snapshots[action.place.step]
-            return
         assert isinstance(action, Action)
-        found = self.snapshots[action.place.step]
-        (one,) = found.saves.values()
-        stages = dict(one.stages)
-        name = action.kind
+        if action.kind == FREE:
+            del self.snapshots[action.place]
+            return
+        found, name = self.snapshots[action.place], action.kind
         ends = StageState.FAILED if fails and name != "seal" else DONE
-        stages[name] = Stage(ends)
+        stages = {**found.stages, name: ends}
+        names = found.names
         if name == "commit" and ends is DONE:
-            stages["protect"] = Stage(StageState.RUNNING)
+            stages["protect"] = StageState.RUNNING
+            names |= {MANIFEST}
         if name == "persist":
-            self.persisted.add(found.step)
-        unsealed = () if name == "seal" else one.unsealed
-        one = replace(one, stages=stages, unsealed=unsealed)
-        committed = one.save_id if name == "commit" and ends is DONE else found.committed_save
-        self.snapshots[found.step] = replace(
-            found, saves={one.save_id: one}, committed_save=committed
-        )
+            self.persisted.add(found.place)
+        unsealed = () if name == "seal" else found.unsealed
+        self.snapshots[found.place] = replace(found, stages=stages, unsealed=unsealed, names=names)
 
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["stage", "stage", "do", "do", "do", "resume"]),
+        st.sampled_from(["stage", "stage", "again", "do", "do", "do", "resume"]),
         st.integers(0, 30),
         st.integers(1, 3),
         st.booleans(),
@@ -330,21 +381,17 @@ EVENTS = st.lists(
 )
 
 
-def check(history: History, actions: Iterable[Action]) -> None:
+def check(history: History, actions: Iterable[decide.AnyAction]) -> None:
     """What must hold whatever has happened."""
     run = history.view()
-    going = {each.place.step for each in actions if each.kind == FREE}
+    going = {each.place for each in actions if isinstance(each, Action) and each.kind == FREE}
     if (newest := run.newest_committed) is not None:
-        assert newest.step not in going
-    protected = [
-        each.step for each in run.snapshots if each.is_committed and each.is_done("protect")
-    ]
+        assert newest.place not in going
+    committed = [each for each in run.snapshots if each.is_committed]
+    protected = [each.place for each in committed if each.state_of("protect") is DONE]
     assert not protected or protected[-1] not in going
-    promised = {
-        each.step for each in run.snapshots if any(s.must_be_persisted for s in each.saves.values())
-    }
-    assert not promised & going
-    assert not kept_steps(run) & going
+    assert not {each.place for each in run.snapshots if each.must_be_persisted} & going
+    assert not kept_snapshots(run) & going
 
 
 @examples(150, deadline=None)
@@ -352,17 +399,17 @@ def check(history: History, actions: Iterable[Action]) -> None:
 def test_histories_keep_what_they_must_and_come_to_rest(
     events: list[tuple[str, int, int, bool]],
 ) -> None:
-    history, step = History(), 0
+    history = History()
     for kind, number, slots, flag in events:
         actions = decide_run(history.view(), 0.0)
         check(history, actions)
-        if kind == "stage":
-            step += 1
-            history.stage(step, slots, flag)
+        if kind in ("stage", "again"):
+            history.stage(slots, flag, again=kind == "again")
         elif kind == "resume" and history.snapshots:
-            back = sorted(history.snapshots)[number % len(history.snapshots)]
+            steps = sorted(each.step for each in history.snapshots)
+            back = steps[number % len(steps)]
             history.resume(back)
-            assert all(each <= back for each in history.snapshots)
+            assert all(each.step <= back for each in history.snapshots)
         elif kind == "do" and actions:
             history.do(actions[number % len(actions)], flag)
     for _ in range(1000):
@@ -373,9 +420,8 @@ def test_histories_keep_what_they_must_and_come_to_rest(
         history.do(actions[0], False)
     assert not decide_run(history.view(), 0.0), "it does not come to rest"
     for each in history.view().snapshots:
-        for one in each.saves.values():
-            assert not one.must_be_persisted
-            assert one.state_of("seal") is DONE
+        assert not each.must_be_persisted
+        assert each.state_of("seal") is DONE
 
 
 @examples(50, deadline=None)
@@ -383,13 +429,12 @@ def test_histories_keep_what_they_must_and_come_to_rest(
 def test_a_history_that_is_seen_twice_is_decided_alike(
     events: list[tuple[str, int, int, bool]],
 ) -> None:
-    history, step = History(), 0
+    history = History()
     for kind, number, slots, flag in events:
         actions = decide_run(history.view(), 0.0)
         assert actions == decide_run(history.view(), 0.0)
         assert len(actions) == len(set(actions))
-        if kind == "stage":
-            step += 1
-            history.stage(step, slots, flag)
+        if kind in ("stage", "again"):
+            history.stage(slots, flag, again=kind == "again")
         elif actions:
             history.do(actions[number % len(actions)], flag)

@@ -26,7 +26,6 @@ from shardwise.parts.memory.files import (
     write_record,
 )
 from shardwise.parts.memory.home import Home, Run, new_run_id
-from shardwise.parts.memory.observe import RecordCache
 from shardwise.parts.memory.rank_liveness import (
     RankLock,
     forget_lost_ranks,
@@ -35,6 +34,7 @@ from shardwise.parts.memory.rank_liveness import (
 )
 from shardwise.parts.memory.records import Retry
 from shardwise.parts.memory.seal import map_file
+from shardwise.parts.memory.states import RecordCache
 from tests.memory.test_irregular import KINDS, replace
 
 # Waits with a deadline on a clock of the test, atomic writes, locks and bells.
@@ -143,7 +143,7 @@ def test_the_error_names_the_path(kind: str, tmp_path: Path) -> None:
         map_file(path, 0, writable=True)
     found = RecordCache().read(path, Retry)
     assert found is not None
-    assert "/it is " in str(found[0])
+    assert "/it is " in str(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,9 +39,9 @@ def test_a_restore_takes_the_step_before(kind: str, tmp_path: Path, shm: Path) -
         cp.close(wait=False)
     end_agents(shm)
     (run,) = shm.glob("*/runs/*")
-    for path in [*run.glob("step-00000003/*"), *run.glob("free/*")]:
+    for path in [*run.glob("step-00000003-*/*"), *run.glob("free/*")]:
         replace(path, kind)
-    replace(run / "step-00000004", kind)
+    replace(run / f"step-00000004-{4:016x}", kind)
     with sw.Checkpointer(tmp_path / "root", save_every=100, memory=memory) as cp:
         state = {"t": torch.zeros(5000)}
         assert cp.restore(state) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shardwise.kernel.manifest.manifest import Manifest, encode_manifest
 from shardwise.kernel.store import LocalStore
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import encode_record
-from shardwise.parts.memory.home import Run
+from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import (
     MOST_RESUMPTIONS,
     Lineage,
@@ -22,6 +23,7 @@ from shardwise.parts.memory.lineage import (
     read_or_create_lineage,
     resume_from,
 )
+from shardwise.parts.memory.remote.assembled import SnapshotLocations
 from shardwise.parts.memory.remote.search import NodeFiles, Search
 from shardwise.parts.tiers.options import StorageTask
 
@@ -103,9 +105,17 @@ def test_a_root_that_was_begun_anew_is_an_error(tmp_path: Path) -> None:
     assert read_or_create_lineage(root) == other
 
 
-def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]:
-    """What a node has of a snapshot without files, saved in an epoch."""
-    save_id = f"{step:08x}{9 if epoch is None else epoch:08x}"
+Disk = dict[SnapshotDirectory, dict[str, bytes]]
+HERE = Run(Path(RUN_FILE))
+
+
+def saved(step: int, epoch: int | None, *, saved_at: float = 0.0, tag: int = 0) -> Disk:
+    """What a node has of a snapshot without files, saved in an epoch.
+
+    Args:
+        tag: the first digit of the id of the save.
+    """
+    save_id = f"{tag:x}{step:07x}{9 if epoch is None else epoch:08x}"
     manifest = Manifest(
         save_id=save_id,
         step=step,
@@ -125,41 +135,45 @@ def saved(step: int, epoch: int | None, *, of: str = "copy") -> dict[str, bytes]
             nodes=[],
             leader="a",
             epoch=epoch,
+            saved_at=saved_at,
             storage=StorageTask(root=""),
         )
-        name = (
-            records.save_record("pending", save_id, "copy")
-            if of == "copy"
-            else records.save_record("pending", save_id)
-        )
-        found[name] = encode_record(pending)
-    return found
+        found[records.PENDING] = encode_record(pending)
+    return {SnapshotDirectory(HERE, step, save_id): found}
 
 
-def chosen(nodes: list[dict[int, dict[str, bytes]]], lineage: Lineage) -> tuple[int | None, str]:
+def united(disks: Iterable[Disk]) -> Disk:
+    return {place: files for disk in disks for place, files in disk.items()}
+
+
+def chosen(nodes: Sequence[Disk], lineage: Lineage) -> tuple[int | None, str]:
     """The step that is chosen of what nodes hold, and why no newer one."""
+    found = choose(nodes, lineage)
+    return found.step, str(found.skipped)
 
-    def read(node: str, step: int, name: str) -> bytes:
-        return nodes[int(node)][step][name]
+
+def choose(nodes: Sequence[Disk], lineage: Lineage) -> SnapshotLocations:
+    """What is chosen of what nodes hold."""
+
+    def read(node: str, place: SnapshotDirectory, name: str) -> bytes:
+        return nodes[int(node)][place][name]
 
     def sizes(files: dict[str, bytes]) -> dict[str, int]:
         return {name: len(data) for name, data in files.items()}
 
     held = [
-        NodeFiles(str(node), {step: sizes(files) for step, files in by_step.items()}, [])
-        for node, by_step in enumerate(nodes)
+        NodeFiles(str(node), {place.name: sizes(files) for place, files in disk.items()}, [])
+        for node, disk in enumerate(nodes)
     ]
     infos = {each.node: records.AgentInfo(each.node, "http://x", "t") for each in held}
-    search = Search(Run(Path("run")), "here", held, infos, lineage=lineage)
-    search.read = read
-    found = search.choose_snapshot(None)
-    return found.step, str(found.skipped)
+    search = Search(HERE, "here", held, infos, lineage=lineage)
+    search.read = read  # type: ignore[method-assign]
+    return search.choose_snapshot(None)
 
 
-@pytest.mark.parametrize("of", ["leader", "copy"])
-def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
-    idle = {step: saved(step, 0, of=of) for step in (19, 20, 35, 37)}
-    busy = {step: saved(step, 1, of=of) for step in (21, 30)}
+def test_abandoned_snapshots_of_idle_nodes_are_passed_over() -> None:
+    idle = united(saved(step, 0) for step in (19, 20, 35, 37))
+    busy = united(saved(step, 1) for step in (21, 30))
     lineage = Lineage(RUN_FILE)
     assert chosen([idle], lineage)[0] == 37
     lineage = lineage.after_resuming(20)
@@ -167,7 +181,7 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
     assert step == 20
     assert why.count("superseded: the run resumed from step 20") == 2
     assert chosen([idle, busy], lineage)[0] == 30
-    again = {35: saved(35, 1, of=of)}
+    again = saved(35, 1)
     assert chosen([idle, busy | again], lineage)[0] == 35
     assert chosen([idle, busy], lineage.after_resuming(None)) == (
         None,
@@ -176,7 +190,7 @@ def test_abandoned_snapshots_of_idle_nodes_are_passed_over(of: str) -> None:
 
 
 def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None:
-    held = {step: saved(step, None) for step in (5, 7)}
+    held = united(saved(step, None) for step in (5, 7))
     assert chosen([held], Lineage(RUN_FILE))[0] == 7
     step, why = chosen([held], Lineage(RUN_FILE).after_resuming(5))
     assert step == 5
@@ -185,15 +199,28 @@ def test_one_of_which_nobody_can_tell_when_it_was_saved_is_passed_over() -> None
 
 def test_a_damaged_pending_manifest_is_made_up_for_by_anothers() -> None:
     lineage = Lineage(RUN_FILE).after_resuming(5)
-    whole, damaged = saved(7, 1), saved(7, 1, of="leader")
-    damaged = {name: data if "manifest" in name else b"\xff" for name, data in damaged.items()}
-    assert chosen([{7: damaged}], lineage)[0] is None
-    assert chosen([{7: damaged}, {7: whole}], lineage)[0] == 7
+    whole = saved(7, 1)
+    damaged = {place: files | {records.PENDING: b"\xff"} for place, files in whole.items()}
+    assert chosen([damaged], lineage)[0] is None
+    assert chosen([damaged, whole], lineage)[0] == 7
 
 
-def test_a_request_for_an_older_save_of_a_step_does_not_hide_the_newer_save() -> None:
-    """An agent that has started again may still send a request for a snapshot that was replaced."""
-    idle, busy = saved(7, 0), saved(7, 1)
-    old_id = next(records.save_id_in_name(name) for name in idle if "pending" in name)
-    busy[records.save_record("protect", old_id)] = b""
-    assert chosen([{7: idle}, {7: busy}], Lineage(RUN_FILE).after_resuming(5))[0] == 7
+@pytest.mark.parametrize("tags", [(0, 1), (1, 0)])
+def test_the_newer_save_of_a_step_is_chosen_and_the_older_if_it_is_incomplete(
+    tags: tuple[int, int],
+) -> None:
+    """Whatever the ids of the saves are, and in whatever order nodes answer."""
+    lineage = Lineage(RUN_FILE)
+    old, new = saved(7, 0, saved_at=9.0, tag=tags[0]), saved(7, 1, saved_at=5.0, tag=tags[1])
+    ((old_place, _),), ((new_place, files),) = old.items(), new.items()
+    for nodes in ([old, new], [new, old], [old | new]):
+        assert choose(nodes, lineage).save_id == new_place.save_id
+        assert choose(nodes, lineage.after_resuming(5)).save_id == new_place.save_id
+    uncommitted = {new_place: {records.PENDING: files[records.PENDING]}}
+    for nodes in ([old, uncommitted], [uncommitted, old]):
+        assert choose(nodes, lineage).save_id == old_place.save_id
+        assert choose(nodes, lineage.after_resuming(5)).step is None
+    later = saved(7, 1, saved_at=6.0, tag=2)
+    assert choose([old, new, later], lineage).save_id == next(iter(later)).save_id
+    ((place, files),) = later.items()
+    assert choose([old, new, {place: {}}], lineage).save_id == new_place.save_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -19,12 +18,14 @@ from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import MANIFEST, Manifest, encode_manifest
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import encode_record, listen_to_bell, write_record
-from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.files import write_record
+from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage, Resumption
+from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
 from shardwise.parts.memory.redundancy.parity import encode_parity
 from shardwise.parts.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
+from shardwise.parts.memory.remote.calls import Caller, StageCall
 from shardwise.parts.memory.remote.search import (
     CONNECT_TIMEOUT,
     READ_TIMEOUT,
@@ -34,21 +35,17 @@ from shardwise.parts.memory.remote.search import (
     list_own_files,
 )
 from shardwise.parts.memory.remote.snapshot_nodes import Nodes
-from shardwise.parts.memory.remote.subtrees import RequestSender, connect, request_for_stage
 from shardwise.parts.memory.replies import Replies
 from shardwise.parts.memory.trainer import node_watch
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, Served, serve, served
+from tests.tools.agents import until
 
 # Waiting for the replies of other nodes.
 
 __all__ = ["served"]
-SAVE = "f" * 16
-REQUEST, DONE = (
-    records.save_record("protect", SAVE),
-    records.save_record("protect", SAVE, "done"),
-)
+SAVE = "0123456789abcdef"
 WAIT = 0.3
 HERE = AgentInfo("here", "", "")
 
@@ -65,19 +62,26 @@ def pending_of(*infos: AgentInfo, step: int = 10) -> PendingManifest:
     )
 
 
+def place_of(path: Path, step: int = 10) -> SnapshotDirectory:
+    """A snapshot of step 10 on this node, whose directory is there."""
+    place = SnapshotDirectory(Run(path / RUN), step, SAVE)
+    place.path.mkdir(parents=True)
+    return place
+
+
 def ask(place: SnapshotDirectory, there: AgentInfo, wait: float) -> Replies:
-    """What another node says that was asked to protect a snapshot."""
+    """What another node says that was called to protect a snapshot."""
     pending = pending_of(HERE, there)
-    request = request_for_stage(pending, "protect", wait)
-    with closing(connect(place, pending.nodes, "here", request, None)) as nodes:
-        return RequestSender(nodes, request).send(["there"])
+    call = StageCall(pending, "protect", "here", wait)
+    nodes = Nodes(place, pending.nodes, "here", wait, timeout=call.timeout)
+    with closing(nodes):
+        return Caller(nodes, call).call(["there"])
 
 
 def expecting(served: Served, tmp_path: Path) -> Replies:
-    """What a node that was asked to protect a snapshot says when it has."""
-    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
-    place.path.mkdir(parents=True)
-    bound = threading.Timer(5.0, place.abandon)
+    """What a node that was called to protect a snapshot says when it has."""
+    place = place_of(tmp_path / "here")
+    bound = threading.Timer(20.0, place.abandon)
     bound.start()
     try:
         return ask(place, AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN), WAIT)
@@ -85,58 +89,90 @@ def expecting(served: Served, tmp_path: Path) -> Replies:
         bound.cancel()
 
 
-def test_a_record_for_this_node_wakes_its_agent(tmp_path: Path) -> None:
+def reply(served: Served, replies: Replies) -> None:
+    """Have a node reply to the call that it has received."""
+    until(lambda: served.calls.call_of(served.place, "protect") is not None)
+    call = served.calls.call_of(served.place, "protect")
+    assert call is not None
+    served.calls.reply(served.place, "protect", call, replies.encode(SAVE))
+
+
+def test_a_call_wakes_the_agent(served: Served, tmp_path: Path) -> None:
     """Otherwise each protected snapshot takes as long as the agent's pause between two looks."""
-    home, woken = Home(tmp_path), threading.Event()
-    place = SnapshotDirectory(home.run(new_run_id()), 10)
-    place.path.mkdir(parents=True)
-    os.mkfifo(home.bell_path)
-    threading.Thread(target=listen_to_bell, args=(home.bell_path, woken.set), daemon=True).start()
-    with closing(Nodes(place, [AgentInfo("here", "", "")], "here", WAIT)) as nodes:
-        while not woken.wait(0.01):  # until the thread listens
-            nodes.write("here", REQUEST, b"{}")
+    served.fill("x", b"")
+    timer = threading.Timer(WAIT, reply, (served, Replies.of_node(1, 7, {})))
+    timer.start()
+    expecting(served, tmp_path)
+    assert served.wakes
 
 
-def test_who_was_asked_is_waited_for_as_long_as_it_may_take(served: Served, tmp_path: Path) -> None:
-    done = encode_record(Replies.of_node(1, 7, {}).encode(SAVE, "protect"))
-    timer = threading.Timer(4 * WAIT, served.fill, (DONE, done))
+def test_who_was_called_is_waited_for_as_long_as_it_may_take(
+    served: Served, tmp_path: Path
+) -> None:
+    served.fill("x", b"")
+    timer = threading.Timer(4 * WAIT, reply, (served, Replies.of_node(1, 7, {})))
     timer.start()
     replies = expecting(served, tmp_path)
     assert (replies.nodes.tolist(), replies.nbytes.tolist()) == ([1], [7])
     assert not replies.lost
 
 
-def test_who_does_not_answer_is_lost(tmp_path: Path) -> None:
-    place = SnapshotDirectory(Run(tmp_path / RUN), 10)
-    place.path.mkdir(parents=True)
-    with silent() as port:
-        replies = ask(place, AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN), WAIT)
-    assert list(replies.lost) == ["there"]
-    assert f"node there did not provide {DONE} of step 10" in replies.lost["there"]
-
-
-def test_who_has_discarded_a_snapshot_is_not_waited_for(served: Served, tmp_path: Path) -> None:
-    """As it went on without the one who waits, from an older step."""
-    timer = threading.Timer(4 * WAIT, (served.step / REQUEST).unlink)
+def test_who_does_not_have_the_snapshot_yet_is_called_again(served: Served, tmp_path: Path) -> None:
+    """Its ranks begin the save a little later."""
+    threading.Timer(WAIT / 2, served.fill, ("x", b"")).start()
+    timer = threading.Timer(WAIT / 2, reply, (served, Replies.of_node(1, 7, {})))
     timer.start()
+    assert expecting(served, tmp_path).nodes.tolist() == [1]
+
+
+def test_who_never_has_the_snapshot_is_lost(served: Served, tmp_path: Path) -> None:
+    replies = expecting(served, tmp_path)
+    assert "node there did not do its part of protect of step 10" in replies.lost["there"]
+
+
+def test_who_does_not_answer_is_lost(tmp_path: Path) -> None:
+    with silent() as port:
+        there = AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN)
+        replies = ask(place_of(tmp_path), there, WAIT)
+    assert list(replies.lost) == ["there"]
+    assert "node there did not do its part of protect of step 10" in replies.lost["there"]
+
+
+@pytest.mark.parametrize("how", ["abandoned", "freed", "vanished"])
+def test_who_has_discarded_a_snapshot_is_not_waited_for(
+    served: Served, tmp_path: Path, how: str
+) -> None:
+    """As it went on without the one who waits, from an older step."""
+
+    def discard() -> None:
+        if how == "abandoned":
+            served.place.abandon()
+        else:
+            free_unattended(served.place, served.states.lock)
+
+    served.fill("x", b"")
+    if how == "freed":
+        served.fill(records.STATE, b"{}")
+    threading.Timer(4 * WAIT, discard).start()
     started = time.monotonic()
     replies = expecting(served, tmp_path)
     assert "node there has discarded step 10" in replies.lost["there"]
-    assert 3 * WAIT < time.monotonic() - started < 20.0
+    assert 3 * WAIT < time.monotonic() - started < 19.0
 
 
 def test_an_invalid_reply_is_not_waited_for_again(served: Served, tmp_path: Path) -> None:
     """Its index is of no node of the save."""
-    served.fill(DONE, encode_record(Replies.of_node(2, 7, {}).encode(SAVE, "protect")))
-    assert "reply to protect" in expecting(served, tmp_path).lost["there"]
+    served.fill("x", b"")
+    timer = threading.Timer(WAIT / 2, reply, (served, Replies.of_node(2, 7, {})))
+    timer.start()
+    assert "a reply about save" in expecting(served, tmp_path).lost["there"]
 
 
 def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
     served: Served, tmp_path: Path
 ) -> None:
     """The agent does one thing after another: newer snapshots would wait for their protection."""
-    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
-    place.path.mkdir(parents=True)
+    place = place_of(tmp_path / "here")
     infos = [
         AgentInfo("here", "", ""),
         AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN),
@@ -159,10 +195,7 @@ def test_work_on_a_file_that_another_node_has_discarded_is_not_repeated(
 
 def test_work_on_a_file_of_a_node_that_the_run_left_behind_is_not_repeated(tmp_path: Path) -> None:
     """The node does not answer, and the protection of newer snapshots waits for this work."""
-    run = Run(tmp_path / RUN)
-    place, newer = SnapshotDirectory(run, 10), SnapshotDirectory(run, 11)
-    for each in (place, newer):
-        each.path.mkdir(parents=True)
+    place, newer = place_of(tmp_path), place_of(tmp_path, 11)
     with socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         gone = AgentInfo("gone", f"http://127.0.0.1:{refusing.getsockname()[1]}", TOKEN)
@@ -178,16 +211,7 @@ def test_work_on_a_file_of_a_node_that_the_run_left_behind_is_not_repeated(tmp_p
         )
 
         def continue_without_it() -> None:
-            pending = PendingManifest(
-                save_id=SAVE,
-                step=11,
-                manifest="{}",
-                files=[],
-                nodes=[here],
-                leader="here",
-                storage=StorageTask(root=""),
-            )
-            write_record(newer.path / records.save_record("pending", SAVE), pending)
+            write_record(newer.path / records.PENDING, pending_of(here, step=11))
 
         timer = threading.Timer(2 * WAIT, continue_without_it)
         timer.start()
@@ -225,15 +249,14 @@ def test_work_on_an_abandoned_snapshot_ends_at_once(
     lost: Callable[[], AbstractContextManager[int]], tmp_path: Path
 ) -> None:
     """A restore waits for it, and the node that it waits for may be the one that was lost."""
-    place = SnapshotDirectory(Run(tmp_path / "here" / RUN), 10)
-    place.path.mkdir(parents=True)
+    place = place_of(tmp_path / "here")
     with lost() as port:
         infos = [AgentInfo("here", "", ""), AgentInfo("there", f"http://127.0.0.1:{port}", TOKEN)]
         with closing(Nodes(place, infos, "here", 60.0)) as nodes:
             threading.Timer(0.3, place.abandon).start()
             started = time.monotonic()
             with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
-                nodes.write("there", REQUEST, b"{}")
+                nodes.retry(lambda: nodes.read("there", MANIFEST, limit=1))
             assert 0.25 < time.monotonic() - started < 4.5  # of 60, or 5
         with pytest.raises(sw.StoreError, match="step 10 is abandoned"):
             ask(place, infos[1], 60.0)
@@ -258,10 +281,7 @@ EMPTY = Manifest(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [records.save_record("pending", SAVE), records.save_record("pending", SAVE, "copy")]
-)
-def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> None:
+def test_nodes_are_found_that_only_others_know(tmp_path: Path) -> None:
     """A run that comes back to a node which was idle knows of the last nodes only in part."""
     with ExitStack() as served:
         homes = {node: Home(tmp_path / node) for node in ("b", "c")}
@@ -270,21 +290,21 @@ def test_nodes_are_found_that_only_others_know(tmp_path: Path, name: str) -> Non
         nowhere = AgentInfo("c", "http://127.0.0.1:1", TOKEN)  # where its agent was before
         together = pending([AgentInfo("a", "", ""), infos["b"], infos["c"]])
         for home in homes.values():
-            place = SnapshotDirectory(home.run(RUN), 3)
+            place = SnapshotDirectory(home.run(RUN), 3, SAVE)
             place.path.mkdir(parents=True)
-            write_record(place.path / name, together)
+            write_record(place.path / records.PENDING, together)
         held = [NodeFiles("a", {}, [infos["b"], nowhere])]
         search = Search(Home(tmp_path).run(RUN), "a", held, {"a": AgentInfo("a", "", "")})
         search.ask()
     assert [each.node for each in search.nodes] == ["a", "b", "c"]
-    assert all(list(each.steps) == [3] for each in search.nodes[1:])
+    assert all(list(each.snapshots) == [f"step-00000003-{SAVE}"] for each in search.nodes[1:])
     assert search.infos["c"] == infos["c"]
 
 
 def test_no_connection_stays_open_to_a_node_that_has_answered(tmp_path: Path) -> None:
     """A search may ask more nodes than a process can have open files."""
     home = Home(tmp_path)
-    SnapshotDirectory(home.run(RUN), 3).path.mkdir(parents=True)
+    SnapshotDirectory(home.run(RUN), 3, SAVE).path.mkdir(parents=True)
     with serve(home.path, most=200) as served:
         url = f"http://127.0.0.1:{served.port}"
         infos = {f"n{each}": AgentInfo(f"n{each}", url, TOKEN) for each in range(400)}
@@ -327,18 +347,16 @@ def test_a_node_that_sends_one_byte_at_a_time_is_left_out_at_the_end_of_the_sear
         read = Search(run, "a", [], {"b": slow}, deadline=Deadline(1.0)).read
         for _ in range(3):  # it is asked once
             with pytest.raises(StoreError, match="no complete answer"):
-                read("b", 3, MANIFEST)
+                read("b", SnapshotDirectory(run, 3, SAVE), MANIFEST)
         assert 1.8 < time.monotonic() - start < 10.0
 
 
 def committed(home: Home, step: int, epoch: int) -> NodeFiles:
     """A node that has all of a snapshot, which was saved in an epoch."""
-    place = SnapshotDirectory(home.run(RUN), step)
+    place = SnapshotDirectory(home.run(RUN), step, SAVE)
     place.path.mkdir(parents=True, exist_ok=True)
     (place.path / MANIFEST).write_bytes(encode_manifest(EMPTY))
-    write_record(
-        place.path / records.save_record("pending", SAVE), replace(pending([]), epoch=epoch)
-    )
+    write_record(place.path / records.PENDING, replace(pending([]), epoch=epoch))
     return list_own_files(home.run(RUN), "a")
 
 
@@ -362,7 +380,9 @@ def test_who_was_there_last_knows_of_all_that_is_newer(
     assert is_enough(new)
     assert is_enough(new, step=3)
     assert not is_enough(new, step=4)
-    home.run(RUN).step_path(4).mkdir()  # another node may have what this one lacks of it
+    SnapshotDirectory(
+        home.run(RUN), 4, SAVE
+    ).path.mkdir()  # another node may have what this one lacks of it
     assert not is_enough(list_own_files(home.run(RUN), "a"))
 
 
@@ -380,8 +400,8 @@ def pending(nodes: list[AgentInfo]) -> PendingManifest:
 
 
 def test_a_file_that_vanishes_as_others_look_hides_no_snapshot(tmp_path: Path) -> None:
-    run = Home(tmp_path).run("0" * 16)
-    run.step_path(1).mkdir(parents=True)
-    (run.step_path(1) / "manifest.json").write_bytes(b"{}")
-    (run.step_path(1) / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
-    assert list_own_files(run, "n").steps == {1: {"manifest.json": 2}}
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1, SAVE)
+    place.path.mkdir(parents=True)
+    place.manifest_path.write_bytes(b"{}")
+    (place.path / ".note.json.0badf00d").symlink_to("nowhere")  # as one that is gone by now
+    assert list_own_files(place.run, "n").snapshots == {place.name: {"manifest.json": 2}}

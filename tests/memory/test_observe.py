@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,25 +13,27 @@ from msgspec import Raw
 import shardwise as sw
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
-from shardwise.parts.memory import decide, observe, records
+from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
-from shardwise.parts.memory.agent.lead import Leader
 from shardwise.parts.memory.agent.protect import claim_ring_file
 from shardwise.parts.memory.decide import Action, decide_run
 from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.parts.memory.observe import RecordCache, read_outcome, read_run_view, read_snapshot
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
+from shardwise.parts.memory.reclaim import free
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
+    RankPart,
     RingFile,
-    StagedFile,
+    SaveState,
     StageOutcome,
-    SubtreeReply,
 )
+from shardwise.parts.memory.remote.calls import ReceivedCall
 from shardwise.parts.memory.seal import MappedFiles
-from shardwise.parts.memory.view import StageState
+from shardwise.parts.memory.states import RecordCache, SaveStates, read_state
+from shardwise.parts.memory.view import StageState, on_this_node
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_nodes import unreachable
@@ -46,36 +47,52 @@ SAVE = "0" * 16
 FILES = [f"r{rank:05d}-{SAVE}.safetensors" for rank in (0, 1)]
 
 
-@pytest.fixture
-def begun(tmp_path: Path) -> SnapshotDirectory:
-    """A snapshot of a node with two ranks: the first has staged, and the second copies."""
-    place = SnapshotDirectory(Home(tmp_path).run(new_run_id()), 1)
+def place_of(run: Run, step: int = 1, save_id: str = SAVE) -> SnapshotDirectory:
+    """The directory of a save, which is made."""
+    place = SnapshotDirectory(run, step, save_id)
     place.path.mkdir(parents=True)
-    stage(place, FILES[0])
-    write_record(place.path / records.save_record("persist", SAVE), {})
-    (place.path / records.file_record(FILES[1], "copying")).touch()
     return place
 
 
-def stage(place: SnapshotDirectory, name: str) -> None:
-    entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
-    write_record(
-        place.path / records.file_record(name, "staged"),
-        StagedFile(entry, "slot", 2, ("commit", "protect")),
-    )
-    (place.path / name).touch()
+def part_of(place: SnapshotDirectory, rank: int) -> RankPart:
+    """The record of a rank with an empty file."""
+    entry = FileEntry(f"r{rank:05d}-{place.save_id}.safetensors", rank, 0, 0, 0, 0, 0)
+    return RankPart(file=entry, snapshots_to_keep=2, stages=("commit", "protect"), epoch=0)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> SnapshotDirectory:
+    """A snapshot of a node with two ranks: the first has staged, and the second copies."""
+    place = place_of(Home(tmp_path).run(new_run_id()))
+    begin(place, 0)
+    begin(place, 1)
+    (place.path / FILES[0]).touch()
+    return place
+
+
+def begin(place: SnapshotDirectory, rank: int) -> None:
+    """A rank begins to copy."""
+    write_record(place.path / records.rank_record(rank), part_of(place, rank))
 
 
 def due(place: SnapshotDirectory) -> tuple[StageState, StageState]:
-    """Whether checksums are taken, and files are copied to storage."""
-    save = read_snapshot(place).saves[SAVE]
-    return save.state_of("seal"), save.state_of("copy")
+    """Whether checksums are taken, and files are copied to storage, which another node requests."""
+    found = read_snapshot(place, requested=("persist",))
+    return found.state_of("seal"), found.state_of(on_this_node("persist"))
 
 
 def test_only_checksums_wait_while_another_rank_copies(begun: SnapshotDirectory) -> None:
     lock = RankLock(begun.run, 1)
     assert due(begun) == (StageState.WAITING, StageState.RUNNING)
-    (begun.path / records.file_record(FILES[1], "copying")).unlink()
+    (begun.path / FILES[1]).touch()
+    assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
+    lock.release()
+
+
+def test_a_rank_that_has_failed_to_copy_is_not_waited_for(begun: SnapshotDirectory) -> None:
+    lock = RankLock(begun.run, 1)
+    failed = msgspec.structs.replace(part_of(begun, 1), failure="no memory is left")
+    write_record(begun.path / records.rank_record(1), failed)
     assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
@@ -83,10 +100,12 @@ def test_only_checksums_wait_while_another_rank_copies(begun: SnapshotDirectory)
 def test_a_record_without_its_file_is_nothing_to_do(begun: SnapshotDirectory) -> None:
     """The trainer was killed before it moved the file to its place."""
     (begun.path / FILES[0]).unlink()
-    save = read_snapshot(begun).saves[SAVE]
-    assert save.state_of("seal") is StageState.NOT_REQUESTED
-    assert not save.staged
-    assert save.has_staged
+    found = read_snapshot(begun)
+    assert found.state_of("seal") is StageState.NOT_REQUESTED
+    assert not found.staged
+    assert not found.open_stages
+    assert not found.is_copying
+    assert [each.file and each.file.name for each in found.parts] == FILES
 
 
 def test_a_rank_that_was_lost_as_it_copied_is_not_waited_for(begun: SnapshotDirectory) -> None:
@@ -99,13 +118,12 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
     begun: SnapshotDirectory,
 ) -> None:
     lock = RankLock(begun.run, 1)
-    done = StageOutcome(save_id=SAVE, stage="commit", failure="stuck")
-    write_record(begun.path / records.save_record("commit", SAVE, "all"), done)
+    SaveStates().end(begun, "commit", StageOutcome(failure="stuck"))
     assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
 
-def pending_of(leader: str, *, durable: bool = False) -> PendingManifest:
+def pending_of(leader: str, *, durable: bool = False, saved_at: float = 0.0) -> PendingManifest:
     return PendingManifest(
         save_id=SAVE,
         step=1,
@@ -114,6 +132,7 @@ def pending_of(leader: str, *, durable: bool = False) -> PendingManifest:
         nodes=[],
         leader=leader,
         durable=durable,
+        saved_at=saved_at,
         storage=StorageTask(root=""),
     )
 
@@ -126,99 +145,99 @@ def test_the_stages_of_a_save(
     begun: SnapshotDirectory, leads: bool, durable: bool, called: bool, commit: str | None
 ) -> None:
     """On the node that leads it, and on another."""
-    name = (
-        records.save_record("pending", SAVE)
-        if leads
-        else records.save_record("pending", SAVE, "copy")
-    )
-    write_record(begun.path / name, pending_of("here", durable=durable))
-    if called:
-        write_record(begun.path / records.save_record("rescue", SAVE), {})
+    pending = pending_of("here" if leads else "there", durable=durable)
+    write_record(begun.path / records.PENDING, pending)
+    state = SaveState(rescue="here" if called else "")
     if commit is not None:
-        done = StageOutcome(save_id=SAVE, stage="commit", failure=commit)
-        write_record(begun.path / records.save_record("commit", SAVE, "all"), done)
-    save = read_snapshot(begun, "here").saves[SAVE]
+        state = msgspec.structs.replace(state, outcomes={"commit": StageOutcome(failure=commit)})
+    write_record(begun.path / records.STATE, state)
+    found = read_snapshot(begun, "here")
+    assert found.leads == leads
     if commit is None:
-        assert save.state_of("commit") is (StageState.RUNNING if leads else StageState.WAITING)
+        assert found.state_of("commit") is (StageState.RUNNING if leads else StageState.WAITING)
     else:
-        assert save.state_of("commit") is (StageState.FAILED if commit else StageState.DONE)
+        assert found.state_of("commit") is (StageState.FAILED if commit else StageState.DONE)
     ready = leads and commit == ""
-    assert save.state_of("protect") is (StageState.RUNNING if ready else StageState.WAITING)
+    if commit:
+        assert found.state_of("protect") is StageState.FAILED  # it never begins
+    else:
+        assert found.state_of("protect") is (StageState.RUNNING if ready else StageState.WAITING)
     persists = (leads and durable) or called
-    assert save.state_of("persist") is (
+    assert found.state_of("persist") is (
         StageState.RUNNING if persists else StageState.NOT_REQUESTED
     )
-    assert save.state_of("rescue") is (StageState.DONE if called else StageState.NOT_REQUESTED)
-    assert save.must_be_persisted == (leads and durable)
+    assert found.state_of("rescue") is (StageState.DONE if called else StageState.NOT_REQUESTED)
+    assert found.must_be_persisted == (leads and durable)
+
+
+def test_a_save_is_led_once_the_ranks_of_the_node_have_copied(begun: SnapshotDirectory) -> None:
+    """To persist it begins before: each file is stored while it is copied."""
+    lock = RankLock(begun.run, 1)
+    write_record(begun.path / records.PENDING, pending_of("here", durable=True))
+
+    def running() -> set[str]:
+        found = read_snapshot(begun, "here")
+        return {each for each in records.STAGES if found.state_of(each) is StageState.RUNNING}
+
+    assert running() == {"persist"}
+    (begun.path / FILES[1]).touch()
+    assert running() == {"commit", "persist"}
+    lock.release()
+
+
+def test_snapshots_are_in_the_order_of_their_saves(tmp_path: Path) -> None:
+    """Steps, and for each step the epochs of the run, and then the times of saves."""
+    run = Home(tmp_path).run(new_run_id())
+    saves = [(1, 2, 5.0), (2, 0, 9.0), (2, 0, 10.0), (2, 1, 0.0), (2, 1, None), (2, None, None)]
+    saves.append((3, 0, 0.0))
+    for number, (step, epoch, saved_at) in enumerate(saves):
+        place = place_of(run, step, f"{16 - number:016x}")
+        if epoch is not None:
+            part = msgspec.structs.replace(part_of(place, 0), epoch=epoch)
+            write_record(place.path / records.rank_record(0), part)
+        if saved_at is not None:
+            pending = msgspec.structs.replace(pending_of("", saved_at=saved_at), epoch=epoch)
+            write_record(place.path / records.PENDING, pending)
+    found = [each.place.save_id for each in read_run_view(run).snapshots]
+    assert found == [f"{16 - number:016x}" for number in range(len(saves))]
 
 
 def test_records_are_read_again_only_when_they_are_replaced(begun: SnapshotDirectory) -> None:
-    cache, path = RecordCache(), begun.path / records.file_record(FILES[0], "staged")
-
-    def read() -> object:
-        found = cache.read(path, StagedFile)
-        assert found is not None
-        return found[0]
-
-    first = read()
-    assert read() is first
-    stage(begun, FILES[0])
-    second = read()
+    cache, path = RecordCache(), begun.path / records.rank_record(0)
+    first = cache.read(path, RankPart)
+    assert first == part_of(begun, 0)
+    assert cache.read(path, RankPart) is first
+    begin(begun, 0)
+    second = cache.read(path, RankPart)
     assert second is not first
-    assert read() is second
+    assert cache.read(path, RankPart) is second
     cache.forget_unused()
     cache.forget_unused()
-    assert read() is not second
+    assert cache.read(path, RankPart) is not second
     path.unlink()
-    assert cache.read(path, StagedFile) is None
+    assert cache.read(path, RankPart) is None
 
 
-def test_a_save_that_is_committed_meanwhile_is_not_taken_for_an_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_snapshot_may_be_freed_while_it_is_read(
+    begun: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its manifest comes just after the names of files were read."""
-    first, second = "a" * 16, "b" * 16
-    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
-    place.path.mkdir(parents=True)
-
-    def commit(save_id: str) -> None:
-        manifest = Manifest(
-            save_id=save_id,
-            step=1,
-            created="",
-            world_size=1,
-            files=(),
-            objects=(),
-            tensors=Raw(b"[]"),
-        )
-        write_record(place.path / "manifest.json", encode_manifest(manifest))
-        done = StageOutcome(save_id=save_id, stage="commit")
-        write_record(place.path / records.save_record("commit", save_id, "all"), done)
-
-    for save_id in (first, second):
-        file = FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0)
-        (place.path / file.name).touch()
-        write_record(
-            place.path / records.file_record(file.name, "staged"),
-            StagedFile(file, "slot", 2, ("commit",)),
-        )
-    commit(first)
+    """Just after the names of its files were read. What has become of the save is known still."""
+    write_record(begun.path / records.PENDING, pending_of("here"))
+    SaveStates().end(begun, "commit", StageOutcome(seconds=1.0))
     named = SnapshotDirectory.list_names
 
-    def named_just_before(self: SnapshotDirectory, suffix: str) -> list[str]:
+    def named_just_before(self: SnapshotDirectory, suffix: str = "") -> list[str]:
         found = named(self, suffix)
-        commit(second)
+        assert free(self)
         return found
 
-    monkeypatch.setattr(SnapshotDirectory, "list_names", named_just_before)
-    seen = observe.read_run_view(place.run)
-    freed = [each for each in decide.decide_run(seen, 0.0) if each.kind == decide.FREE]
-    assert all(each.names == (first,) for each in freed)
-    monkeypatch.undo()
-    seen = observe.read_run_view(place.run)
-    assert decide.Action(
-        decide.FREE, place, why=decide.REPLACED, names=(first,)
-    ) in decide.decide_run(seen, 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SnapshotDirectory, "list_names", named_just_before)
+        found = read_snapshot(begun, "here")
+    assert found.parts == ()
+    assert found.state_of("commit") is StageState.DONE
+    assert not begun.path.exists()
+    assert read_state(begun).outcomes["commit"].seconds == 1.0
 
 
 # Notes of a snapshot as a node reads them, also when they are damaged.
@@ -231,9 +250,7 @@ DAMAGES = [b'"', b'{"save_id": "\xff"}', b"[" * 100_000]
 @pytest.fixture
 def place(tmp_path: Path) -> SnapshotDirectory:
     """A snapshot of which there is nothing yet."""
-    place = SnapshotDirectory(Home(tmp_path).run(new_run_id()), 1)
-    place.path.mkdir(parents=True)
-    return place
+    return place_of(Home(tmp_path).run(new_run_id()), save_id=ONE)
 
 
 def pending(save_id: str) -> PendingManifest:
@@ -248,111 +265,131 @@ def pending(save_id: str) -> PendingManifest:
     )
 
 
-def staged(save_id: str) -> StagedFile:
-    return StagedFile(FileEntry(f"r00000-{save_id}.safetensors", 0, 0, 0, 0, 0, 0), "slot", 2, ())
-
-
-def kept(save_id: str) -> RingFile:
-    return RingFile(save_id, "slot", {})
-
-
-@pytest.mark.parametrize(
-    ("name", "note", "found"),
-    [
-        (
-            lambda save_id: records.save_record("pending", save_id),
-            pending,
-            SnapshotDirectory.pending_manifests,
-        ),
-        (
-            lambda save_id: records.save_record("pending", save_id, "copy"),
-            pending,
-            SnapshotDirectory.pending_manifests,
-        ),
-        (
-            lambda save_id: records.file_record(f"r00000-{save_id}.safetensors", "staged"),
-            staged,
-            SnapshotDirectory.staged_files,
-        ),
-        (
-            lambda save_id: records.file_record(f"r00000-{save_id}.safetensors", "kept-0"),
-            kept,
-            SnapshotDirectory.ring_files,
-        ),
-    ],
-)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_note_is_passed_over_and_told_of_once(
-    place: SnapshotDirectory,
-    caplog: pytest.LogCaptureFixture,
-    name: Callable[[str], str],
-    note: Callable[[str], object],
-    found: Callable[[SnapshotDirectory], list[object]],
-    damage: bytes,
+def test_a_damaged_note_of_a_rank_is_passed_over_and_told_of_once(
+    place: SnapshotDirectory, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
-    for save_id in (ONE, OTHER):
-        write_record(place.path / name(save_id), note(save_id))
-        (place.path / f"r00000-{save_id}.safetensors").touch()
-    assert found(place) == [note(ONE), note(OTHER)]
-    write_record(place.path / name(ONE), damage)
+    for rank in (0, 1):
+        begin(place, rank)
+    assert place.parts() == [part_of(place, rank) for rank in (0, 1)]
+    write_record(place.path / records.rank_record(0), damage)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            assert found(place) == [note(OTHER)]
+            assert place.parts() == [part_of(place, 1)]
+            assert read_snapshot(place).parts == (part_of(place, 1),)
     (told,) = caplog.messages
-    assert name(ONE) in told
+    assert records.rank_record(0) in told
 
 
-def test_a_damaged_outcome_is_a_failure(place: SnapshotDirectory) -> None:
-    assert read_outcome(place, "commit", ONE) is None
-    write_record(place.path / records.save_record("commit", ONE, "all"), DAMAGES[0])
-    ended = read_outcome(place, "commit", ONE)
-    assert ended is not None
-    assert "damaged" in ended.failure
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_pending_manifest_is_passed_over_and_told_of_once(
+    place: SnapshotDirectory, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    other = place_of(place.run, 1, OTHER)
+    for each in (place, other):
+        write_record(each.path / records.PENDING, pending(each.save_id))
+    assert place.run.pending_manifests() == [pending(ONE), pending(OTHER)]
+    write_record(place.path / records.PENDING, damage)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert place.run.pending_manifests() == [pending(OTHER)]
+            assert read_snapshot(place).pending is None
+    (told,) = caplog.messages
+    assert ONE in told
+    assert records.PENDING in told
 
 
-@pytest.mark.parametrize("stage", ["commit", "persist", "protect"])
-def test_a_damaged_request_ends_as_a_failure(place: SnapshotDirectory, stage: str) -> None:
-    write_record(place.path / records.save_record(stage, ONE), DAMAGES[0])
-    following = Follower("a", MappedFiles())
-    (action,) = decide_run(read_run_view(place.run), 0.0)
-    kinds = {"commit": "collect", "persist": "copy", "protect": "protect_others"}
-    assert action.kind == kinds[stage]
-    getattr(following, action.kind)(action)
-    done = read_record(place.path / records.save_record(stage, ONE, "done"), SubtreeReply)
-    assert done is not None
-    assert (done.stage, done.nodes) == (stage, b"")
-    assert records.save_record(stage, ONE) in done.failures["a"]
-    assert not decide_run(read_run_view(place.run), 0.0)
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_a_damaged_state_is_a_failure_of_all_stages(
+    place: SnapshotDirectory, is_freed: bool
+) -> None:
+    assert read_state(place) == SaveState()
+    write_record(place.path / records.STATE, DAMAGES[0])
+    if is_freed:
+        assert free(place)
+        assert not place.path.exists()
+    outcomes = read_state(place).outcomes
+    assert outcomes.keys() == {*records.STAGES, records.REMOVE_OLD}
+    assert all("damaged" in each.failure for each in outcomes.values())
+
+
+def test_a_save_whose_pending_manifest_is_damaged_ends_as_a_failure(
+    place: SnapshotDirectory,
+) -> None:
+    """On the node that leads it: no other node knows how to."""
+    begin(place, 0)
+    write_record(place.path / records.PENDING, DAMAGES[0])
+    with agent_in_threads(Home(place.run.path.parents[2]), "a"):
+        until(lambda: len(read_state(place).outcomes) == 2)
+    outcomes = read_state(place).outcomes
+    assert outcomes.keys() == {"commit", "protect"}
+    assert all("is damaged" in each.failure for each in outcomes.values())
+    assert not read_run_view(place.run).snapshots[0].open_stages
+
+
+@pytest.mark.parametrize("stage", records.STAGES)
+def test_a_node_without_the_pending_manifest_does_not_do_its_part(
+    place: SnapshotDirectory, stage: str
+) -> None:
+    """It waits for it, because it travels at the same time; but not for ever."""
+    part = msgspec.structs.replace(part_of(place, 0), above=[AgentInfo("top", "", "")])
+    write_record(place.path / records.rank_record(0), part)
+    write_record(place.path / records.PENDING, DAMAGES[0])
+    follower, call = Follower("a", MappedFiles()), ReceivedCall("top", 0.1)
+    assert follower.calls.receive(place, stage, call) is None
+    requested = follower.calls.stages_of(place)
+    found = read_snapshot(place, "a", requested=requested)
+    assert found.state_of(on_this_node(stage)) is StageState.RUNNING
+    assert not found.leads
+    follower.answer(Action(on_this_node(stage), place))
+    assert not follower.calls.stages_of(place)
+    reply = follower.calls.receive(place, stage, call)
+    assert reply is not None
+    assert reply.nodes == b""
+    assert records.PENDING in reply.failures["a"]
 
 
 def test_a_damaged_note_of_a_file_keeps_no_other_from_being_sealed(
     place: SnapshotDirectory,
 ) -> None:
-    write_record(
-        place.path / records.file_record(f"r00000-{ONE}.safetensors", "staged"), DAMAGES[0]
-    )
-    write_record(
-        place.path / records.file_record(f"r00000-{OTHER}.safetensors", "staged"), staged(OTHER)
-    )
-    (place.path / f"r00000-{OTHER}.safetensors").touch()
+    write_record(place.path / records.rank_record(0), DAMAGES[0])
+    begin(place, 1)
+    name = f"r00001-{ONE}.safetensors"
+    for file in (f"r00000-{ONE}.safetensors", name):
+        (place.path / file).touch()
     actions = decide_run(read_run_view(place.run), 0.0)
-    assert actions == [Action("seal", place, OTHER, names=(f"r00000-{OTHER}.safetensors",))]
+    assert actions == [Action("seal", place, names=(name,))]
     Follower("a", MappedFiles()).seal(actions[0])
-    assert place.has(records.file_record(f"r00000-{OTHER}.safetensors", "entry"))
+    assert read_state(place).entries.keys() == {name}
+    assert not decide_run(read_run_view(place.run), 0.0)
+
+
+def manifest_of(save_id: str) -> bytes:
+    manifest = Manifest(
+        save_id=save_id,
+        step=1,
+        created="now",
+        world_size=1,
+        files=(),
+        objects=(),
+        tensors=Raw(b"[]"),
+    )
+    return encode_manifest(manifest)
+
+
+def commit_of(place: SnapshotDirectory) -> StageOutcome | None:
+    return read_state(place).outcomes.get("commit")
 
 
 def test_a_pending_manifest_of_which_a_bit_has_flipped_is_not_committed(
     place: SnapshotDirectory,
 ) -> None:
-    manifest = Manifest(
-        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=Raw(b"[]")
-    )
-    text = encode_manifest(manifest).decode().replace('"world_size":1', '"world_size":3')
+    text = manifest_of(ONE).decode().replace('"world_size":1', '"world_size":3')
     damaged = msgspec.structs.replace(pending(ONE), manifest=text)
-    write_record(place.path / records.save_record("pending", ONE), damaged)
+    write_record(place.path / records.PENDING, damaged)
     with agent_in_threads(Home(place.run.path.parents[2]), "a"):
-        until(lambda: read_outcome(place, "commit", ONE))
-    ended = read_outcome(place, "commit", ONE)
+        until(lambda: commit_of(place))
+    ended = commit_of(place)
     assert ended is not None
     assert "the pending manifest was altered" in ended.failure
     assert not place.is_committed()
@@ -362,27 +399,20 @@ def test_a_commit_does_not_wait_for_a_node_whose_files_it_does_not_need(
     place: SnapshotDirectory,
 ) -> None:
     """It may be lost; a restore takes the snapshot from the others meanwhile."""
-    manifest = Manifest(
-        save_id=ONE, step=1, created="now", world_size=1, files=(), objects=(), tensors=Raw(b"[]")
-    )
     with unreachable() as port:
         lost = AgentInfo("b", f"http://127.0.0.1:{port}", TOKEN)
-        replaced = {"manifest": encode_manifest(manifest).decode(), "leader": "a", "wait": 2.0}
-        led = msgspec.structs.replace(
-            pending(ONE), nodes=[AgentInfo("a", "", ""), lost], **replaced
-        )
-        write_record(place.path / records.save_record("pending", ONE), led)
+        nodes = [AgentInfo("a", "", ""), lost]
+        text = manifest_of(ONE).decode()
+        led = msgspec.structs.replace(pending(ONE), nodes=nodes, manifest=text, wait=2.0)
+        write_record(place.path / records.PENDING, led)
         started = time.monotonic()
         with agent_in_threads(Home(place.run.path.parents[2]), "a"):
-            until(lambda: read_outcome(place, "commit", ONE))
+            until(lambda: commit_of(place))
             assert time.monotonic() - started < 1.5
-            ended = read_outcome(place, "commit", ONE)
+            ended = commit_of(place)
             assert ended is not None
             assert not ended.failure
             assert place.is_committed()
-            told = records.save_record("commit", ONE, "told")
-            assert not place.has(told)
-            until(lambda: place.has(told))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -394,49 +424,38 @@ def test_what_is_no_note_is_a_store_error(place: SnapshotDirectory, damage: byte
 
 def test_what_was_begun_to_be_completed_is_not_completed_again(place: SnapshotDirectory) -> None:
     """An agent that is killed in mid-work leaves a mixture, to which nothing must be added."""
-    name = f"r00001-{ONE}.safetensors"
-    note = records.file_record(f"r00000-{ONE}.safetensors", "kept-0")
-    made = records.ring_file_name(note)
-    record = RingFile(made, "slot", {})
-    assert claim_ring_file(place, note, record, name) is None
-    for _ in range(2):  # the second time, the agent was killed between the record and the move
-        (place.path / made).write_bytes(b"copy")
-        assert claim_ring_file(place, note, record, name) == record
-        (claimed,) = place.ring_files()
-        assert claimed.file == place.temporary_path(name).name
-        assert place.temporary_path(name).read_bytes() == b"copy"
-        record = claimed
-    assert claim_ring_file(place, note, record, name) is None
+    made = RingFile("rank-00000.made-0.bin", f"r00001-{ONE}.safetensors", {})
+    (place.path / made.file).write_bytes(b"copy")
+    assert claim_ring_file(place, made)
+    assert not place.has(made.file)
+    assert place.temporary_path(made.name).read_bytes() == b"copy"
+    assert not claim_ring_file(place, made)
+    assert place.temporary_path(made.name).read_bytes() == b"copy"
 
 
-def test_what_was_committed_of_another_save_of_a_step_is_not_published(
+def test_an_older_save_of_a_step_does_not_replace_a_newer_one_in_storage(
     tmp_path: Path, shm: Path
 ) -> None:
+    """Such as one whose agent could not reach the storage before."""
     with sw.Checkpointer(
-        tmp_path / "root", save_every=2, memory=sw.Memory(dir=str(shm), wait=10.0)
+        tmp_path / "root", save_every=1, memory=sw.Memory(dir=str(shm), wait=10.0)
     ) as cp:
         handle = cp.save(1, {"t": 1})
         assert handle is not None
         handle.result(20.0)
-        home = Home(shm)
-        snapshot = SnapshotDirectory(home.runs()[0], 1)
-        pending = PendingManifest(
-            save_id="0" * 16,
-            step=1,
-            manifest="",
-            files=[],
-            nodes=snapshot.pending_manifests()[0].nodes,
-            leader=snapshot.pending_manifests()[0].leader,
-            durable=True,
-            storage=StorageTask(root=str(tmp_path / "root")),
-        )
-        write_record(
-            snapshot.path / records.save_record("commit", pending.save_id, "all"),
-            records.StageOutcome(save_id=pending.save_id, stage="commit"),
-        )
-        write_record(snapshot.path / records.save_record("pending", pending.save_id), pending)
-        Leader(pending.leader).perform(Action("persist", snapshot, pending.save_id))
-        done = read_outcome(snapshot, "persist", pending.save_id)
-        assert done is not None
-        assert "step 1 was saved again meanwhile" in done.failure
-        assert cp.steps() == []
+        (newer,) = Home(shm).runs()[0].snapshots()
+        found = newer.read_pending()
+        assert found is not None
+        older = SnapshotDirectory(newer.run, 1, ONE)
+        replaced = {"save_id": ONE, "saved_at": found.saved_at - 1.0, "overwrite": True}
+        led = msgspec.structs.replace(found, files=[], durable=True, **replaced)
+        staging = tmp_path / "staging"
+        staging.mkdir()
+        write_record(staging / records.PENDING, led)
+        write_record(staging / "manifest.json", manifest_of(ONE))
+        state = SaveState(outcomes={"commit": StageOutcome()})
+        write_record(staging / records.STATE, state)
+        staging.rename(older.path)
+        older.run.wake_agent()
+        until(lambda: "persist" in read_state(older).outcomes)
+    assert sw.open(tmp_path / "root" / "step-00000001")["t"] == 1

@@ -122,7 +122,7 @@ def test_nodes_are_asked_and_a_lost_node_is_counted(tmp_path: Path) -> None:
             AgentInfo("b", f"http://127.0.0.1:{served.port}", TOKEN),
             AgentInfo("gone", "http://127.0.0.1:9", TOKEN),
         ]
-        homes[0].run(RUN).record_nodes(nodes)
+        homes[0].run(RUN).record_info("root", nodes)
         clock = Clock()
         watch = ProgressWatch(homes[0], clock=clock)
         (found,) = watch.read()

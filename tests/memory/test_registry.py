@@ -22,12 +22,12 @@ from shardwise.parts.memory.files import decode_record, write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.identity import make_run_token, read_or_create_node_name
 from shardwise.parts.memory.records import (
-    PENDING_KINDS,
+    PENDING,
+    STATE,
     AgentInfo,
     PendingManifest,
-    StagedFile,
-    file_record,
-    save_record,
+    RankPart,
+    rank_record,
 )
 from shardwise.parts.memory.registry import (
     LONGEST_AGE,
@@ -64,8 +64,8 @@ def home_of_run(tmp_path: Path, root: Path | None = None) -> Home:
     """A home with a snapshot of a run, whose root is a directory."""
     home = Home(tmp_path / "shm")
     run = home.run(RUN)
-    run.step_path(1).mkdir(parents=True)
-    run.set_root(str(LocalStore(root or tmp_path)))
+    SnapshotDirectory(run, 1, RUN).path.mkdir(parents=True)
+    run.record_info(str(LocalStore(root or tmp_path)), [])
     return home
 
 
@@ -91,7 +91,7 @@ def test_what_nodes_have_written_is_read_without_their_secrets(tmp_path: Path) -
 
 def lead_save(home: Home, step: int, infos: list[AgentInfo], epoch: int = 0) -> None:
     """Have the node lead a committed save of a step."""
-    place = SnapshotDirectory(home.run(RUN), step)
+    place = SnapshotDirectory(home.run(RUN), step, RUN)
     place.path.mkdir(parents=True, exist_ok=True)
     pending = PendingManifest(
         save_id=RUN,
@@ -103,7 +103,7 @@ def lead_save(home: Home, step: int, infos: list[AgentInfo], epoch: int = 0) -> 
         epoch=epoch,
         storage=StorageTask(root=""),
     )
-    write_record(place.path / save_record("pending", RUN), pending)
+    write_record(place.path / PENDING, pending)
     (place.path / MANIFEST).touch()
 
 
@@ -161,11 +161,12 @@ def test_an_entry_tells_when_its_node_last_took_part(tmp_path: Path) -> None:
     registration.update()
     assert read_entries(root, RUN).epochs == {HERE.node: 0}
     name = data_file(0, RUN)
-    place = SnapshotDirectory(home.run(RUN), 2)
+    place = SnapshotDirectory(home.run(RUN), 2, RUN)
     place.path.mkdir()
     registration.update()
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
-    write_record(place.path / file_record(name, "staged"), StagedFile(entry, "slot", 2, (), 7))
+    part = RankPart(file=entry, slot="slot", snapshots_to_keep=2, stages=(), epoch=7)
+    write_record(place.path / rank_record(0), part)
     (place.path / name).touch()
     registration.update()
     assert read_entries(root, RUN).epochs == {HERE.node: 7}
@@ -194,19 +195,23 @@ def test_the_entries_of_nodes_of_long_ago_are_removed(tmp_path: Path, epoch: int
 def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> None:
     home = Home(tmp_path)
     for run in (RUN, "f" * 16):
-        home.run(run).step_path(1).mkdir(parents=True)
+        SnapshotDirectory(home.run(run), 1, RUN).path.mkdir(parents=True)
+    snapshot = SnapshotDirectory(home.run(RUN), 1, RUN).name
     with serve(home.path) as served:
         info = AgentInfo("n", f"http://127.0.0.1:{served.port}", make_run_token(TOKEN, RUN))
         client = AgentClient(info)
-        assert list(client.list_files(RUN)) == [1]
+        assert list(client.list_files(RUN)) == [snapshot]
         refusals = (
             client.list_failing,
             lambda: client.list_files("f" * 16),
-            lambda: client.put(RUN, 1, "persist-0123456789abcdef.json", b"{}"),
+            lambda: client.call(RUN, snapshot, "persist", "n", patience=1.0, wait=0.0),
+            lambda: client.request_rescue(RUN, snapshot, "n"),
         )
         for refused in refusals:
             with pytest.raises(StoreError, match="the agent refused this token"):
                 refused()
+        with pytest.raises(StoreError, match="the token of a run does not allow"):
+            client.read_outcomes(RUN, 0, 0.0)
         client.close()
 
 
@@ -222,30 +227,29 @@ def test_the_token_of_a_run_reveals_no_secret(tmp_path: Path) -> None:
         leader="a",
         storage=StorageTask(root=""),
     )
-    place = Home(tmp_path).run(RUN).step_path(1)
+    place = SnapshotDirectory(Home(tmp_path).run(RUN), 1, pending.save_id).path
     place.mkdir(parents=True)
-    names = [save_record("pending", pending.save_id, kind) for kind in PENDING_KINDS]
-    for name in (*names, "unknown.json", "a.known"):
+    others = ("unknown.json", "a.known", rank_record(0), STATE)
+    for name in (PENDING, *others):
         write_record(place / name, pending)
     url = f"/runs/{RUN}/{place.name}"
     with serve(Home(tmp_path).path) as served:
-        for name in names:
-            _, whole, _ = served.ask("GET", f"{url}/{name}", token=TOKEN)
-            assert decode_record(whole, PendingManifest, name) == pending
-            for headers in ({}, {"Range": "bytes=0-99999"}):
-                status, data, _ = served.ask(
-                    "GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN), **headers
-                )
-                assert status == 200
-                found = decode_record(data, PendingManifest, name)
-                assert {info.node: info.token for info in found.nodes} == {
-                    node: make_run_token(each, RUN) for node, each in secrets.items()
-                }
-                assert msgspec.structs.replace(found, nodes=pending.nodes) == pending
-            (place / name).write_bytes(b"damaged " + whole)
-            status, data, _ = served.ask("GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN))
-            assert (status, b"secret" in data) == (500, False)
-        for name in ("unknown.json", "a.known"):
+        _, whole, _ = served.ask("GET", f"{url}/{PENDING}", token=TOKEN)
+        assert decode_record(whole, PendingManifest, PENDING) == pending
+        for headers in ({}, {"Range": "bytes=0-99999"}):
+            status, data, _ = served.ask(
+                "GET", f"{url}/{PENDING}", token=make_run_token(TOKEN, RUN), **headers
+            )
+            assert status == 200
+            found = decode_record(data, PendingManifest, PENDING)
+            assert {info.node: info.token for info in found.nodes} == {
+                node: make_run_token(each, RUN) for node, each in secrets.items()
+            }
+            assert msgspec.structs.replace(found, nodes=pending.nodes) == pending
+        (place / PENDING).write_bytes(b"damaged " + whole)
+        status, data, _ = served.ask("GET", f"{url}/{PENDING}", token=make_run_token(TOKEN, RUN))
+        assert (status, b"secret" in data) == (500, False)
+        for name in others:
             status, data, _ = served.ask("GET", f"{url}/{name}", token=make_run_token(TOKEN, RUN))
             assert (status, b"secret" in data) == (403, False)
 

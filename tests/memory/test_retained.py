@@ -21,15 +21,15 @@ from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
 from shardwise.kernel.store.local import LocalStore
 from shardwise.parts.memory import records
-from shardwise.parts.memory.agent.actions import Follower
-from shardwise.parts.memory.decide import Action, decide_run
-from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import OUTCOMES_DIRECTORY, Home, SnapshotDirectory, new_run_id
-from shardwise.parts.memory.observe import read_run_view
-from shardwise.parts.memory.reclaim import discard, free
+from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
+from shardwise.parts.memory.decide import ROOT_TASK, RunAction, decide_run
+from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.observe import Observer
+from shardwise.parts.memory.reclaim import discard_superseded, free
 from shardwise.parts.memory.records import StageOutcome
 from shardwise.parts.memory.remote.lost_agents import SaveAgents
-from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer import pending_saves
 from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.parts.tiers.options import StorageTask
@@ -76,7 +76,8 @@ def test_old_checkpoints_that_cannot_go_fail_the_next_save_and_not_the_one_that_
     assert handle is not None
     handle.result(20.0)
     deadline = time.monotonic() + 20
-    while not list(shm.glob("**/retain-all-*.json")):
+    (place,) = Home(shm).runs()[0].snapshots()
+    while records.REMOVE_OLD not in read_state(place).outcomes:
         assert time.monotonic() < deadline, "nobody told"
         time.sleep(0.01)
     with pytest.raises(
@@ -217,33 +218,42 @@ def place(tmp_path: Path) -> SnapshotDirectory:
     root = tmp_path / "root"
     for step in (1, 2, 3):
         sw.save(root / step_directory(step), {"t": step})
-    place = SnapshotDirectory(Home(tmp_path / "home").run(new_run_id()), 3)
+    place = SnapshotDirectory(Home(tmp_path / "home").run(new_run_id()), 3, SAVE)
     place.path.mkdir(parents=True)
-    request = StorageTask(root=str(root), keep=asdict(sw.Keep(last=1)), newest=3)
-    write_record(place.path / records.save_record(records.REMOVE_OLD, SAVE), request)
+    place.manifest_path.write_bytes(b"{}")
+    set_root_task(place.run, StorageTask(root=str(root), keep=asdict(sw.Keep(last=1)), newest=3))
     for stage in ("commit", "persist"):
-        done = StageOutcome(save_id=SAVE, stage=stage, node="here")
-        write_record(place.path / records.save_record(stage, SAVE, "all"), done)
+        SaveStates().end(place, stage, StageOutcome(node="here"))
     return place
 
 
 def stages_of(place: SnapshotDirectory) -> PendingSave:
     agents = SaveAgents(Home(place.run.path.parents[2]), None, None, 10.0)
-    return PendingSave(
-        agents, place, SAVE, ("commit", "persist"), logs_failures=True, deletes_older=True
-    )
+    return PendingSave(agents, place, ("commit", "persist"), logs_failures=True, deletes_older=True)
+
+
+def remove_old(place: SnapshotDirectory) -> None:
+    """Do what the agent has to do in the root."""
+    RootTasks(SaveStates(), OpenedStores()).perform(place.run)
+
+
+def due(place: SnapshotDirectory) -> list[str]:
+    """The actions of the agent on the root."""
+    observer = Observer(Home(place.run.path.parents[2]), "here", clock=lambda: 0.0)
+    actions = [each for run in observer.runs() for each in decide_run(observer.run(run), 0.0)]
+    return [each.kind for each in actions if isinstance(each, RunAction)]
 
 
 def test_who_waits_learns_of_the_end_within_milliseconds(
     place: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, node="here")
+    done = StageOutcome(node="here")
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if sum(pauses) > 1.0:
-            write_record(place.path / records.save_record(records.REMOVE_OLD, SAVE, "all"), done)
+            SaveStates().end(place, records.REMOVE_OLD, done)
 
     monkeypatch.setattr(pending_saves, "Deadline", partial(Deadline, sleep=sleep))
     assert stages_of(place).wait_for(records.REMOVE_OLD, None) == done
@@ -254,29 +264,52 @@ def in_storage(tmp_path: Path) -> list[str]:
     return sorted(each.name for each in (tmp_path / "root").iterdir())
 
 
+def test_old_checkpoints_go_once(tmp_path: Path, place: SnapshotDirectory) -> None:
+    stages = stages_of(place)
+    assert due(place) == [ROOT_TASK]
+    assert stages.outcome(records.REMOVE_OLD) is None
+    assert not stages.has_succeeded()
+    remove_old(place)
+    assert in_storage(tmp_path) == [step_directory(3)]
+    assert stages.has_succeeded()
+    assert due(place) == []
+
+
+def test_one_that_fails_is_told(tmp_path: Path, place: SnapshotDirectory) -> None:
+    shutil.rmtree(tmp_path / "root" / step_directory(1))
+    save_what_cannot_go(tmp_path / "root" / step_directory(1))
+    remove_old(place)
+    with pytest.raises(StoreError, match=r"step 3: the stage 'retain' of .* failed: .*Is"):
+        stages_of(place).check_no_stage_failed()
+    assert due(place) == []
+
+
 def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
     """Its memory is free at once; and whoever waits for the removal goes on to do so."""
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
-    for _ in range(2):
-        assert free(place, 0.0, keep_removal_requests=True)
-        assert place.list_names("") == [records.save_record(records.REMOVE_OLD, SAVE)]
-        assert stages.outcome(records.REMOVE_OLD) is None
-        assert not stages.has_succeeded()
-        assert decide_run(read_run_view(place.run), 0.0) == [
-            Action(records.REMOVE_OLD, place, SAVE)
-        ]
-    Follower("another agent", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
+    assert free(place, 0.0)
+    assert not place.path.exists()
+    assert due(place) == [ROOT_TASK]
+    assert stages.outcome(records.REMOVE_OLD) is None
+    assert not stages.has_succeeded()
+    remove_old(place)
     assert in_storage(tmp_path) == [step_directory(3)]
     assert stages.has_succeeded()
-    assert not decide_run(read_run_view(place.run), 0.0)
-    assert free(place, 0.0, keep_removal_requests=True)
-    assert not place.path.exists()
-    assert (
-        place.run.path / OUTCOMES_DIRECTORY / records.save_record(records.REMOVE_OLD, SAVE, "all")
-    ).exists()
+    assert due(place) == []
+
+
+def test_a_failure_is_told_though_the_snapshot_is_retired(
+    tmp_path: Path, place: SnapshotDirectory
+) -> None:
+    shutil.rmtree(tmp_path / "root" / step_directory(1))
+    save_what_cannot_go(tmp_path / "root" / step_directory(1))
+    assert free(place, 0.0)
+    remove_old(place)
+    with pytest.raises(StoreError, match=r"step 3: the stage 'retain' of .* failed: .*Is"):
+        stages_of(place).check_no_stage_failed()
 
 
 def test_what_the_run_has_left_behind_removes_nothing_more(
@@ -286,39 +319,49 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
     delete = LocalStore.delete
 
     def goes_back(store: LocalStore, name: str) -> None:
-        if name:  # otherwise, this is `discard` itself
-            discard([place])
+        discard_superseded(place.run, 2, Lineage(place.run.name), ["here"], 2)
         delete(store, name)
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
-    with pytest.raises(FileNotFoundError):  # there is nowhere to tell of it
-        Follower("here", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
+    remove_old(place)
+    assert not place.path.exists()
     assert in_storage(tmp_path) == [step_directory(2), step_directory(3)]
+    assert due(place) == []
 
 
-def test_a_note_that_is_damaged_removes_nothing_and_is_told(
+def test_a_restore_of_the_step_ends_the_wait_for_what_is_to_be_removed(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
-    (place.path / records.save_record(records.REMOVE_OLD, SAVE)).write_bytes(b"{")
-    Follower("here", MappedFiles()).remove_old(Action(records.REMOVE_OLD, place, SAVE))
+    """The task in the root goes with a restore, before an agent has begun with it."""
+    discard_superseded(place.run, 3, Lineage(place.run.name), ["here"], 2)
+    remove_old(place)
+    assert place.path.exists()
+    assert len(in_storage(tmp_path)) == 3
+    assert stages_of(place).outcome(records.REMOVE_OLD) is not None
+
+
+def test_a_task_that_is_damaged_removes_nothing_and_is_told(
+    tmp_path: Path, place: SnapshotDirectory
+) -> None:
+    place.run.task_path.write_bytes(b"{")
+    remove_old(place)
+    assert len(in_storage(tmp_path)) == 3
     with pytest.raises(
         StoreError,
-        match=r"step 3: the stage 'retain' of .* failed: StoreError: .* is damaged: truncated",
+        match=r"step 3: the stage 'retain' of .* failed: .* is damaged: truncated",
     ):
         stages_of(place).check_no_stage_failed()
-    assert len(in_storage(tmp_path)) == 3
 
 
 def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDirectory) -> None:
     begun = PendingSaves()
-    others = [SnapshotDirectory(place.run, step) for step in (4, 5)]
+    others = [SnapshotDirectory(place.run, step, f"{step:016x}") for step in (4, 5)]
     for each in (place, *others):
         each.path.mkdir(exist_ok=True)
         begun.add(stages_of(each))
 
     def fails(each: SnapshotDirectory) -> None:
-        done = StageOutcome(save_id=SAVE, stage=records.REMOVE_OLD, failure="busy")
-        write_record(each.path / records.save_record(records.REMOVE_OLD, SAVE, "all"), done)
+        SaveStates().end(each, records.REMOVE_OLD, StageOutcome(failure="busy"))
 
     begun.raise_failure()
     fails(place)
@@ -336,33 +379,26 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDi
 def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
     """Its memory may go before anybody has told that it is protected."""
     home = Home(shm)
-    place = SnapshotDirectory(home.run("0" * 16), 1)
-    save_id = "f" * 16
+    place = SnapshotDirectory(home.run("0" * 16), 1, "f" * 16)
     place.path.mkdir(parents=True)
-    commit = records.save_record("commit", save_id, "all")
-    write_record(place.path / commit, StageOutcome(save_id=save_id, stage="commit"))
+    place.manifest_path.write_bytes(b"{}")
+    states = SaveStates()
+    states.end(place, "commit", StageOutcome())
     stages = PendingSave(
         agents=SaveAgents(home, None, None, 10.0),
         place=place,
-        save_id=save_id,
         stages=("commit", "protect", "persist"),
         logs_failures=True,
     )
     assert stages.outcome("protect") is None
-    ended = place.run.path / OUTCOMES_DIRECTORY
-    ended.mkdir()
-    (place.path / commit).rename(ended / commit)
-    late_request = records.save_record("protect", save_id)
-    write_record(place.path / late_request, StageOutcome(save_id=save_id, stage="protect"))
+    assert free(place)
     assert stages.wait_for("protect", 10.0).failure == ""
-    assert stages.wait_for("retain", 10.0).failure == ""
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
-    write_record(
-        ended / records.save_record("persist", save_id, "all"),
-        StageOutcome(save_id=save_id, stage="persist"),
-    )
+    states.end(place, "persist", StageOutcome())
     assert stages.wait_for("persist", 10.0).failure == ""
+    states.end(place, "persist", StageOutcome())
+    assert stages.wait_for("retain", 10.0).failure == ""
 
 
 def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:

@@ -1,4 +1,4 @@
-"""The agent's server: what it serves byte for byte, what it takes, and what it refuses."""
+"""The agent's server: what it serves byte for byte, whom it lets wait, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
@@ -25,19 +26,36 @@ from hypothesis import strategies as st
 from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory.agent import server
 from shardwise.parts.memory.agent.server import create_app, serve_connections
-from shardwise.parts.memory.files import LARGEST_RECORD, read_record, write_record
-from shardwise.parts.memory.records import PendingManifest
+from shardwise.parts.memory.files import encode_record, read_record, write_record
+from shardwise.parts.memory.home import Run, SnapshotDirectory
+from shardwise.parts.memory.identity import make_run_token
+from shardwise.parts.memory.reclaim import free_unattended
+from shardwise.parts.memory.records import (
+    PENDING,
+    STAGES,
+    Outcomes,
+    PendingManifest,
+    SaveState,
+    StageOutcome,
+    SubtreeReply,
+)
+from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.view import Failing
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 from tests.memory.certificates import Authority
+from tests.tools.agents import until
 
 RUN = "0123456789abcdef"
-STEP = "step-00000010"
+SAVE = "0123456789abcdef"
+STEP = f"step-00000010-{SAVE}"
 DATA = "r00000-0123456789abcdef.safetensors"
 TOKEN = "an unguessable token".replace(" ", "-")
+REPLY = SubtreeReply(save_id=SAVE, lost={"b": "gone"})
 FILE = f"/runs/{RUN}/{STEP}/{DATA}"
-NOTE = "commit-0123456789abcdef.json"
+CALL = f"/runs/{RUN}/{STEP}/commit"
+OUTCOMES = f"/runs/{RUN}/outcomes"
 
 
 @dataclass
@@ -47,14 +65,21 @@ class Served:
     home: Path
     port: int = 0
     wakes: list[float] = field(default_factory=list)
+    calls: ReceivedCalls = field(default_factory=ReceivedCalls)
+    states: SaveStates = field(default_factory=SaveStates)
+
+    @property
+    def place(self) -> SnapshotDirectory:
+        """The snapshot of step 10."""
+        return SnapshotDirectory(Run(self.home / "runs" / RUN), 10, SAVE)
 
     @property
     def step(self) -> Path:
         """The directory of step 10."""
-        return self.home / "runs" / RUN / STEP
+        return self.place.path
 
     def fill(self, name: str, data: bytes) -> None:
-        """Have a file in it, whole from the first moment, as all that writes notes does."""
+        """Have a file in it, whole from the first moment, as all that writes records does."""
         self.step.mkdir(parents=True, exist_ok=True)
         half = self.step / f".{name}"
         half.write_bytes(data)
@@ -97,11 +122,18 @@ def serve(
     failing: Sequence[Failing] = (),
     wake: Callable[[], None] = lambda: None,
     metrics: Callable[[], str] = str,
+    calls: ReceivedCalls | None = None,
+    states: SaveStates | None = None,
 ) -> Iterator[Served]:
     """Serve a home on loopback, from a thread, while the block runs."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
     listener = socket.create_server(("127.0.0.1", port))
-    served = Served(home, listener.getsockname()[1])
+    served = Served(
+        home,
+        listener.getsockname()[1],
+        calls=calls or ReceivedCalls(),
+        states=states or SaveStates(),
+    )
     ready = threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -112,7 +144,17 @@ def serve(
     async def run() -> None:
         ended = asyncio.Event()
         running.append((asyncio.get_running_loop(), ended))
-        app = create_app(home, TOKEN, note_wake, lambda: [*failing], metrics)
+        app = create_app(
+            server.Served(
+                home=home,
+                token=TOKEN,
+                wake=note_wake,
+                calls=served.calls,
+                states=served.states,
+                list_failing=lambda: [*failing],
+                list_metrics=metrics,
+            )
+        )
         async with serve_connections(app, listener, tls=tls, idle_timeout=idle_timeout, most=most):
             ready.set()
             await ended.wait()
@@ -213,23 +255,29 @@ def test_odd_ranges(shared: Served, wanted: str, status: int, part: slice | None
         ("GET", FILE),
         ("GET", f"/runs/{RUN}/{STEP}/absent.json"),
         ("GET", "/no/such/thing"),
-        ("PUT", f"/runs/{RUN}/{STEP}/new-0123456789abcdef.json"),
+        ("PUT", f"/runs/{RUN}/{STEP}/{DATA}"),
+        ("GET", OUTCOMES),
+        ("POST", CALL),
+        ("POST", f"/runs/{RUN}/{STEP}/rescue"),
     ],
 )
 def test_nothing_is_told_without_the_token(
     shared: Served, token: str | None, method: str, path: str
 ) -> None:
+    before = sorted(os.listdir(shared.step))
     status, body, _ = shared.ask(method, path, b"{}" if method == "PUT" else None, token=token)
     assert (status, body) == (401, b"401: Unauthorized")
     assert not shared.wakes
-    assert not (shared.step / "new-0123456789abcdef.json").exists()
+    assert not shared.calls.stages_of(shared.place)
+    assert sorted(os.listdir(shared.step)) == before
 
 
 def test_an_agent_without_a_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="token"):
-        create_app(tmp_path, "", lambda: None)
+        server.Served(home=tmp_path, token="", wake=lambda: None)
 
 
+LINKED = f"step-00000011-{SAVE}"
 HOSTILE = [
     f"/runs/{RUN}/{STEP}/../../../secret.json",
     f"/runs/{RUN}/{STEP}/%2e%2e%2f%2e%2e%2f%2e%2e%2fsecret.json",
@@ -250,17 +298,27 @@ HOSTILE = [
     f"/runs/{RUN}/{STEP}/a%0a.json",
     f"/runs/{RUN}/{STEP}/{'a' * 250}.json",
     f"/runs/{RUN}/{STEP}/b%20c.json",
-    f"/runs/{RUN}/step-10/note-0123456789abcdef.json",
-    f"/runs/{RUN}/step-000000010/note-0123456789abcdef.json",
-    f"/runs/{RUN}/free/note-0123456789abcdef.json",
-    f"/runs/{RUN.upper()}/{STEP}/note-0123456789abcdef.json",
-    f"/runs/{RUN}0/{STEP}/note-0123456789abcdef.json",
-    f"/runs/{RUN}%0a/{STEP}/note-0123456789abcdef.json",
+    f"/runs/{RUN}/step-10-{SAVE}/secret.json",
+    f"/runs/{RUN}/step-000000010-{SAVE}/secret.json",
+    f"/runs/{RUN}/step-00000010/secret.json",
+    f"/runs/{RUN}/step-00000010-{SAVE.upper()}/secret.json",
+    f"/runs/{RUN}/freed-{SAVE}/secret.json",
+    f"/runs/{RUN}/free/secret.json",
+    f"/runs/{RUN}/ended/secret.json",
+    f"/runs/{RUN.upper()}/{STEP}/secret.json",
+    f"/runs/{RUN}0/{STEP}/secret.json",
+    f"/runs/{RUN}%0a/{STEP}/secret.json",
     f"/runs/{RUN}/{STEP}/link-0123456789abcdef.json",
     f"/runs/{RUN}/{STEP}/pipe-0123456789abcdef.json",
     f"/runs/{RUN}/{STEP}/folder-0123456789abcdef.json",
-    f"/runs/{RUN}/step-00000011/secret.json",
-    "/runs/fedcba9876543210/step-00000010/secret.json",
+    f"/runs/{RUN}/{LINKED}/secret.json",
+    f"/runs/fedcba9876543210/{STEP}/secret.json",
+]
+HOSTILE_CALLS = [
+    f"{above}/{what}"
+    for above in dict.fromkeys(path.rpartition("/")[0] for path in HOSTILE)
+    for what in ("commit", "rescue")
+    if above != f"/runs/{RUN}/{STEP}"
 ]
 
 
@@ -270,6 +328,10 @@ def guarded(tmp_path: Path) -> Iterator[Served]:
     with serve(tmp_path / "home") as one:
         one.fill("b c.json", b"secret")
         one.fill(".hidden.json", b"secret")
+        run = one.home / "runs" / RUN
+        for name in (f"freed-{SAVE}", "free", "ended", "step-00000010", f"step-10-{SAVE}"):
+            (run / name).mkdir()
+            (run / name / "secret.json").write_bytes(b"secret")
         for above in (one.home, one.home.parent, one.home / "runs"):
             (above / "secret.json").write_bytes(b"secret")
         (one.step / "link-0123456789abcdef.json").symlink_to(one.home / "secret.json")
@@ -279,7 +341,9 @@ def guarded(tmp_path: Path) -> Iterator[Served]:
         (elsewhere / STEP).mkdir(parents=True)
         (elsewhere / "secret.json").write_bytes(b"secret")
         (elsewhere / STEP / "secret.json").write_bytes(b"secret")
-        (one.home / "runs" / RUN / "step-00000011").symlink_to(elsewhere)
+        for each in (elsewhere, elsewhere / STEP):
+            (each / PENDING).write_bytes(b"secret")
+        (run / LINKED).symlink_to(elsewhere)
         (one.home / "runs" / "fedcba9876543210").symlink_to(elsewhere)
         yield one
 
@@ -292,77 +356,173 @@ def test_no_name_leads_elsewhere(guarded: Served, path: str) -> None:
         assert b"secret" not in body
 
 
-@pytest.mark.parametrize("path", HOSTILE)
-def test_no_note_is_written_elsewhere(guarded: Served, path: str) -> None:
+@pytest.mark.parametrize("path", [*HOSTILE, *HOSTILE_CALLS])
+def test_nothing_is_called_or_written_elsewhere(guarded: Served, path: str) -> None:
     top = guarded.home.parent
-    before = {each for each in top.rglob("*") if STEP not in each.parts}
-    status, _, _ = guarded.ask("PUT", path, b"{}")
-    within = (
-        "link-0123456789abcdef.json",
-        "pipe-0123456789abcdef.json",
-    )  # a note takes their place
-    assert status in ((204,) if path.endswith(within) else (400, 404, 405, 500))
-    assert {each for each in top.rglob("*") if STEP not in each.parts} == before
-    assert all(each.read_bytes() == b"secret" for each in top.rglob("secret.json"))
+    before = {each for each in top.rglob("*") if guarded.step not in each.parents}
+    for method in ("PUT", "POST"):
+        assert guarded.ask(method, path, b"{}")[0] in (400, 404, 405)
+    assert {each for each in top.rglob("*") if guarded.step not in each.parents} == before
+    secret = [*top.rglob("secret.json"), *top.rglob(PENDING)]
+    assert all(each.read_bytes() == b"secret" for each in secret)
+    assert not guarded.wakes
 
 
 def test_links_and_hidden_files_are_not_listed(guarded: Served) -> None:
     status, body, _ = guarded.ask("GET", f"/runs/{RUN}")
-    assert (status, [*json.loads(body)]) == (200, ["10"])
-    listed = json.loads(body)["10"].keys()
+    assert (status, [*json.loads(body)]) == (200, [STEP])
+    listed = json.loads(body)[STEP].keys()
     assert listed.isdisjoint(
         {".hidden.json", "b c.json", "pipe-0123456789abcdef.json", "folder-0123456789abcdef.json"}
     )
 
 
-def test_a_link_that_was_there_is_replaced_and_not_followed(served: Served) -> None:
-    served.fill("kept.json", b"kept")
-    (served.step / "link-0123456789abcdef.json").symlink_to(served.step / "kept.json")
-    assert served.ask("PUT", f"/runs/{RUN}/{STEP}/link-0123456789abcdef.json", b"new")[0] == 204
-    assert not (served.step / "link-0123456789abcdef.json").is_symlink()
-    assert (served.step / "kept.json").read_bytes() == b"kept"
-
-
 def test_what_is_held_is_listed(served: Served) -> None:
-    served.fill("persist-0123456789abcdef.json", b"12")
-    served.fill(NOTE, b"123")
-    (served.home / "runs" / RUN / "step-00000002").mkdir()
-    (served.home / "runs" / RUN / "free").mkdir()
-    listed = {"2": {}, "10": {NOTE: 3, "persist-0123456789abcdef.json": 2}}
+    served.fill("pending.json", b"12")
+    served.fill(DATA, b"123")
+    run = served.home / "runs" / RUN
+    for each in (f"step-00000002-{SAVE}", "free", f"freed-{SAVE}", "step-00000003"):
+        (run / each).mkdir()
+    listed = {f"step-00000002-{SAVE}": {}, STEP: {DATA: 3, "pending.json": 2}}
     status, body, _ = served.ask("GET", f"/runs/{RUN}")
     assert (status, json.loads(body)) == (200, listed)
     assert served.ask("GET", "/runs/" + "0" * 16)[:2] == (200, b"{}")
     assert served.ask("GET", "/health")[:2] == (200, b"[]")
 
 
-def test_a_note_is_taken_and_the_agent_woken(served: Served) -> None:
-    path = f"/runs/{RUN}/{STEP}/protect-0123456789abcdef.json"
-    assert served.ask("PUT", path, b'{"a":1}')[0] == 204
-    assert (served.step / "protect-0123456789abcdef.json").read_bytes() == b'{"a":1}'
-    assert len(served.wakes) == 1
-    assert served.ask("PUT", path, b"")[0] == 204
-    assert served.ask("GET", path)[:2] == (200, b"")
-    assert len(served.wakes) == 2
-    assert os.listdir(served.step) == ["protect-0123456789abcdef.json"]
+@pytest.mark.parametrize("name", [DATA, "pending.json", "rank-00000.json", "save.json", "commit"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH"])
+def test_other_nodes_can_write_nothing(served: Served, method: str, name: str) -> None:
+    assert served.ask(method, f"/runs/{RUN}/{STEP}/{name}", b"{}")[0] == 405
+    assert not served.step.exists()
+    assert not served.wakes
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "pending-0123456789abcdef.json",
-        "r00000-0123456789abcdef.staged.json",
-        "r00000-0123456789abcdef.kept-0.json",
-        "r00000-0123456789abcdef.safetensors.entry.json",
-        "protect-done-0123456789abcdef.json",
-        "protect-0123.json",
-        "run.json",
-        "abandoned",
-    ],
+    "name", ["retain", "seal", "pending.json", "x", "commit.json", "rescue.json"]
 )
-def test_what_trainers_say_is_taken_from_nobody_else(served: Served, name: str) -> None:
-    assert served.ask("PUT", f"/runs/{RUN}/{STEP}/{name}", b"{}")[0] == 400
-    assert not served.step.exists()
+def test_only_stages_can_be_called(served: Served, name: str) -> None:
+    served.fill(DATA, b"")
+    assert served.ask("POST", f"/runs/{RUN}/{STEP}/{name}?top=a")[0] == 400
+    assert os.listdir(served.step) == [DATA]
     assert not served.wakes
+    assert not served.calls.stages_of(served.place)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_call_is_taken_and_the_agent_woken(served: Served, stage: str) -> None:
+    path = f"/runs/{RUN}/{STEP}/{stage}?top=n%C3%A4me&patience=7.5"
+    assert served.ask("POST", path)[0] == 404  # its ranks have not begun yet
+    assert not served.calls.stages_of(served.place)
+    assert not served.wakes
+    served.fill(DATA, b"")
+    assert served.ask("POST", path)[:2] == (202, b"")
+    assert served.wakes
+    assert served.calls.stages_of(served.place) == {stage}
+    call = served.calls.call_of(served.place, stage)
+    assert call == ReceivedCall("näme", 7.5)
+    served.calls.reply(served.place, stage, call, REPLY)
+    assert served.ask("POST", path)[:2] == (200, encode_record(REPLY))
+    assert not served.calls.stages_of(served.place)
+    assert os.listdir(served.step) == [DATA]
+
+
+def test_a_call_of_another_leader_gets_no_reply_to_an_earlier_one(served: Served) -> None:
+    served.fill(DATA, b"")
+    assert served.ask("POST", f"{CALL}?top=a")[0] == 202
+    first = served.calls.call_of(served.place, "commit")
+    assert first is not None
+    served.calls.reply(served.place, "commit", first, REPLY)
+    assert served.ask("POST", f"{CALL}?top=b")[0] == 202
+    served.calls.reply(served.place, "commit", first, REPLY)  # late
+    assert served.ask("POST", f"{CALL}?top=b")[0] == 202
+    assert served.calls.stages_of(served.place) == {"commit"}
+
+
+def test_whoever_has_discarded_the_snapshot_says_so(served: Served) -> None:
+    served.fill("abandoned", b"")
+    assert served.ask("POST", f"{CALL}?top=a&wait=20")[0] == 410
+    os.unlink(served.step / "abandoned")
+    assert served.ask("POST", f"{CALL}?top=a")[0] == 202
+    write_record(served.step / "save.json", SaveState())
+    free_unattended(served.place, served.states.lock)
+    assert served.ask("POST", f"{CALL}?top=a&wait=20")[0] == 410
+
+
+def test_calls_for_freed_snapshots_are_forgotten(served: Served) -> None:
+    served.fill(DATA, b"")
+    assert served.ask("POST", f"{CALL}?top=a")[0] == 202
+    served.calls.forget_freed()
+    assert served.calls.stages_of(served.place) == {"commit"}
+    call = served.calls.call_of(served.place, "commit")
+    assert call is not None
+    served.step.rename(served.step.with_name("freed-0"))
+    served.calls.forget_freed()
+    assert not served.calls.stages_of(served.place)
+    served.calls.reply(served.place, "commit", call, REPLY)  # the work ended too late
+    assert served.calls.call_of(served.place, "commit") is None
+
+
+def test_a_rescue_is_requested_of_whoever_has_the_pending_manifest(served: Served) -> None:
+    path = f"/runs/{RUN}/{STEP}/rescue?node=n%C3%A4me"
+    assert served.ask("POST", path)[0] == 404
+    assert not served.step.exists()
+    served.fill(DATA, b"")
+    assert served.ask("POST", path)[0] == 404
+    assert not served.wakes
+    served.fill(PENDING, b"{}")
+    assert served.ask("POST", path)[:2] == (204, b"")
+    assert served.wakes
+    assert read_state(served.place).rescue == "näme"
+    assert served.ask("POST", path.partition("?")[0])[0] == 204
+    assert read_state(served.place).rescue
+
+
+def test_outcomes_are_told_at_once_when_they_change(served: Served) -> None:
+    def ask(version: int, wait: float) -> Outcomes:
+        status, body, _ = served.ask("GET", f"{OUTCOMES}?version={version}&wait={wait}")
+        assert status == 200
+        return msgspec.json.decode(body, type=Outcomes)
+
+    served.fill(DATA, b"")
+    first = ask(0, 20)
+    assert first.saves == {SAVE: {}}
+    start = time.monotonic()
+    assert ask(first.version, 0.2) == first
+    assert 0.2 <= time.monotonic() - start < 10
+    done = StageOutcome(seconds=1.0, bytes=5, node="a", ended_at=7.0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, first.version, 20)
+        time.sleep(0.1)
+        start = time.monotonic()
+        served.states.end(served.place, "commit", done)
+        found = asked.result(40)
+        assert time.monotonic() - start < 15  # of the 20 that it would wait
+    assert found.version != first.version
+    assert found.saves == {SAVE: {"commit": done}}
+    free_unattended(served.place, served.states.lock)
+    served.states.tell()
+    assert ask(found.version, 0.0).saves == {SAVE: {"commit": done}}
+    other = "/runs/" + "0" * 16 + "/outcomes"
+    assert json.loads(served.ask("GET", other)[1])["saves"] == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", OUTCOMES), ("POST", CALL), ("POST", f"/runs/{RUN}/{STEP}/rescue")]
+)
+def test_the_token_of_a_run_only_allows_reading_it(shared: Served, method: str, path: str) -> None:
+    token = make_run_token(TOKEN, RUN)
+    assert shared.ask("GET", FILE, token=token)[0] == 200
+    assert shared.ask(method, path, token=token)[0] in (401, 403)
+    assert not shared.wakes
+
+
+@pytest.mark.parametrize("name", ["save.json", "rank-00000.json", "abandoned"])
+def test_records_with_secrets_are_for_agents(served: Served, name: str) -> None:
+    served.fill(name, b"{}")
+    path, token = f"/runs/{RUN}/{STEP}/{name}", make_run_token(TOKEN, RUN)
+    assert served.ask("GET", path)[:2] == (200, b"{}")
+    assert served.ask("GET", path, token=token)[0] == 403
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])
@@ -381,90 +541,69 @@ def test_only_files_of_the_snapshot_can_be_asked_for(tmp_path: Path, name: str) 
         read_record(tmp_path / "note", PendingManifest)
 
 
-def test_only_notes_are_taken(served: Served) -> None:
-    assert served.ask("PUT", FILE, b"1")[0] == 400
-    assert not served.step.exists()
-
-
 @pytest.mark.parametrize(
-    ("headers", "sent", "status"),
-    [
-        (f"Content-Length: {LARGEST_RECORD + 1}", "", 413),
-        ("Transfer-Encoding: chunked", "2\r\n{}\r\n0\r\n\r\n", 411),
-        ("Content-Length: -1", "", 400),
-        ("Content-Length: 1e3", "", 400),
-        ("Content-Length: 2\r\nContent-Length: 3", "{}", 400),
-    ],
+    "headers",
+    ["Content-Length: -1", "Content-Length: 1e3", "Content-Length: 2\r\nContent-Length: 3"],
 )
-def test_a_body_states_its_length(served: Served, headers: str, sent: str, status: int) -> None:
-    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n"
-    with served.line(head + sent) as line:
+def test_a_body_states_its_length(served: Served, headers: str) -> None:
+    served.fill(DATA, b"")
+    with served.line(f"POST {CALL}?top=a HTTP/1.1\r\nHost: a\r\n{headers}\r\n\r\n{{}}") as line:
         answer = line.recv(1000)
-    assert answer.split(b" ")[1] == str(status).encode()
-    assert not served.step.exists()
+    assert answer.split(b" ")[1] == b"400"
+    assert not served.calls.stages_of(served.place)
 
 
 @pytest.mark.parametrize("sent", [0, 1, 60_000, 99_999])
-def test_a_body_that_is_cut_off_leaves_nothing(served: Served, sent: int) -> None:
-    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
-    served.line(head + "x" * sent).close()
+def test_a_body_is_not_waited_for(served: Served, sent: int) -> None:
+    served.fill(DATA, b"")
+    head = f"POST {CALL}?top=a HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+    with served.line(head + "x" * sent) as line:
+        start = time.monotonic()
+        assert line.recv(1000).startswith(b"HTTP/1.1 202")
+        assert time.monotonic() - start < 5
+        assert is_closed(line)
     assert served.ask("GET", "/health")[0] == 200
-    time.sleep(0.05)
-    assert not served.step.exists()
-    assert not served.wakes
+    assert os.listdir(served.step) == [DATA]
 
 
-def test_no_half_written_note_is_ever_seen(served: Served) -> None:
-    notes = [bytes([65 + n]) * (1 << 20) for n in range(4)]
-    path = f"/runs/{RUN}/{STEP}/{NOTE}"
-    served.ask("PUT", path, notes[0])
-    with ThreadPoolExecutor(2) as pool:
-        writing = pool.submit(lambda: [served.ask("PUT", path, note)[0] for note in notes * 4])
-        while not writing.done():
-            status, body, _ = served.ask("GET", path)
-            assert status == 200
-            assert body in notes
-    assert os.listdir(served.step) == [NOTE]
-
-
-def test_no_room_is_told(served: Served) -> None:
-    (served.step / NOTE).mkdir(parents=True)
-    status, body, _ = served.ask("PUT", f"/runs/{RUN}/{STEP}/{NOTE}", b"{}")
-    assert status == 500
-    assert b"directory" in body
-    assert os.listdir(served.step) == [NOTE]
-
-
-def test_waiting_ends_when_the_note_comes(served: Served) -> None:
-    path = f"/runs/{RUN}/{STEP}/{NOTE}"
-    with ThreadPoolExecutor(2) as pool:
-        put = pool.submit(served.ask, "GET", f"{path}?wait=20")
-        own = pool.submit(
-            served.ask, "GET", f"/runs/{RUN}/{STEP}/persist-0123456789abcdef.json?wait=20"
-        )
+def test_waiting_ends_when_the_reply_comes(served: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.ask, "POST", f"{CALL}?top=a&patience=1&wait=20")
         time.sleep(0.1)
         start = time.monotonic()
-        served.ask("PUT", path, b"note")
-        served.fill("persist-0123456789abcdef.json", b"own")
-        assert put.result(40)[:2] == (200, b"note")
-        assert own.result(40)[:2] == (200, b"own")
-        assert time.monotonic() - start < 15  # of the 20 that they would wait
+        served.fill(DATA, b"")
+        until(lambda: served.calls.call_of(served.place, "commit") is not None)
+        call = served.calls.call_of(served.place, "commit")
+        assert call is not None
+        served.calls.reply(served.place, "commit", call, REPLY)
+        assert asked.result(40)[:2] == (200, encode_record(REPLY))
+        assert time.monotonic() - start < 15  # of the 20 that it would wait
 
 
 def test_waiting_ends_in_time(served: Served) -> None:
     start = time.monotonic()
-    assert served.ask("GET", f"{FILE}?wait=0.2")[0] == 404
+    assert served.ask("POST", f"{CALL}?wait=0.2")[0] == 404
     assert 0.2 <= time.monotonic() - start < 10
-    assert served.ask("GET", FILE)[0] == 404
-    for wait in ("-1", "nan", "soon", "1,5"):
-        assert served.ask("GET", f"{FILE}?wait={wait}")[0] == 400
+    served.fill(DATA, b"")
+    start = time.monotonic()
+    assert served.ask("POST", f"{CALL}?wait=0.2")[0] == 202
+    assert 0.2 <= time.monotonic() - start < 10
+    for number in ("-1", "nan", "inf", "soon", "1,5"):
+        assert served.ask("POST", f"{CALL}?wait={number}")[0] == 400
+        assert served.ask("POST", f"{CALL}?patience={number}")[0] == 400
+        assert served.ask("GET", f"{OUTCOMES}?version={number}")[0] == 400
 
 
-def test_many_wait_without_work(served: Served) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", CALL, 404), ("GET", OUTCOMES, 200)]
+)
+def test_many_wait_without_work(served: Served, method: str, path: str, status: int) -> None:
+    version = served.states.version
     with ThreadPoolExecutor(32) as pool:
-        waits = [pool.submit(served.ask, "GET", f"{FILE}?wait=0.5") for _ in range(32)]
+        path = f"{path}?version={version}&wait=0.5"
+        waits = [pool.submit(served.ask, method, path) for _ in range(32)]
         busy = time.process_time()
-        assert {each.result(20)[0] for each in waits} == {404}
+        assert {each.result(20)[0] for each in waits} == {status}
         assert time.process_time() - busy < 0.5
 
 
@@ -500,7 +639,7 @@ def test_silent_connections_are_closed(tmp_path: Path) -> None:
         never = stack.enter_context(socket.create_connection(("127.0.0.1", one.port), 5))
         half = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n"))
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
-        waiting = stack.enter_context(one.line(f"GET {FILE}?wait=0.6 HTTP/1.1\r\nHost: a\r\n\r\n"))
+        waiting = stack.enter_context(one.line(f"POST {CALL}?wait=0.6 HTTP/1.1\r\nHost: a\r\n\r\n"))
         again = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
         assert again.recv(1000).startswith(b"HTTP/1.1 200")
@@ -560,31 +699,16 @@ def test_a_stranger_is_closed_soon_and_others_stay(
         assert not is_closed(used)
 
 
-def test_unfinished_bodies_take_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "MOST_BODY_BYTES", 3 << 20)
-    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: {2 << 20}\r\n"
-    with serve(tmp_path) as one:
-        with ExitStack() as stack:
-            for _ in range(2):
-                line = stack.enter_context(one.line(head + "\r\n"))
-                line.sendall(b"x" * ((3 << 19) - 10))  # nearly three quarters
-            time.sleep(0.5)  # until they are read: the server refuses whoever exceeds the limit
-            deadline = time.monotonic() + 10
-            while (status := put(one, 1 << 20)) == 204:
-                assert time.monotonic() < deadline
-            assert status in (503, 0)
-            assert one.ask("GET", "/health")[0] == 200
-        while put(one, 3 << 20) != 204:  # their room is free again
-            assert time.monotonic() < deadline
-
-
-def put(one: Served, size: int) -> int:
-    """The status of a note of so many bytes; 0 if the connection is closed while it is sent."""
-    with suppress(OSError):
-        return one.ask("PUT", f"/runs/{RUN}/{STEP}/{NOTE}", b"x" * size)[0]
-    return 0
+def test_unfinished_bodies_take_bounded_memory(served: Served) -> None:
+    size, taken = 64 << 20, 0
+    head = f"POST {CALL}?wait=5 HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n"
+    with served.line(head) as line:
+        line.settimeout(0.5)
+        with suppress(TimeoutError):
+            while taken < size:
+                taken += line.send(b"x" * (1 << 20))
+        assert taken < size // 2  # what the network holds; the server reads no more
+        assert served.ask("GET", "/health")[0] == 200
 
 
 def test_malformed_requests_do_not_fill_the_log(
@@ -606,26 +730,6 @@ def assert_answers_again(one: Served) -> None:
             return
         time.sleep(0.02)
     pytest.fail("it does not answer any more")
-
-
-def test_a_body_that_drips_is_not_waited_for(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "STALL_TIMEOUT", 0.5)
-    head = f"PUT /runs/{RUN}/{STEP}/{NOTE} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
-    start = time.monotonic()
-    with served.line(head) as line:
-        line.settimeout(0.05)
-        answer, is_reset = b"", True
-        with suppress(ConnectionError):  # a byte that was sent after the answer discards it
-            while not answer and time.monotonic() - start < 10:
-                line.sendall(b"x")
-                with suppress(TimeoutError):
-                    answer = line.recv(1000)
-            is_reset = False
-    assert b"408" in answer or is_reset
-    assert time.monotonic() - start > 0.4
-    assert not served.step.exists()
 
 
 def test_a_handshake_that_never_ends_is_cut_off(

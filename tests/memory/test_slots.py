@@ -10,15 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from msgspec import Raw
 
 import shardwise as sw
 from shardwise.kernel.engine.buffers import HUGE_PAGE
-from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import (
-    OUTCOMES_DIRECTORY,
+    ENDED_DIRECTORY,
     Home,
     Run,
     SnapshotDirectory,
@@ -26,16 +25,17 @@ from shardwise.parts.memory.home import (
     new_run_id,
 )
 from shardwise.parts.memory.reclaim import (
-    add_spare,
     bytes_needed_for_others,
     bytes_stored_for_others,
     delete_smallest_spares,
     discard,
+    finish_freeing,
     free,
     list_spares,
     reuse_spare,
 )
-from shardwise.parts.memory.records import PendingManifest, StagedFile, StageOutcome
+from shardwise.parts.memory.records import PendingManifest, RankPart, RingFile, StageOutcome
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer.slots import PAGE_SIZE, Slots
 from shardwise.parts.tiers.copying import FileCopier
 from shardwise.parts.tiers.options import StorageTask
@@ -48,22 +48,51 @@ def run(tmp_path: Path) -> Run:
     return Home(tmp_path).run(new_run_id())
 
 
+def place_of(run: Run, step: int, number: int | None = None) -> SnapshotDirectory:
+    """The directory of a save, which is made. A step that is saved again has other numbers."""
+    place = SnapshotDirectory(run, step, f"{step if number is None else number:016x}")
+    place.path.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def part_of(
+    place: SnapshotDirectory,
+    *,
+    rank: int = 0,
+    slots: int = 2,
+    stages: tuple[str, ...] = ("commit", "protect"),
+    made: tuple[RingFile, ...] = (),
+) -> RankPart:
+    """The record of a rank that has staged 10 bytes."""
+    name = f"r{rank:05d}-{place.save_id}.safetensors"
+    file = FileEntry(name, rank, 10, 0, 0, 0, 0)
+    return RankPart(file=file, snapshots_to_keep=slots, stages=stages, epoch=0, made=made)
+
+
+def record(place: SnapshotDirectory, part: RankPart, rank: int = 0) -> Path:
+    """Write the record of a rank; return where its file goes."""
+    write_record(place.path / records.rank_record(rank), part)
+    assert part.file is not None
+    return place.path / part.file.name
+
+
+def steps_of(run: Run) -> list[int]:
+    return [each.step for each in run.snapshots()]
+
+
 def test_a_slot_is_the_same_memory_again(run: Run) -> None:
-    slots = Slots(run, "r00003-", "staged", 1)
+    slots = Slots(run, 3, 1)
     slots.prepare(10_000)
     first = slots.take(10_000)
     assert first is not None
     first.buffer[:] = 7
     assert first.path.read_bytes() == b"\7" * 10_000
-    run.step_path(1).mkdir()
-    suffixes = ("data", "staged.json")
-    target, note = (run.step_path(1) / f"r00003-{'0' * 16}.{each}" for each in suffixes)
+    place = place_of(run, 1)
+    target = record(place, part_of(place, rank=3), 3)
     inode = os.stat(first.path).st_ino
     first.path.rename(target)
-    note.touch()
     assert slots.take(10_000) is None
-    target.rename(run.free_directory / first.name)
-    note.unlink()
+    assert free(place)
     again = slots.take(12_000)
     assert again is not None
     assert os.stat(again.path).st_ino == inode
@@ -72,19 +101,46 @@ def test_a_slot_is_the_same_memory_again(run: Run) -> None:
 
 
 def test_slots_in_use_count(run: Run) -> None:
-    slots = Slots(run, "r00000-", "staged", 3)
+    slots = Slots(run, 0, 3)
     assert slots.prepare(1000) > 0
     taken = slots.take(1000)
     assert taken is not None
-    run.step_path(1).mkdir(parents=True)
-    taken.path.rename(run.step_path(1) / "r00000-0123456789abcdef.safetensors")
-    (run.step_path(1) / "r00000-0123456789abcdef.staged.json").write_text("{}")
+    place = place_of(run, 1)
+    taken.path.rename(record(place, part_of(place)))
     assert slots.prepare(1000) == 0
     assert len(list(run.free_directory.iterdir())) == 2
 
 
+def test_slots_of_a_snapshot_that_is_being_freed_count(run: Run) -> None:
+    """They will be free in a moment, or a little later if a process was killed meanwhile."""
+    slots = Slots(run, 0, 2)
+    slots.prepare(1000)
+    taken = slots.take(1000)
+    assert taken is not None
+    place = place_of(run, 1)
+    taken.path.rename(record(place, part_of(place)))
+    place.path.rename(run.path / "freed-0123456789abcdef")
+    assert slots.prepare(1000) == 0
+    finish_freeing(run)
+    assert slots.prepare(1000) == 0
+    assert len(list(run.free_directory.iterdir())) == 2
+
+
+def test_slots_for_others_count_apart(run: Run) -> None:
+    place = place_of(run, 1)
+    claimed, kept = (RingFile(f"m{n}.bin", f"r{n}.bin", {}) for n in (1, 2))
+    record(place, part_of(place, made=(claimed, kept))).touch()
+    own, others = Slots(run, 0, 2), Slots(run, 0, 3, for_others=True)
+    (place.path / ".r1.bin").touch()  # the agent has renamed it, and adds what it lacks
+    (place.path / "m2.bin").touch()
+    own.prepare(1000)
+    others.prepare(1000)
+    names = sorted(each.name[:7] for each in run.free_directory.iterdir())
+    assert names == ["k00000-", "r00000-"]
+
+
 def test_ranks_do_not_take_each_others(run: Run) -> None:
-    mine, other = (Slots(run, f"r{rank:05d}-", "staged", n) for rank, n in ((1, 1), (11, 0)))
+    mine, other = (Slots(run, rank, n) for rank, n in ((1, 1), (11, 0)))
     mine.prepare(100)
     assert not other.has_free()
     assert other.take(100) is None
@@ -92,7 +148,7 @@ def test_ranks_do_not_take_each_others(run: Run) -> None:
 
 def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
     """Such as one whose note was damaged, so that nobody knew what it is called."""
-    slots = Slots(run, "r00000-", "staged", 2)
+    slots = Slots(run, 0, 2)
     slots.prepare(1000)
     for path in run.free_directory.iterdir():
         path.unlink()
@@ -107,7 +163,7 @@ def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) -> None:
     with pytest.raises(sw.StoreError, match=r"3 slots of [\d,]+ bytes .* need [\d,]+ more"):
-        Slots(run, "r00000-", "staged", 3).prepare(1 << 50)
+        Slots(run, 0, 3).prepare(1 << 50)
     assert not list(run.free_directory.iterdir())
 
 
@@ -121,7 +177,7 @@ def full(fd: int, offset: int, length: int) -> None:
 def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(run, "r00000-", "staged", 1)
+    slots = Slots(run, 0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make the file system larger"):
@@ -147,7 +203,7 @@ def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
     slot = run.free_directory / "r00000-00000000.slot"
     slot.touch()
     os.truncate(slot, 4 << 20)
-    slots = Slots(run, "r00000-", "staged", 1)
+    slots = Slots(run, 0, 1)
     assert slots.prepare(1000) > 0
     found = slot.stat()
     assert found.st_blocks * 512 >= found.st_size
@@ -158,7 +214,7 @@ def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
 
 
 def test_memory_for_others_has_to_be_left(run: Run) -> None:
-    slots = Slots(run, "r00000-", "staged", 2)
+    slots = Slots(run, 0, 2)
     said = r"stores for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
     with pytest.raises(sw.StoreError, match=said):
         slots.prepare(1000, leave_free=1 << 50)
@@ -173,7 +229,7 @@ def test_memory_for_others_has_to_be_left(run: Run) -> None:
 def test_memory_that_agents_let_go_of_is_waited_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(run, "r00000-", "staged", 1)
+    slots = Slots(run, 0, 1)
     found = iter([0, 0])
     monkeypatch.setattr(slots, "_available_bytes", lambda: next(found, 1 << 40))
     assert slots.prepare(1000) > 0
@@ -201,21 +257,25 @@ def test_what_is_kept_for_others_is_known_before(
 
 def test_what_is_kept_for_others_already_is_what_is_in_no_slot(run: Run) -> None:
     assert bytes_stored_for_others(run) == 0
-    leave_committed(run, 1)
+    place = leave_committed(run, 1)
+    assert bytes_stored_for_others(run) == 0
+    made = RingFile("rank-00000.made-0.bin", "made.safetensors", {})
+    record(place, part_of(place, made=(made,)))
+    (place.path / made.file).write_bytes(bytes(7))  # a slot of the rank
     assert bytes_stored_for_others(run) == 0
     for name, size in [("r00001-0.safetensors", 30), (".parity-0-0.bin", 5), ("x.json", 100)]:
-        (run.step_path(1) / name).write_bytes(bytes(size))
+        (place.path / name).write_bytes(bytes(size))
     assert bytes_stored_for_others(run) == 35
 
 
 def test_what_is_newer_is_discarded(run: Run) -> None:
-    for step in (1, 2, 3):
-        run.step_path(step).mkdir(parents=True)
-        (run.step_path(step) / "manifest.json").write_text("{}")
-    discard([SnapshotDirectory(run, 2), SnapshotDirectory(run, 3)])
-    assert run.steps() == [1]
+    places = [place_of(run, step) for step in (1, 2, 3)]
+    for place in places:
+        place.manifest_path.write_text("{}")
+    discard(places[1:])
+    assert run.snapshots() == places[:1]
     discard(run.snapshots())
-    assert run.steps() == []
+    assert run.snapshots() == []
 
 
 def test_a_budget_spreads_bytes_over_time() -> None:
@@ -246,50 +306,61 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None
 
 
 def leave_committed(
-    run: Run, step: int, *ended: str, stages: tuple[str, ...] = ("commit", "protect")
-) -> None:
+    run: Run,
+    step: int,
+    *ended: str,
+    number: int | None = None,
+    stages: tuple[str, ...] = ("commit", "protect"),
+) -> SnapshotDirectory:
     """A snapshot that is committed, and of which some stages have ended."""
-    save = f"{step:016x}"
-    place = SnapshotDirectory(run, step)
-    place.path.mkdir(parents=True)
-    file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
-    (place.path / file.name).write_bytes(bytes(10))
-    staged = StagedFile(file, f"r00000-{step}.slot", 2, stages)
-    write_record(place.path / records.file_record(file.name, "staged"), staged)
-    write_record(place.path / "manifest.json", b"{}")
+    place = place_of(run, step, number)
+    record(place, part_of(place, stages=stages)).write_bytes(bytes(10))
+    write_record(place.manifest_path, b"{}")
     for stage in ended:
-        write_record(
-            place.path / records.save_record(stage, save, "all"),
-            StageOutcome(save_id=save, stage=stage),
-        )
+        end(place, stage)
+    return place
+
+
+def end(place: SnapshotDirectory, stage: str, failure: str = "") -> None:
+    """A stage has ended on all nodes."""
+    SaveStates().end(place, stage, StageOutcome(failure=failure))
 
 
 def test_the_newest_that_is_protected_stays(run: Run) -> None:
     run.free_directory.mkdir(parents=True)
-    leave_committed(run, 5, "commit", "protect")
+    oldest = leave_committed(run, 5, "commit", "protect")
     leave_committed(run, 6, "commit")
-    leave_committed(run, 7, "commit")
+    newest = leave_committed(run, 7, "commit")
     assert not free_decided(run)
-    assert run.steps() == [5, 6, 7]
-    save = f"{7:016x}"
-    outcome = StageOutcome(save_id=save, stage="protect")
-    write_record(run.step_path(7) / records.save_record("protect", save, "all"), outcome)
-    with SnapshotDirectory(run, 5).hold(shared=True), pytest.raises(SnapshotInUse):
+    assert steps_of(run) == [5, 6, 7]
+    end(newest, "protect")
+    with oldest.hold(shared=True), pytest.raises(SnapshotInUse):
         free_decided(run)
     assert free_decided(run)
-    assert run.steps() == [6, 7]
+    assert steps_of(run) == [6, 7]
 
 
 def test_one_whose_protection_failed_is_not_protected(run: Run) -> None:
     run.free_directory.mkdir(parents=True)
     leave_committed(run, 5, "commit", "protect")
     for step in (6, 7):
-        leave_committed(run, step, "commit")
-        save = f"{step:016x}"
-        failed = StageOutcome(save_id=save, stage="protect", failure="no node is left")
-        write_record(run.step_path(step) / records.save_record("protect", save, "all"), failed)
+        end(leave_committed(run, step, "commit"), "protect", failure="no node is left")
     assert free_decided(run)
-    assert run.steps() == [5, 7]
+    assert steps_of(run) == [5, 7]
+
+
+def pending_of(place: SnapshotDirectory, *, durable: bool, saved_at: float) -> PendingManifest:
+    return PendingManifest(
+        save_id=place.save_id,
+        step=place.step,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader="",  # the node that is looked at here
+        durable=durable,
+        saved_at=saved_at,
+        storage=StorageTask(root=""),
+    )
 
 
 def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
@@ -298,25 +369,15 @@ def test_what_was_promised_to_storage_stays_until_it_is_there(run: Run) -> None:
     stages = ("commit", "protect", "persist")
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
-    promised = SnapshotDirectory(run, 5)
-    pending = PendingManifest(
-        save_id=f"{5:016x}",
-        step=5,
-        manifest="",
-        files=[],
-        nodes=[],
-        leader="here",
-        durable=True,
-        storage=StorageTask(root=""),
-    )
-    write_record(promised.path / records.save_record("pending", pending.save_id), pending)
+    promised = place_of(run, 5)
+    pending = pending_of(promised, durable=True, saved_at=0.0)
+    write_record(promised.path / records.PENDING, pending)
     free_decided(run)
-    assert run.steps() == [5, 7]
-    outcome = records.save_record("persist", pending.save_id, "all")
-    write_record(promised.path / outcome, StageOutcome(save_id=pending.save_id, stage="persist"))
+    assert steps_of(run) == [5, 7]
+    end(promised, "persist")
     leave_committed(run, 8, *stages, stages=stages)
     assert free_decided(run)
-    assert run.steps() == [7, 8]
+    assert steps_of(run) == [7, 8]
 
 
 def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(run: Run) -> None:
@@ -326,42 +387,39 @@ def test_a_node_that_leads_nothing_keeps_nothing_that_newer_ones_have_replaced(r
     for step in (5, 6, 7):
         leave_committed(run, step, *stages[: 2 if step == 5 else 3], stages=stages)
     assert free_decided(run)
-    assert run.steps() == [6, 7]
-
-
-def _staged_saves(place: SnapshotDirectory) -> set[str]:
-    return {records.save_id_in_name(name) for name in place.list_names(".staged.json")}
+    assert steps_of(run) == [6, 7]
 
 
 def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> None:
-    """As soon as it is known to have failed, and no sooner."""
+    """As soon as nothing waits for it that the newer save has not done as well, and no sooner."""
     run.free_directory.mkdir(parents=True)
-    leave_committed(run, 7, "commit")
-    place, old = SnapshotDirectory(run, 7), "f" * 16
-    saved = Manifest(
-        save_id=f"{7:016x}",
-        step=7,
-        created="",
-        world_size=1,
-        files=(),
-        objects=(),
-        tensors=Raw(b"[]"),
-    )
-    write_record(place.path / "manifest.json", encode_manifest(saved))
-    file = FileEntry(f"r00000-{old}.safetensors", 0, 10, 0, 0, 0, 0)
-    (place.path / file.name).write_bytes(b"of before")
-    write_record(
-        place.path / records.file_record(file.name, "staged"),
-        StagedFile(file, "r00000-old.slot", 2, ()),
-    )
+    old, new = place_of(run, 7, 0xF), leave_committed(run, 7, "commit", number=0xA)
+    record(old, part_of(old)).write_bytes(b"of before ")
+    for place, saved_at in ((old, 1.0), (new, 2.0)):
+        pending = pending_of(place, durable=False, saved_at=saved_at)
+        write_record(place.path / records.PENDING, pending)
     assert not free_decided(run)
-    assert _staged_saves(place) == {old, saved.save_id}
-    failed = StageOutcome(save_id=old, stage="commit", failure="a rank was killed")
-    write_record(place.path / records.save_record("commit", old, "all"), failed)
+    end(old, "commit", failure="a rank was killed")
+    end(new, "protect", failure="no node is left")
     assert free_decided(run)
-    assert _staged_saves(place) == {saved.save_id}
-    assert (run.free_directory / "r00000-old.slot").read_bytes() == b"of before"
+    assert run.snapshots() == [new]
+    (slot,) = run.free_directory.iterdir()
+    assert slot.name.startswith("r00000-")
+    assert slot.read_bytes() == b"of before "
     assert not free_decided(run)
+
+
+def test_a_save_of_which_the_time_is_not_known_yet_is_not_the_older_one(run: Run) -> None:
+    """Its rank 0 has not told of it yet, or another node has not passed it on."""
+    run.free_directory.mkdir(parents=True)
+    begun, other = place_of(run, 7, 0xA), leave_committed(run, 7, "commit", "protect", number=0xF)
+    record(begun, part_of(begun)).touch()
+    write_record(other.path / records.PENDING, pending_of(other, durable=False, saved_at=1.0))
+    assert not free_decided(run)
+    pending = pending_of(begun, durable=False, saved_at=0.5)
+    write_record(begun.path / records.PENDING, pending)
+    assert free_decided(run)
+    assert run.snapshots() == [other]
 
 
 def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
@@ -369,7 +427,7 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
     run.free_directory.mkdir(parents=True)
     for step in (5, 6, 7):
         leave_committed(run, step, "commit", "protect")
-    place = SnapshotDirectory(run, 5)
+    place = place_of(run, 5)
     place.refuse_abandoned()
     with place.hold(shared=True):
         with pytest.raises(SnapshotInUse):
@@ -377,43 +435,63 @@ def test_what_is_still_done_with_a_replaced_one_ceases(run: Run) -> None:
         with pytest.raises(sw.StoreError, match="abandoned"):
             place.refuse_abandoned()
     assert free_decided(run)
-    assert run.steps() == [6, 7]
+    assert steps_of(run) == [6, 7]
 
 
 def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "steps", lambda self: [7])
-    assert Slots(run, "r00000-", "staged", 2).prepare(1000) > 0
+    gone = SnapshotDirectory(run, 7, f"{7:016x}")
+    monkeypatch.setattr(Run, "snapshots", lambda self: [gone])
+    assert Slots(run, 0, 2).prepare(1000) > 0
     assert len(list(run.free_directory.iterdir())) == 2
 
 
-def test_a_snapshot_that_newer_ones_have_replaced_leaves_what_is_to_be_removed(run: Run) -> None:
-    """Its memory is free, and storage is tidied all the same."""
+def test_what_has_become_of_a_save_is_known_after_its_memory_is_free(run: Run) -> None:
     run.free_directory.mkdir(parents=True)
-    for step in (5, 6, 7):
-        leave_committed(run, step, "commit", "protect")
-    request = records.save_record(records.REMOVE_OLD, f"{5:016x}")
-    (run.step_path(5) / request).write_bytes(b"{}")
+    places = [leave_committed(run, step, "commit", "protect") for step in (5, 6, 7)]
+    end(places[0], records.REMOVE_OLD, failure="busy")
+    states = [read_state(place) for place in places]
     free_decided(run)
-    assert SnapshotDirectory(run, 5).list_names("") == [request]
-    assert not SnapshotDirectory(run, 5).is_committed()
+    assert steps_of(run) == [6, 7]
+    assert [read_state(place) for place in places] == states
+    assert states[0].outcomes[records.REMOVE_OLD].failure == "busy"
+    assert not places[0].path.exists()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_was_freed_in_part_is_freed_to_the_end(run: Run, is_damaged: bool) -> None:
+    """Slots go back to their ranks; if it is not known whose they are, others take their memory."""
+    place = leave_committed(run, 1)
+    made = RingFile("rank-00000.made-0.bin", "p.bin", {}), RingFile("gone.bin", "q.bin", {})
+    record(place, part_of(place, made=made))
+    for name, size in (("p.bin", 1), ("rank-00000.made-0.bin", 2), (".q.bin", 3), ("c.bin", 4)):
+        (place.path / name).write_bytes(bytes(size))
+    if is_damaged:
+        (place.path / records.rank_record(0)).write_bytes(b"damaged")
+    (place.path / "a directory").mkdir()
+    place.path.rename(run.path / "freed-0123456789abcdef")
+    spares = [(".spare", size) for size in (1, 2, 3, 4, 10)]
+    slots = [(".spare", 1), (".spare", 4), *(("k00000-.slot", size) for size in (2, 3))]
+    slots.append(("r00000-.slot", 10))
+    assert run.snapshots() == []
+    for _ in range(2):
+        finish_freeing(run)
+        assert run.freed_directories() == []
+        kinds = sorted(
+            (each.name[: each.name.find("-") + 1] + each.suffix, each.stat().st_size)
+            for each in run.free_directory.iterdir()
+        )
+        assert kinds == (spares if is_damaged else slots)
 
 
 def leave_made(run: Run, step: int, *made: tuple[str, int]) -> None:
     """A committed snapshot of rank 0, and what the agent has made for others, so large."""
-    save = f"{step:016x}"
-    place = SnapshotDirectory(run, step)
-    place.path.mkdir(parents=True)
-    file = FileEntry(f"r00000-{save}.safetensors", 0, 10, 0, 0, 0, 0)
-    (place.path / file.name).write_bytes(bytes(10))
-    write_record(
-        place.path / records.file_record(file.name, "staged"),
-        StagedFile(file, f"r00000-{step}.slot", 1, ()),
-    )
-    write_record(place.path / "manifest.json", b"{}")
+    place = place_of(run, step)
+    record(place, part_of(place, slots=1, stages=())).write_bytes(bytes(10))
+    write_record(place.manifest_path, b"{}")
     for name, size in made:
-        (place.path / f"{name}-{save}.safetensors").write_bytes(bytes(size))
+        (place.path / f"{name}-{place.save_id}.safetensors").write_bytes(bytes(size))
 
 
 def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
@@ -422,7 +500,8 @@ def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     leave_made(run, 2, ("r00001", 300), ("r00002", 20))
     assert free_decided(run)
     assert [size for size, _ in list_spares(run)] == [20, 300]
-    assert [each.name for each in run.free_directory.glob("*.slot")] == ["r00000-1.slot"]
+    (slot,) = run.free_directory.glob("*.slot")
+    assert slot.name.startswith("r00000-")
     assert bytes_stored_for_others(run) == 2 * 320
     leave_made(run, 3)
     assert free_decided(run)
@@ -430,12 +509,15 @@ def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     assert bytes_stored_for_others(run) == 0
 
 
-def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -> None:
+def leave_spares(run: Run, *sizes: int) -> None:
+    """Memory that the agent has made something for others in before."""
     run.free_directory.mkdir(parents=True)
-    for size in (10, 500, 300):
-        path = run.path / "made"
-        path.write_bytes(bytes(size))
-        add_spare(run, path)
+    for size in sizes:
+        (run.free_directory / f"{size:08x}.spare").write_bytes(bytes(size))
+
+
+def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -> None:
+    leave_spares(run, 10, 500, 300)
     to = run.path / "to"
     for wanted, taken in ((200, 300), (600, 500), (600, 10)):
         reuse_spare(run, wanted, to)
@@ -447,11 +529,7 @@ def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -
 
 
 def test_the_largest_stay(run: Run) -> None:
-    run.free_directory.mkdir(parents=True)
-    for size in (10, 500, 300):
-        path = run.path / "made"
-        path.write_bytes(bytes(size))
-        add_spare(run, path)
+    leave_spares(run, 10, 500, 300)
     delete_smallest_spares(run, 5)
     assert len(list_spares(run)) == 3
     delete_smallest_spares(run, 1)
@@ -460,9 +538,8 @@ def test_the_largest_stay(run: Run) -> None:
 
 def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(tmp_path: Path) -> None:
     """A trainer and the agent of its node free snapshots at the same time."""
-    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1)
-    place.path.mkdir(parents=True)
-    ended = place.run.path / OUTCOMES_DIRECTORY
+    place = place_of(Home(tmp_path).run("0" * 16), 1)
+    ended = place.run.path / ENDED_DIRECTORY
     ended.mkdir()
     for i in range(3):
         (ended / f"{i}.json").write_bytes(b"{}")

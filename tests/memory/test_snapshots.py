@@ -188,7 +188,7 @@ def test_a_bit_that_flips_in_memory_is_found_and_the_one_before_is_taken(
 ) -> None:
     root = str(tmp_path / "root")
     gang.run(train, root, str(shm), 1, 3, 100, world=2)
-    (victim,) = shm.glob("**/step-00000003/r00001-*.safetensors")
+    (victim,) = shm.glob("**/step-00000003-*/r00001-*.safetensors")
     flip(victim, 5000)
     step, source, skipped = gang.run(recover, root, str(shm), 1, world=2)[0]
     assert (step, source) == (2, "memory")
@@ -248,7 +248,7 @@ def fail_while_copying(root: str, shm: str) -> str:
     cp = sw.Checkpointer(root, memory=memory)
     if dist.get_rank() == 1:
         (run,) = Path(memory.dir).glob("*/runs/*")
-        (run / "step-00000001").symlink_to("nowhere")
+        (run / "free").symlink_to("nowhere")
     cp.save(1, rows(1))
     with pytest.raises((sw.ShardwiseError, RuntimeError)) as caught:
         cp.close()

@@ -21,7 +21,6 @@ import torch
 
 import shardwise as sw
 from shardwise.kernel.boxes import Box
-from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.engine.planning import PlannedSave
 from shardwise.kernel.engine.tensors import JOINED_BYTES, HostMemory, TensorMemory, TorchMemory
 from shardwise.kernel.engine.write_file import FileSource
@@ -38,7 +37,7 @@ from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
-from shardwise.parts.memory.records import AgentInfo, PendingManifest, StagedFile
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
 from shardwise.parts.memory.remote import lost_agents
 from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
 from shardwise.parts.memory.trainer import device as device_module
@@ -251,19 +250,24 @@ class Trial:
             objects=(),
         )
         part = SnapshotPart(
-            place=SnapshotDirectory(self.run, step),
+            place=SnapshotDirectory(self.run, step, save_id),
             planned=planned,
             source=content,
             ring=None,
             pending=pending,
             stages=("commit", "protect", "persist") if durable else ("commit", "protect"),
             epoch=0,
+            above=[],
         )
         return self.staging.begin(part)
 
+    def place(self, step: int = 1) -> SnapshotDirectory:
+        """The snapshot of a step."""
+        return SnapshotDirectory(self.run, step, f"{step:016x}")
+
     def staged(self, content: FileSource, step: int = 1) -> list[int] | None:
         """The tensors of a step as one byte each; None if there is no file yet."""
-        found = list(self.run.step_path(step).glob("*.safetensors"))
+        found = list(self.place(step).path.glob("*.safetensors"))
         if not found:
             return None
         data = found[0].read_bytes()[content.entry.data_at : content.entry.objects_at]
@@ -480,18 +484,19 @@ def test_checksums_are_computed_once_no_rank_copies(trial: Trial) -> None:
     for _ in range(5):
         slack.add(1000.0, has_waited=False)
     copying = trial.begin(content, 2)
-    place = SnapshotDirectory(trial.run, 2)
+    place = trial.place(2)
     deadline = time.monotonic() + BOUND
-    while not place.list_names(records.COPYING_SUFFIX):
+    while not place.has(records.rank_record(0)):
         assert time.monotonic() < deadline, "nobody says that it copies"
         time.sleep(0.001)
     other = data_file(1, f"{2:016x}")
-    staged = StagedFile(FileEntry(other, 1, 0, 0, 0, 0, 0), "slot", 2, ())
-    write_record(place.path / records.file_record(other, "staged"), staged)
+    entry = FileEntry(other, 1, 0, 0, 0, 0, 0)
+    staged = RankPart(file=entry, snapshots_to_keep=2, stages=(), epoch=0)
+    write_record(place.path / records.rank_record(1), staged)
     (place.path / other).touch()
 
     def due() -> StageState:
-        return read_snapshot(place).saves[f"{2:016x}"].state_of("seal")
+        return read_snapshot(place).state_of("seal")
 
     assert due() is StageState.WAITING
     copying.wait()
@@ -546,7 +551,7 @@ def slots(tmp_path: Path) -> tuple[Slots, Simulated]:
     streams = CopyStreams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD])
     run = Home(tmp_path).run(new_run_id())
-    return Slots(run, "r00000-", "staged", 1, streams), accelerator
+    return Slots(run, 0, 1, streams), accelerator
 
 
 def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
@@ -700,7 +705,7 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             assert copying.wait(BOUND)
             trial.staging.raise_failure()
             assert trial.staged(content, step) == [step]
-            (data,) = trial.run.step_path(step).glob("*.safetensors")
+            (data,) = trial.place(step).path.glob("*.safetensors")
             data.rename(trial.run.free_directory / f"r00000-{step:08x}.slot")
     finally:
         trial.staging.close()
@@ -718,10 +723,8 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     copying = trial.begin(content_of(Unreadable(torch.zeros(SIZE, dtype=torch.uint8))))
     assert copying.wait(BOUND)
     assert copying.failure == "staging step 1: RuntimeError('out of memory')"
-    place = SnapshotDirectory(trial.run, 1)
-    name = data_file(0, f"{1:016x}")
-    with pytest.raises(sw.StoreError, match="out of memory"):
-        place.wait_for(name, Deadline(BOUND), failure_name=records.file_record(name, "failed"))
+    (part,) = trial.place().parts()
+    assert part.failure == copying.failure
 
 
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
@@ -730,14 +733,14 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     """Rank 0 was killed before it wrote a pending manifest, or had no memory for any record."""
     now = [0.0]
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
-    place, save_id = SnapshotDirectory(trial.run, 1), f"{1:016x}"
+    place = trial.place()
     place.path.mkdir(parents=True)
 
     def seconds_waited() -> float:
         """Until it is given up; all of an hour if it is not."""
         start = now[0]
         agents = SaveAgents(trial.home, None, None, 60.0)
-        watch = AgentWatch(agents, place, save_id, lambda: now[0])
+        watch = AgentWatch(agents, place, lambda: now[0])
         while now[0] - start < 3600:
             now[0] += 1
             try:
@@ -747,9 +750,9 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
         return now[0] - start
 
     assert 121 < seconds_waited() < 130
-    (place.path / records.file_record(data_file(0, save_id), "copying")).touch()
+    (place.path / records.rank_record(0)).touch()
     assert 600 < seconds_waited() < 730
-    (place.path / records.save_record("pending", save_id)).touch()
+    (place.path / records.PENDING).touch()
     assert seconds_waited() == 3600
 
 
@@ -765,11 +768,9 @@ def test_thousands_of_ranks_ask_the_leader_in_turn(
         lost_agents, "_list_failing", lambda info, *_: asked.update([int(now[0])]) or []
     )
     monkeypatch.setattr(AgentWatch, "_names_at_leader", lambda watch, timeout: None)
-    place, ranks = SnapshotDirectory(trial.run, 1), 16384
+    place, ranks = trial.place(), 16384
     watches = [
-        AgentWatch(
-            SaveAgents(trial.home, leader, None, 60.0, rank, ranks), place, "0" * 16, lambda: now[0]
-        )
+        AgentWatch(SaveAgents(trial.home, leader, None, 60.0, rank, ranks), place, lambda: now[0])
         for rank in range(0, ranks, 64)
     ]
     while now[0] < 600:

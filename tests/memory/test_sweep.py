@@ -27,8 +27,10 @@ from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.parts.memory.reclaim import discard
+from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
+from shardwise.parts.memory.records import RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.redundancy.placement import make_ring_group
+from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer.rings import Ring, protect_ring
 from shardwise.parts.memory.trainer.slots import Slot, Slots
 from tests.breadth import mostly_long
@@ -39,7 +41,7 @@ SLOTS = 3  # two that are kept, and one that is written
 SLOT_SUFFIX = TENSORS * SIZE + (1 << 20)
 NOTES = 256 << 10
 KEPT = 3 * BLOCK
-CHANGES = {"os.rename", "os.truncate", "os.remove", "os.mkdir"}
+CHANGES = {"os.rename", "os.truncate", "os.remove", "os.mkdir", "os.rmdir", "os.link"}
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def stage(directory: Path, run: str, *steps: int) -> None:
 def keep(directory: Path, run: str, *steps: int) -> None:
     """Make copies of the file of rank 1 from the replicas of rank 0."""
     here = Home(directory).run(run)
-    slots = Slots(here, "k00000-", "kept", SLOTS)
+    slots = Slots(here, 0, SLOTS, for_others=True)
     slots.prepare(KEPT)
 
     def take(nbytes: int, besides: Collection[str]) -> Slot:
@@ -141,39 +143,63 @@ def keep(directory: Path, run: str, *steps: int) -> None:
         out[:] = 7
 
     for step in steps:
+        place = SnapshotDirectory(here, step, f"{step:016x}")
         files = [
-            FileEntry(data_file(rank, f"{step:016x}"), rank, KEPT, 0, KEPT, KEPT, 0)
+            FileEntry(data_file(rank, place.save_id), rank, KEPT, 0, KEPT, KEPT, 0)
             for rank in (0, 1)
         ]
         group = make_ring_group(
             [(str(each.rank), "", each.name, each.size) for each in files], copies=1, parity=0
         )
-        place = SnapshotDirectory(here, step)
         place.path.mkdir()
+        added: list[RingFile] = []
+
+        def add(
+            slot: Slot,
+            made: RingFile,
+            place: SnapshotDirectory = place,
+            added: list[RingFile] = added,
+        ) -> None:
+            added.append(made)
+            part = RankPart(
+                file=None, snapshots_to_keep=2, stages=("commit",), epoch=0, made=tuple(added)
+            )
+            write_record(place.path / records.rank_record(0), part)
+            slot.path.rename(place.path / made.file)
+
+        ring = Ring(tuple(files), group, 0, place.save_id)
         with ThreadPoolExecutor(1) as pool:
-            protect_ring(Ring(tuple(files), group, 0), lambda _: fill, take, place, pool, 1)
-        (kept,) = place.ring_files()
-        assert (place.path / kept.file).read_bytes() == b"\7" * KEPT
+            protect_ring(ring, lambda _: fill, take, add, pool, 1)
+        (made,) = added
+        assert (place.path / made.file).read_bytes() == b"\7" * KEPT
     assert slots.has_free() == (len(steps) < SLOTS)
 
 
 def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     """As a restore does: forget what is not whole, and have all slots again."""
     left = Home(directory).run(run)
-    whole = [each.file.name for each in SnapshotDirectory(left, 1).staged_files()]
-    names = SnapshotDirectory(left, 1).list_names("")
-    assert not any(records.file_record(file, "entry") in names for file in whole)
+    finish_freeing(left)  # the agent does
+    forget_copies(left, 0)
+    for place in left.snapshots():
+        parts = place.parts()
+        assert not any(part.copied for part in parts)
+        assert len(place.staged_files()) == sum(part.file is not None for part in parts)
     discard(left.snapshots())
     work(directory, run, *range(11, 11 + SLOTS))
     discard(left.snapshots())
     assert len(os.listdir(left.free_directory)) == SLOTS
+    assert not left.freed_directories()
 
 
 def retire(directory: Path, run: str, number: int) -> None:
     """Stage as much as there is memory for, and be killed as all of it is retired."""
     stage(directory, run, *range(1, 1 + SLOTS))
+    places = Home(directory).run(run).snapshots()
+    for place in places:
+        SaveStates().end(place, "commit", StageOutcome(seconds=1.0))
     die_before_effect(number, directory)
-    discard(Home(directory).run(run).snapshots())
+    discard(places)
+    assert all(read_state(place).outcomes["commit"].seconds == 1.0 for place in places)
 
 
 def die_at(work: Callable[..., None]) -> Callable[[Path, str, int], None]:
@@ -224,7 +250,7 @@ class Crowded(HostMemory):
 
 
 def test_memory_that_is_full_during_a_copy_costs_nothing(exact: Path) -> None:
-    """The record of the copy gives its page to the record of the file."""
+    """The record of the rank is written before, and nothing afterwards."""
 
     def work() -> None:
         trial, _ = trial_of(exact, new_run_id())
@@ -238,21 +264,23 @@ def test_memory_that_is_full_during_a_copy_costs_nothing(exact: Path) -> None:
     assert forked(work) == 0
 
 
-@pytest.mark.parametrize("record", [records.COPYING_SUFFIX, records.STAGED_SUFFIX])
+@pytest.mark.parametrize("record", [records.rank_record(0), records.PENDING])
 def test_a_record_that_cannot_be_written_costs_one_save(
     exact: Path, monkeypatch: pytest.MonkeyPatch, record: str
 ) -> None:
     def write_unless_full(path: Path, value: object) -> None:
-        if path.name.endswith(record) and path.parent.name == step_directory(1):
+        if path.name == record and path.parent.name.startswith(step_directory(1)):
             raise OSError(errno.ENOSPC, "No space left on device")
         write_record(path, value)
 
     monkeypatch.setattr("shardwise.parts.memory.trainer.staging.write_record", write_unless_full)
     trial, content = trial_of(exact, new_run_id())
-    trial.begin(content, 1)
+    nothing: Any = None  # what is not written has no need to be right
+    trial.begin(content, 1, pending=lambda: nothing, durable=True)
     with pytest.raises(sw.StoreError, match=r"staging step 1: .*No space left"):
         trial.staging.raise_failure()
     assert len(os.listdir(trial.run.free_directory)) == SLOTS
+    assert not trial.place(1).parts()
     for step in range(2, 2 + SLOTS):
         trial.begin(content, step)
         trial.staging.raise_failure()

@@ -57,7 +57,8 @@ def test_a_handle_says_what_has_become_of_a_save_after_all_is_closed(
 ) -> None:
     with sw.Checkpointer(tmp_path / "root", save_every=every, memory=memory(shm)) as cp:
         handles = [cp.save(step, {"t": step}) for step in (1, 2, 5)]
-    assert not list(shm.glob("**/*-all-*.json"))  # the notes went with the memory
+    assert not list(shm.glob("**/save.json"))  # the notes went with the memory
+    assert not list(shm.glob("**/ended/*"))
     for step, handle in zip((1, 2, 5), handles, strict=True):
         assert handle is not None
         assert handle.done()

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.kernel.manifest.manifest import MANIFEST, step_directory
+from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.parts.memory import reclaim, records
 from shardwise.parts.memory.agent import process
-from shardwise.parts.memory.agent.mirrors import Mirrors, set_mirror_task
+from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
 from shardwise.parts.memory.files import lock_directory, write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.parts.memory.rank_liveness import RankLock, is_rank_alive
-from shardwise.parts.memory.records import AgentInfo, PendingManifest
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, SaveState
+from shardwise.parts.memory.states import SaveStates
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.reconciling import Attendant
-from tests.memory.test_server import serve
 from tests.tiers.test_mirror import state
 
 
@@ -41,10 +41,17 @@ def begun(home: Home) -> Run:
     return run
 
 
+def place_of(run: Run) -> SnapshotDirectory:
+    """A snapshot of step 7, of which there is nothing yet."""
+    place = SnapshotDirectory(run, 7, f"{7:016x}")
+    place.path.mkdir()
+    return place
+
+
 def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     run, kept = begun(home), begun(home)
-    kept.step_path(7).mkdir()
-    (kept.step_path(7) / f"r00000-{7:016x}.safetensors").touch()
+    place = place_of(kept)
+    (place.path / f"r00000-{place.save_id}.safetensors").touch()
     Attendant(home).after(10.0)
     assert home.runs() == [kept]
     assert (kept.free_directory / "r00000-0.slot").exists()
@@ -157,43 +164,50 @@ def test_what_an_agent_was_killed_over_is_removed_by_the_next(home: Home) -> Non
     assert not left.exists()
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_records_that_others_write_after_the_end_keep_nothing(home: Home, is_known: bool) -> None:
-    """Whoever has the secret can write some records, also for runs that there are not."""
-    run, save = begun(home) if is_known else home.run(new_run_id()), "0" * 16
-    with serve(home.path) as served:
-        for name in (
-            MANIFEST,
-            records.save_record("pending", save, "copy"),
-            records.save_record("persist", save),
-            records.save_record("rescue", save),
-            records.save_record("commit", save, "all"),
-        ):
-            for step in (7, 99_999_999):
-                path = f"/runs/{run.name}/{step_directory(step)}/{name}"
-                assert served.ask("PUT", path, b"garbage")[0] == 204
+def pending_of(place: SnapshotDirectory, leader: str) -> PendingManifest:
+    return PendingManifest(
+        save_id=place.save_id,
+        step=place.step,
+        manifest="",
+        files=[],
+        nodes=[],
+        leader=leader,
+        storage=StorageTask(root="/nowhere"),
+    )
+
+
+def test_records_alone_keep_nothing_after_the_end(home: Home) -> None:
+    """Nobody can restore anything from them; and another node leads the save."""
+    run = begun(home)
+    place = place_of(run)
+    part = RankPart(file=None, snapshots_to_keep=2, stages=("commit", "persist"), epoch=0)
+    write_record(place.path / records.rank_record(0), part)
+    write_record(place.path / records.PENDING, pending_of(place, "there"))
+    write_record(place.path / records.STATE, SaveState(rescue_sent=True))
+    write_record(place.path / MANIFEST, b"garbage")
     attendant = Attendant(home)
+    attendant.look()
+    assert run.snapshots() == [place]
     attendant.after(10.0)
     attendant.after(10.0)
     assert home.runs() == []
 
 
-def test_records_of_a_save_that_must_still_be_persisted_are_kept(home: Home) -> None:
-    run, save = begun(home), "0" * 16
-    place = SnapshotDirectory(run, 7)
-    place.path.mkdir()
-    pending = PendingManifest(
-        save_id=save,
-        step=7,
-        manifest="",
-        files=[],
-        nodes=[],
-        leader="there",
-        storage=StorageTask(root="/nowhere"),
-    )
-    write_record(place.path / records.save_record("pending", save, "copy"), pending)
+@pytest.mark.parametrize(
+    ("leader", "state"),
+    [("here", SaveState()), ("there", SaveState(rescue="there"))],
+    ids=["led", "rescued"],
+)
+def test_records_of_a_save_that_must_still_be_persisted_are_kept(
+    home: Home, leader: str, state: SaveState
+) -> None:
+    """Other nodes have its files."""
+    run = begun(home)
+    place = place_of(run)
+    write_record(place.path / records.PENDING, pending_of(place, leader))
+    write_record(place.path / records.STATE, state)
     Attendant(home).after(10.0)
-    assert run.steps() == [7]
+    assert run.snapshots() == [place]
 
 
 def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: Path) -> None:
@@ -202,24 +216,24 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     mirror.write_text("in the way")
     home = Home(tmp_path / "home")
     run = home.run("0" * 16)
-    set_mirror_task(run, StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
+    set_root_task(run, StorageTask(root=str(root), mirror=MirrorRequest(str(mirror))))
     now = time.time()
-    mirrors = Mirrors(lambda: now)
-    mirrors.catch_up(run)
+    tasks = RootTasks(SaveStates(), OpenedStores(), lambda: now)
+    tasks.perform(run)
     assert (root / "mirror.json").exists()
-    mirrors.catch_up(run)
-    assert home.mirrored_runs() == [run]
-    first = mirrors._open_mirrors[run].mirroring
+    tasks.perform(run)
+    assert home.runs_with_tasks() == [run]
+    first = tasks._open_mirrors[run].mirroring
     now += 601.0
-    mirrors.catch_up(run)
-    mirrors.catch_up(run)
-    assert mirrors._open_mirrors[run].mirroring is not first  # opened anew
+    tasks.perform(run)
+    tasks.perform(run)
+    assert tasks._open_mirrors[run].mirroring is not first  # opened anew
     now += 86500.0
-    mirrors.catch_up(run)
-    assert not home.mirrored_runs()
-    run.mirror_task_path.write_text("{")  # damaged: ignored
-    mirrors.catch_up(run)
-    assert not home.mirrored_runs()
-    shutil.rmtree(run.mirror_task_path.parent)
-    mirrors.catch_up(run)
-    assert not home.mirrored_runs()
+    tasks.perform(run)
+    assert not home.runs_with_tasks()
+    run.task_path.write_text("{")  # damaged: ignored
+    tasks.perform(run)
+    assert not home.runs_with_tasks()
+    shutil.rmtree(run.task_path.parent)
+    tasks.perform(run)
+    assert not home.runs_with_tasks()

@@ -1,8 +1,10 @@
-"""Kill processes in the middle of their work: in a bucket of a copy, or at a record they write.
+"""Kill processes in the middle of their work: in a bucket of a copy, at a record they write, or at
+any change that they make to the files below a directory.
 
     python deaths.py PATTERN WHEN agent run --dir=…
 
-is the command line of shardwise, but dies at the first record whose name matches the pattern.
+is the command line of shardwise, but dies at the first record whose name matches the pattern. With
+`save.json#3` it dies at the third one. With `effect#7` it dies before the seventh change.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import os
 import re
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,17 +47,42 @@ def die_at_bucket(number: int) -> None:
     FileSource.fill = dying  # type: ignore[method-assign]
 
 
+def die_at_effect(number: int, home: str) -> None:
+    """From now on, die before this change of the names below a directory: a file that is renamed,
+    linked or removed, or a directory that is made or removed. The first one is 1.
+    """
+    seen = iter(range(1, number + 1))
+    lock = threading.Lock()
+
+    def dying(change: Callable[..., object]) -> Callable[..., object]:
+        def change_or_die(*args: object, **kwargs: object) -> object:
+            if home in str(args[0]) or home in str(args[1:2]):
+                with lock:
+                    if next(seen) == number:
+                        die()
+            return change(*args, **kwargs)
+
+        return change_or_die
+
+    for name in ("rename", "replace", "link", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, dying(getattr(os, name)))
+
+
 def die_at_note(pattern: str, when: When) -> None:
     """From now on, die when a record is written whose name matches the pattern.
 
     Args:
+        pattern: a regular expression; `#3` at its end stands for the third record that matches.
         when: "before" the record is written; "within" the write, when it is not yet in place; or
             "after" it.
     """
     from shardwise.parts.memory.files import write_record
 
+    pattern, _, number = pattern.partition("#")
+    seen = iter(range(int(number or 1)))
+
     def dying(path: Path, note: object) -> None:
-        if not re.search(pattern, path.name):
+        if not re.search(pattern, path.name) or next(seen) < int(number or 1) - 1:
             return write_record(path, note)
         if when == "within":
             path.with_name(f".{path.name}.0badf00d").write_bytes(b'{"cut": ')
@@ -70,5 +99,10 @@ if __name__ == "__main__":
     import shardwise.parts.memory.agent.process  # noqa: F401  # so that its records are watched too
     from shardwise.parts.cli import main
 
-    die_at_note(sys.argv.pop(1), sys.argv.pop(1))  # type: ignore[arg-type]
+    pattern, when = sys.argv.pop(1), sys.argv.pop(1)
+    if pattern.startswith("effect#"):
+        (home,) = (each.removeprefix("--dir=") for each in sys.argv if each.startswith("--dir="))
+        die_at_effect(int(pattern.partition("#")[2]), f"{home}/shardwise-{os.getuid()}/runs/")
+    else:
+        die_at_note(pattern, when)  # type: ignore[arg-type]
     main()

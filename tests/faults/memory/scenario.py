@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.parts.memory.home import ABANDONED_MARKER, KNOWN_NODES_RECORD
+from shardwise.parts.memory.home import ABANDONED_MARKER, RUN_RECORD
 from shardwise.parts.memory.records import MOST_FAN_OUT
 from shardwise.parts.memory.trainer import snapshots
 from tests.tools.agents import until
@@ -30,13 +30,13 @@ SLOTS = 3  # per rank: two for committed snapshots, one to write
 
 _SAVE = "[0-9a-f]{16}"
 _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
-_HOME = re.compile(r"agent\.[a-z.]+|metrics\.token|node|[a-z]+\.lock|runs")
-_SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{16}\.spare")
+_HOME = re.compile(r"agent\.[a-z.]+|metrics\.token|node|[a-z]+\.lock|runs|roots")
+_SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{8}\.spare")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
-_OUTCOME = re.compile(rf"(commit|protect|persist|retain)-all-{_SAVE}\.json")
+_ENDED = re.compile(rf"{_SAVE}\.json")
 _SNAPSHOT = re.compile(
-    rf"manifest\.json|{ABANDONED_MARKER}|{_DATA}|r\d{{5}}-{_SAVE}\.(staged|entry)\.json"
-    rf"|pending-copy-{_SAVE}\.json|[a-z]+(-done|-all|-told)?-{_SAVE}\.json|parity-{_SAVE}(-\d+)+\.bin"
+    rf"(manifest|pending|save)\.json|rank-\d{{5}}\.json|{ABANDONED_MARKER}|{_DATA}"
+    rf"|parity-{_SAVE}(-\d+)+\.bin"
 )
 
 Act = Callable[[], None]
@@ -196,9 +196,9 @@ def strays(shm: Path) -> list[str]:
         found += [path for path in home.iterdir() if not _HOME.fullmatch(path.name)]
         for run in (home / "runs").iterdir():
             for folder in run.iterdir():
-                if folder.name in ("root.json", KNOWN_NODES_RECORD):
+                if folder.name == RUN_RECORD:
                     continue
-                known = {"free": _SLOT, "ended": _OUTCOME, "trainers": _TRAINER}
+                known = {"free": _SLOT, "ended": _ENDED, "trainers": _TRAINER}
                 pattern = known.get(folder.name, _SNAPSHOT)
                 try:
                     inside = list(folder.iterdir())
@@ -215,16 +215,17 @@ def slots(shm: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
     for home in shm.glob("*/shardwise-*"):
         free = [path.name[:6] for path in home.glob("runs/*/free/*.slot")]
-        records = home.glob("runs/*/step-*/*.staged.json")
-        used = [path.name[:6] for path in records if _data_of(path).exists()]
+        parts = home.glob("runs/*/step-*/rank-*.json")
+        used = [f"r{path.stem[5:]}" for path in parts if _data_of(path).exists()]
         for rank in (*free, *used):
             name = f"{home.parent.name}/{rank}"
             counts[name] = counts.get(name, 0) + 1
     return counts
 
 
-def _data_of(staged: Path) -> Path:
-    return staged.with_name(staged.name.replace(".staged.json", ".safetensors"))
+def _data_of(part: Path) -> Path:
+    save = part.parent.name.rpartition("-")[2]
+    return part.with_name(f"r{part.stem[5:]}-{save}.safetensors")
 
 
 def assert_tidy(shm: Path, ranks: int) -> None:

@@ -21,23 +21,17 @@ from tests.tools.agents import agents_below, end_agents, is_running, signal_agen
 from tests.tools.gang import Gang
 
 SECONDS = 30.0
-SAVE = "[0-9a-f]{16}"
+STATES = 7  # how often each agent writes the state of a durable save that is protected
 NOTES: list[tuple[int, str, deaths.When]] = [
-    (0, r"\.entry\.json", "within"),
-    (1, f"commit-done-{SAVE}", "within"),
-    (0, f"commit-done-{SAVE}", "after"),
     (0, r"manifest\.json", "within"),
-    (0, f"commit-all-{SAVE}", "after"),
-    (0, f"commit-told-{SAVE}", "within"),
-    (0, f"protect-done-{SAVE}", "within"),
-    (0, f"protect-all-{SAVE}", "within"),
-    (0, f"persist-done-{SAVE}", "within"),
-    (1, r"\.entry\.json", "within"),
-    (1, f"persist-done-{SAVE}", "within"),
-    (0, f"persist-all-{SAVE}", "within"),
-    (0, f"persist-all-{SAVE}", "after"),
+    (1, r"manifest\.json", "within"),
+    (0, r"manifest\.json", "after"),
+    (1, r"pending\.json", "within"),
+    (1, r"pending\.json", "after"),
+    *[(0, rf"save\.json#{number}", "within") for number in range(1, STATES + 1)],
+    *[(1, rf"save\.json#{number}", "after") for number in range(1, STATES + 1)],
 ]
-SOME = [NOTES[4], NOTES[10]]  # of the first stage, and of the last one
+SOME = [NOTES[7], NOTES[-2]]
 
 
 def start_mortal(home: Path, pattern: str, when: deaths.When) -> subprocess.Popen[bytes]:
@@ -113,12 +107,9 @@ def test_agents_that_die_at_any_note_are_followed_by_others_that_go_on(
 
 
 INNER: list[tuple[int, str, deaths.When]] = [
-    (1, f"commit-done-{SAVE}", "within"),
-    (1, f"commit-told-{SAVE}", "within"),
-    (1, f"protect-done-{SAVE}", "after"),
-    (1, f"protect-told-{SAVE}", "within"),
-    (2, f"persist-done-{SAVE}", "within"),
-    (1, f"persist-told-{SAVE}", "within"),
+    (1, r"pending\.json", "after"),
+    (1, r"manifest\.json", "within"),
+    *[(1 + number % 2, rf"save\.json#{number}", "after") for number in range(1, STATES)],
 ]
 
 

@@ -51,7 +51,7 @@ def test_what_an_idle_node_has_of_an_abandoned_branch_is_not_taken(
     gang.run(go, cluster, None, 4, 1, world=2)
     (went,) = gang.run(go, replace(cluster, node_of=(0,)), 3, 3 + saved, 2, world=1)
     assert went[:2] == (3, 103)
-    assert list(shm.glob("node1/*/runs/*/step-00000004/manifest.json"))
+    assert list(shm.glob("node1/*/runs/*/step-00000004-*/manifest.json"))
     for step, value, why in gang.run(go, replace(cluster, node_of=node_of), None, 6, 3, world=2):
         assert (step, value) == ((4, 204) if saved else (3, 103))
         if not saved:

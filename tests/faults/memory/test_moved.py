@@ -56,9 +56,10 @@ def save_protected(cluster: Cluster) -> None:
 
 def slots(shm: Path) -> set[tuple[str, int]]:
     """On which node which ranks have memory, free or in use, also for others."""
-    names = ("free/*.slot", "step-*/*.staged.json", "step-*/*.kept-*.json")
-    found = [path for name in names for path in shm.glob(f"*/*/runs/*/{name}")]
-    return {(path.relative_to(shm).parts[0], int(path.name[1:6])) for path in found}
+    free = shm.glob("*/*/runs/*/free/*.slot")
+    used = shm.glob("*/*/runs/*/step-*/rank-*.json")
+    found = [(path, path.name[1:6]) for path in free] + [(path, path.stem[5:]) for path in used]
+    return {(path.relative_to(shm).parts[0], int(rank)) for path, rank in found}
 
 
 def free(shm: Path) -> dict[str, int]:

@@ -196,7 +196,7 @@ def test_the_memory_of_an_older_run_is_left_to_its_trainers(
     trainer = RankLock(Run(older), 7)
     (root / "run.json").unlink()
     gang.run(save_and_end, cluster, world=2)
-    assert list(older.glob("step-00000001/manifest.json"))
+    assert list(older.glob("step-00000001-*/manifest.json"))
     trainer.release()
     gang.run(save_and_end, cluster, world=2)
     assert not older.exists()
@@ -246,9 +246,9 @@ def save_steps(root: Path, shm: Path, first: int, last: int) -> None:
 
 def test_what_others_left_behind_is_in_nobodys_way_and_goes(root: Path, shm: Path) -> None:
     save_steps(root, shm, 1, 1)
-    (step,) = shm.glob("*/runs/*/step-00000001")
-    (step.parent / "step-00000002").mkdir()
-    for directory in (step, step.parent / "step-00000002"):
+    (step,) = shm.glob("*/runs/*/step-00000001-*")
+    (step.parent / f"step-00000002-{2:016x}").mkdir()
+    for directory in (step, step.parent / f"step-00000002-{2:016x}"):
         for name in (".manifest.json.0badf00d", ".r00000-0123456789abcdef.safetensors"):
             (directory / name).write_bytes(b"left behind")
     save_steps(root, shm, 2, 5)

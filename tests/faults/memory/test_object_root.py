@@ -192,7 +192,7 @@ def test_a_restart_in_an_outage_waits_as_long_as_the_url_says_and_loses_nothing(
         with pytest.raises(StoreUnavailableError, match="memory of this node keeps step 7"):
             opened(url.replace("retry=0.5", "retry=1"), shm)
         assert 0.5 < time.monotonic() - started < 20.0
-        (snapshot,) = shm.glob("shardwise-*/runs/*/step-00000007")
+        (snapshot,) = shm.glob("shardwise-*/runs/*/step-00000007-*")
         state = state_of(0)
         with opened(str(tmp_path / "other"), shm, start_from=snapshot) as other:
             assert other.restore(state) == 7

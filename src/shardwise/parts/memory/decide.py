@@ -89,12 +89,14 @@ class RunAction:
         reads_steps: whether to find the newest step in the root as well.
         task: the time when the task in the root was written. If this time has changed, the task is
             new, and the agent works on it at once.
+        newest: the newest snapshot to follow. With a new one, the agent begins at once.
     """
 
     kind: str
     run: Run
     reads_steps: bool = False
     task: int = 0
+    newest: str = ""
 
 
 AnyAction = Action | RunAction
@@ -122,8 +124,8 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
         for stage in STAGES_WITH_WORK
         if each.state_of(stage) is StageState.RUNNING
     ]
-    if any(map(follows, run.snapshots)):
-        actions.append(RunAction(FOLLOW, run.run))
+    if followed := [each.place.name for each in run.snapshots if follows(each)]:
+        actions.append(RunAction(FOLLOW, run.run, newest=followed[-1]))
     if run.has_freed:
         actions.append(RunAction(FINISH_FREEING, run.run))
     if run.task_changed_at is not None:
@@ -173,7 +175,8 @@ def _free_replaced(run: RunView) -> Iterator[Action]:
 def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:
     """Return the committed snapshots that stay in memory.
 
-    A later save of a step replaces an earlier one, which stays only if it is pinned.
+    A later save of a step replaces an earlier one, which stays only if it is pinned, or if it is
+    the newest protected snapshot.
     """
     committed = [each for each in reversed(run.snapshots) if each.is_committed]
     if not committed:
@@ -183,7 +186,7 @@ def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:
     candidates = [of_steps[step] for step in sorted(of_steps, reverse=True)]
     limits = [part.snapshots_to_keep for part in newest.parts]
     kept = {newest.place, *(each.place for each in committed if is_pinned(run, each))}
-    protected = (each for each in candidates if each.state_of("protect") is StageState.DONE)
+    protected = (each for each in committed if each.state_of("protect") is StageState.DONE)
     kept |= {each.place for each in islice(protected, 1)}
     for each in candidates:
         if len(kept) >= max(limits, default=2):
@@ -240,7 +243,9 @@ def _is_of_use(snapshot: SnapshotView) -> bool:
 
     Other nodes can call this node, also after the run has ended. Records alone are of no use.
     """
-    return snapshot.leads or any(name.endswith(DATA_SUFFIXES) for name in snapshot.names)
+    has_work = any(state is StageState.RUNNING for state in snapshot.stages.values())
+    has_data = any(name.endswith(DATA_SUFFIXES) for name in snapshot.names)
+    return has_work or has_data or snapshot.leads
 
 
 def _is_in_storage(run: RunView) -> bool:
@@ -303,8 +308,8 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
 
 def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
-    is_copied = snapshot.state_of(on_this_node("persist")) is StageState.RUNNING
-    return snapshot.is_committed and not is_copied and not snapshot.open_stages
+    is_rescued = snapshot.state_of("persist") is StageState.RUNNING
+    return snapshot.is_committed and not is_rescued and not snapshot.open_stages
 
 
 def find_uncommittable(run: RunView, now: float, patience: float) -> list[SnapshotDirectory]:

@@ -72,9 +72,9 @@ def _leave_directory(place: SnapshotDirectory) -> Path:
     freed = place.run.path / f"{FREED_PREFIX}{secrets.token_hex(8)}"
     ended = place.ended_path
     ended.parent.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # there is none, or it is no file
         ended.unlink(missing_ok=True)
-        os.link(place.path / STATE, ended)  # it can be read all the time
+        os.link(place.path / STATE, ended)  # so it can be read all the time
     place.path.rename(freed)
     _trim_ended(ended.parent)
     return freed

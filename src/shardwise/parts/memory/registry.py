@@ -149,8 +149,10 @@ class Registration:
 
     def _find_newest_nodes(self, run: Run) -> NewestNodes | None:
         """Return nodes of the newest committed snapshot, if this node leads its save."""
-        newest = next((each for each in reversed(run.snapshots()) if each.is_committed()), None)
-        pending = None if newest is None else newest.read_pending()
+        committed = [each for each in run.snapshots() if each.is_committed()]
+        newest = [each for each in committed if each.step == committed[-1].step]
+        found = [pending for each in newest if (pending := each.read_pending())]
+        pending = max(found, key=lambda each: (each.epoch, each.saved_at), default=None)
         if pending is None or pending.leader != self._info.node:
             return None
         every = -(-len(pending.nodes) // MOST_NEWEST)
@@ -210,15 +212,16 @@ class _Registered:
     newest_due_at: float = 0.0
     epoch: int = -1
     newest: NewestNodes | None = None
-    _looked_at: tuple[str, bool] = ("", False)
+    _looked_at: tuple[tuple[str, bool], ...] = ()
     _found_epoch: int = 0
 
     def find_epoch(self, run: Run) -> int:
         """Return the last epoch in which ranks of this node have staged files."""
-        place = run.snapshots()[-1]
-        looked_at = place.name, bool(place.staged_files())
+        places = run.snapshots()
+        newest = [each for each in places if each.step == places[-1].step]
+        looked_at = tuple((each.name, bool(each.staged_files())) for each in newest)
         if looked_at != self._looked_at:
-            epochs = [each.epoch for each in place.parts()]
+            epochs = [part.epoch for each in newest for part in each.parts()]
             self._found_epoch = max([self._found_epoch, *epochs])
             self._looked_at = looked_at
         return self._found_epoch

@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,16 +90,12 @@ def read_state(place: SnapshotDirectory, cache: RecordCache | None = None) -> Sa
     return SaveState(outcomes=dict.fromkeys((*STAGES, REMOVE_OLD), failed))
 
 
-def read_ended_outcomes(run: Run) -> dict[str, dict[str, StageOutcome]]:
-    """Return the outcomes of the last saves whose snapshots were freed, by save and stage."""
+def places_with_states(run: Run) -> list[SnapshotDirectory]:
+    """Return the snapshots of a run, and the last ones that were freed; these have step 0."""
     files = regular_files(run.path / ENDED_DIRECTORY)
     newest = sorted(files, key=lambda name: files[name].st_mtime)[-MOST_TOLD:]
-    found = {}
-    for name in newest:
-        with suppress(StoreError):  # it is damaged, and its snapshot is gone: nobody waits for it
-            if state := read_record(run.path / ENDED_DIRECTORY / name, SaveState):
-                found[name.removesuffix(".json")] = state.outcomes
-    return found
+    ended = (SnapshotDirectory(run, 0, name.removesuffix(".json")) for name in newest)
+    return [*ended, *run.snapshots()]
 
 
 class SaveStates:

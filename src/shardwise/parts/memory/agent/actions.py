@@ -255,6 +255,7 @@ class Follower:
         """
         run, cache, versions = action.run, RecordCache(), dict[str, int]()
         clients: dict[str, AgentClient] = {}
+        known: set[SnapshotDirectory] = set()
         patience = Deadline(OUTCOMES_TIMEOUT)
         try:
             while not self.stopping.is_set():
@@ -262,6 +263,9 @@ class Follower:
                 followed = [each for each in snapshots if follows(each)]
                 if not followed:
                     return
+                if not (new := {each.place for each in followed}) <= known:
+                    versions.clear()  # what was told before is new for these snapshots
+                known = new
                 above = next(part.above for part in followed[-1].parts if part.above)
                 try:
                     self._ask_above(run, above, followed, clients, versions)

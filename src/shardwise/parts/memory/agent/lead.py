@@ -119,6 +119,7 @@ class _LeaderSave:
                 manifest, _ = self.place.read_manifest()
                 if not is_published:
                     directory.check_readable(manifest)
+                    self._refuse_replaced()
                     self._refuse_superseded(root)
                 directory.commit(save_id, manifest, names, overwrite=overwrite)
         storage, states = self.pending.storage, self.follower.states
@@ -128,6 +129,18 @@ class _LeaderSave:
             if storage.mirror is not None:  # whoever copies also removes, when it has copied
                 states.end(self.place, REMOVE_OLD, StageOutcome(ended_at=time.time()))
         return copied
+
+    def _refuse_replaced(self) -> None:
+        """Raise if a later save of the step is committed, as it may be in storage already."""
+        own, place = (self.pending.epoch, self.pending.saved_at), self.place
+        for other in place.run.snapshots():
+            if other.step == place.step and other.is_committed():
+                pending = other.read_pending()
+                if pending is not None and (pending.epoch, pending.saved_at) > own:
+                    raise StoreError(
+                        f"step {place.step} was saved again meanwhile: save {other.save_id} has "
+                        f"replaced save {place.save_id}; wait for the newer save instead"
+                    )
 
     def _call(self, stage: str) -> Replies:
         """Have all nodes that take part in a stage do their part; return the combined replies."""

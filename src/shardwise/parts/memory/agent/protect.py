@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from zlib import crc32
 
 import numpy as np
@@ -267,19 +267,24 @@ class _ProtectionFiles:
             is_alive = is_rank_alive(self._place.run, rank)
             part = read_record(record, RankPart)
             made = [] if part is None else [each for each in part.made if each.name == name]
-            if made and (self._place.has(made[0].file) or self._place.has(f".{name}")):
-                return claim_ring_file(self._place, made[0])
-            if not is_alive:
-                break
+            if made and claim_ring_file(self._place, made[0]):
+                return made[0]
+            if not is_alive or self._place.has(f".{name}"):
+                break  # it will never come, or an agent was killed while it completed it
             self._place.refuse_abandoned()
         return None
 
 
-def claim_ring_file(place: SnapshotDirectory, made: RingFile) -> RingFile:
-    """Rename the copy or parity that a rank has begun to its temporary name; return its record."""
-    with suppress(FileNotFoundError):  # it was claimed before
+def claim_ring_file(place: SnapshotDirectory, made: RingFile) -> bool:
+    """Rename the copy or parity that a rank has begun to its temporary name, if it is there.
+
+    It can be claimed only once: an agent that was killed may have added some of the missing data.
+    """
+    try:
         (place.path / made.file).rename(place.temporary_path(made.name))
-    return made
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _missing_ranges(known: Range, low: int, high: int) -> Iterator[Range]:

@@ -29,7 +29,7 @@ from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.records import REMOVE_OLD, StageOutcome
-from shardwise.parts.memory.states import SaveStates, read_state
+from shardwise.parts.memory.states import SaveStates, places_with_states, read_state
 from shardwise.parts.tiers.mirroring import Mirroring
 from shardwise.parts.tiers.options import StorageTask
 
@@ -56,14 +56,18 @@ def set_root_task(run: Run, task: StorageTask) -> None:
 
 def read_root_task(run: Run) -> StorageTask | None:
     """Return the task of a run, or None if there is none. A damaged task is set aside."""
-    path = run.task_path
     try:
-        return read_record(path, StorageTask)
+        return read_record(run.task_path, StorageTask)
     except StoreError as error:
-        log.error("the next save requests the work in the root again: %s", error)
-        with suppress(FileNotFoundError):
-            path.rename(path.with_name(f".{path.name}.damaged"))
+        _set_aside(run, error)
         return None
+
+
+def _set_aside(run: Run, error: StoreError) -> None:
+    log.error("the next save requests the work in the root again: %s", error)
+    path = run.task_path
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f".{path.name}.damaged"))
 
 
 def mirror_tasks(home: Home) -> dict[Run, StorageTask]:
@@ -144,7 +148,12 @@ class RootTasks:
         Raises:
             StoreUnavailableError: the storage does not answer.
         """
-        task = read_root_task(run)
+        task = None
+        try:
+            task = read_record(run.task_path, StorageTask)
+        except StoreError as error:
+            self._end_removal(run, None, StageOutcome(failure=str(error), ended_at=self._clock()))
+            _set_aside(run, error)
         if task is None or task.mirror is None:
             self._open_mirrors.pop(run, None)
         if task is not None:
@@ -172,14 +181,19 @@ class RootTasks:
             log.error("%s: old checkpoints were not removed: %s", task.root, failure)
         seconds = time.monotonic() - start
         done = StageOutcome(seconds=seconds, failure=failure, ended_at=self._clock())
-        for place in run.snapshots():
-            is_new = REMOVE_OLD not in read_state(place).outcomes
-            if is_new and place.step <= (task.newest or 0):
-                with suppress(FileNotFoundError):
-                    self._states.end(place, REMOVE_OLD, done)
+        self._end_removal(run, task.newest, done)
         with self._states.lock:  # the leader of a save holds it while it writes the next task
             if read_root_task(run) == task:
                 run.task_path.unlink(missing_ok=True)
+
+    def _end_removal(self, run: Run, newest: int | None, done: StageOutcome) -> None:
+        """Record how the removal has ended, for the saves that were persisted until then."""
+        for place in places_with_states(run):
+            outcomes = read_state(place).outcomes
+            is_old = place.path.exists() and newest is not None and place.step <= newest
+            if REMOVE_OLD not in outcomes and (is_old or "persist" in outcomes):
+                with suppress(FileNotFoundError):
+                    self._states.end(place, REMOVE_OLD, done)
 
     def _age_of_task(self, run: Run) -> float | None:
         with suppress(FileNotFoundError):

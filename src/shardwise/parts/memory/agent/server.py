@@ -1,5 +1,6 @@
-"""Serves a node's snapshots to other nodes over HTTP, and receives their records.
+"""Serves a node's snapshots to other nodes over HTTP, and receives their calls.
 
+Other nodes can write nothing here.
 All files are below the directory of the node. No name in a request can lead outside it, not even
 through a link.
 """
@@ -16,7 +17,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -54,7 +55,7 @@ from shardwise.parts.memory.records import (
 from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
 from shardwise.parts.memory.states import (
     SaveStates,
-    read_ended_outcomes,
+    places_with_states,
     read_state,
     request_rescue,
 )
@@ -67,9 +68,7 @@ IDLE_TIMEOUT = 90.0
 SHUTDOWN_TIMEOUT = 2.0
 POLL_PERIOD = 0.02
 STALL_TIMEOUT = 30.0
-SLOWEST_RATE = 1 << 20
 SEND_SIZE = 1 << 23
-MOST_BODY_BYTES = LARGEST_RECORD
 RUN_PATH = "/runs/{run:[0-9a-f]{16}}"
 LONGEST_WAIT = 60.0
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
@@ -257,12 +256,12 @@ class _Handlers:
         async for _ in _attempts(request):
             if _is_discarded(place):
                 raise web.HTTPGone
-            if place.path.exists():
+            if self._has(place):
                 reply = served.calls.receive(place, stage, received)
                 if reply is not None:
                     return web.Response(body=encode_record(reply))
                 served.wake()
-        if not place.path.exists():
+        if not self._has(place):
             raise web.HTTPNotFound(text=f"this node does not have {place.name} yet")
         return web.Response(status=202)
 
@@ -270,6 +269,8 @@ class _Handlers:
         """Request that this node persists a snapshot."""
         self._require_secret(request, "requesting a rescue")
         place, node = self._snapshot_of(request), request.query.get("node", "")
+        if not self._has(place):
+            raise web.HTTPNotFound(text=f"this node does not have {place.name}")
         try:
             await asyncio.to_thread(request_rescue, self._served.states, place, node)
         except OSError as error:
@@ -299,6 +300,12 @@ class _Handlers:
 
     def _run_of(self, request: web.Request) -> Run:
         return Run(self._served.home / "runs" / request.match_info["run"])
+
+    def _has(self, place: SnapshotDirectory) -> bool:
+        """Return whether this node has a snapshot, not through a link."""
+        with suppress(OSError), open_below(self._served.home, "runs", place.run.name, place.name):
+            return True
+        return False
 
     def _snapshot_of(self, request: web.Request) -> SnapshotDirectory:
         place = self._run_of(request).snapshot(request.match_info["snapshot"])
@@ -440,6 +447,5 @@ def _is_discarded(place: SnapshotDirectory) -> bool:
 
 def _read_outcomes(run: Run, version: int) -> Outcomes:
     """Return the outcomes of the saves in memory, and of the last saves that were freed."""
-    saves = read_ended_outcomes(run)
-    saves |= {place.save_id: read_state(place).outcomes for place in run.snapshots()}
-    return Outcomes(version, saves)
+    places = places_with_states(run)
+    return Outcomes(version, {each.save_id: read_state(each).outcomes for each in places})

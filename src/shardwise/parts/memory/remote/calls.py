@@ -117,7 +117,7 @@ class ReceivedCalls:
     ) -> None:
         """Keep the reply to a call, unless another node leads the stage by now."""
         with self._lock:
-            if self._calls[place, stage].top == call.top:
+            if self._calls.get((place, stage)) == call:  # it may have been forgotten
                 self._replies[place, stage] = reply
 
     def forget_freed(self) -> None:

@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
@@ -37,8 +37,7 @@ _TOKEN = re.compile(r"[!-~]{1,512}")
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
 SLOWEST_RATE = 1 << 20
-"""Bytes per second. Each byte that is sent or received extends the time limit accordingly."""
-_PART = 1 << 14  # the size of a TLS record: a timeout applies to each record of a longer send
+"""Bytes per second. Each byte that is received extends the time limit accordingly."""
 T = TypeVar("T")
 _ABORTED = "aborted, because the snapshot was discarded, or the search for snapshots has ended"
 
@@ -56,7 +55,7 @@ class AgentClient:
         info: the agent's URL and token.
         connect_timeout: seconds until a node that does not accept a connection counts as lost.
         read_timeout: seconds until a request fails if it has not ended. This limit is a second
-            longer for each MiB that is sent or received.
+            longer for each MiB that is received.
         tls: the TLS context for an https URL. An http URL is then refused.
         deadline: the common limit of all requests; None if each request only has its own.
 
@@ -165,12 +164,12 @@ class AgentClient:
             body = self._read_body(response, path, LARGEST_RECORD)
             return body if response.status == 200 else None
 
-        return self._request("POST", path, read, body=b"", wait=wait)
+        return self._request("POST", path, read, wait=wait)
 
     def request_rescue(self, run: str, snapshot: str, node: str) -> None:
         """Request that the node persists a snapshot, because a trainer was lost on another node."""
         path = f"{_url_path(run, snapshot, 'rescue')}?node={quote(node, safe='')}"
-        self._request("POST", path, HTTPResponse.read, body=b"")
+        self._request("POST", path, HTTPResponse.read)
 
     def read(self, run: str, snapshot: str, name: str, *, limit: int) -> bytes:
         """Return the contents of a small file.
@@ -224,7 +223,6 @@ class AgentClient:
         read_response: Callable[[HTTPResponse], T],
         *,
         headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
         wait: float = 0.0,
     ) -> T:
         """Send a request, to which the agent may reply after `wait` seconds; read the response."""
@@ -238,13 +236,13 @@ class AgentClient:
             limit = min(self._read_timeout + wait, self._deadline.seconds_left())
             deadline = Deadline(limit)
             try:
-                response = _send_request(connection, method, path, all_headers, body, deadline)
+                response = _send_request(connection, method, path, all_headers, deadline)
             except _CLOSED_BY_AGENT:
                 if is_new:
                     raise
                 self._give_back(connection, None)  # the agent closed the idle connection
                 connection = self._connect()
-                response = _send_request(connection, method, path, all_headers, body, deadline)
+                response = _send_request(connection, method, path, all_headers, deadline)
             if response.status not in (200, 202, 204, 206):
                 raise _make_error(request, response)
             return read_response(response)
@@ -417,7 +415,6 @@ def _send_request(
     method: str,
     path: str,
     headers: Mapping[str, str],
-    body: bytes | None,
     deadline: Deadline,
 ) -> HTTPResponse:
     """Send a request, and receive the headers of the response.
@@ -432,24 +429,11 @@ def _send_request(
     try:
         _limit_next_operation(connection.sock, deadline)
         connection.response_class = partial(_TimedResponse, deadline=deadline)  # type: ignore[assignment]
-        if body is None:
-            connection.request(method, path, headers=headers)
-        else:
-            headers = {**headers, "Content-Length": str(len(body))}
-            connection.request(method, path, _timed_parts(connection.sock, body, deadline), headers)
+        connection.request(method, path, headers=headers)
         return connection.getresponse()
     except BaseException:
         connection.close()
         raise
-
-
-def _timed_parts(sock: socket.socket, body: bytes, deadline: Deadline) -> Iterator[bytes]:
-    """Yield the parts of a body; each has to be sent before the deadline."""
-    for low in range(0, len(body), _PART):
-        _limit_next_operation(sock, deadline)
-        part = body[low : low + _PART]
-        yield part
-        deadline.extend(len(part) / SLOWEST_RATE)
 
 
 def _limit_next_operation(sock: socket.socket, deadline: Deadline) -> None:

@@ -308,6 +308,8 @@ class Search:
         reasons: list[str] = []
         for place in latest:
             pending = found[place]
+            if not any(MANIFEST in each.snapshots.get(place.name, {}) for each in self.nodes):
+                continue
             if epoch is not None and (pending is None or pending.epoch != epoch):
                 continue
             locations = self._why_superseded(step, pending) or self._assemble(place, pending)

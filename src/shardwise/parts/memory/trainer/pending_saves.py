@@ -164,8 +164,7 @@ class PendingSave:
             StoreError: the stage failed.
         """
         done = self._outcomes.get(stage) or self._state.outcomes.get(stage)
-        if done is None and stage in ("protect", records.REMOVE_OLD) and self._is_replaced():
-            # A newer snapshot replaced this one, so these stages run for the newer one instead.
+        if done is None and self._is_obsolete(stage):
             done = self._state.outcomes.get(stage) or StageOutcome(ended_at=time.time())
         if done is not None:
             self._outcomes[stage] = done  # kept, because the record is deleted with the run
@@ -181,10 +180,20 @@ class PendingSave:
     def _state(self) -> SaveState:
         return read_state(self.place, self._records)
 
+    def _is_obsolete(self, stage: str) -> bool:
+        """Return whether a stage has not ended, and never will, but need not."""
+        if stage == "protect":  # a newer snapshot replaced this one, and is protected instead
+            return self._is_replaced()
+        # The agent writes the task before the outcome, and removes it when it has removed old
+        # checkpoints. A restore withdraws it.
+        is_asked = self.place.run.task_path.exists()
+        return stage == records.REMOVE_OLD and self.is_persisted() and not is_asked
+
     def _is_replaced(self) -> bool:
         """Return whether the snapshot was committed and is no longer in memory."""
-        is_committed = "commit" in self._outcomes or "commit" in self._state.outcomes
-        return is_committed and not self.place.is_committed()
+        commit = self._outcomes.get("commit") or self._state.outcomes.get("commit")
+        was_committed = commit is not None and not commit.failure
+        return was_committed and not self.place.is_committed()
 
     def wait_for(self, stage: str, timeout: float | None) -> StageOutcome:
         """Wait until a stage has ended, and return its outcome.
@@ -207,7 +216,8 @@ class PendingSave:
             # This raises if the commit failed: then no later stage ends.
             if self.outcome("commit") is None and check_nodes is not None:
                 check_nodes()
-            if self._is_replaced() and self.outcome(stage) is None:
+            is_removing = stage == records.REMOVE_OLD and self.is_persisted()
+            if self._is_replaced() and not is_removing and self.outcome(stage) is None:
                 raise StoreError(
                     f"{self._describe_failure(stage)}: a newer snapshot replaced this one; use the "
                     "handle of the newer save"

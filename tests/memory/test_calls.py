@@ -1,8 +1,8 @@
-"""Requests and outcomes travel along a tree of nodes; a lost node costs only its own part."""
+"""Calls and outcomes travel along a tree of nodes; a lost node costs only its own part."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,24 +28,26 @@ from shardwise.kernel.manifest.manifest import (
     lay_out_file,
 )
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import decode_record, encode_record, write_record
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.files import encode_record, write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
-from shardwise.parts.memory.node_tree import NodeTree, tree_of_run, tree_of_stage
-from shardwise.parts.memory.observe import read_outcome
+from shardwise.parts.memory.node_tree import NodeTree, tree_of_nodes, tree_of_stage
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
-    StagedFile,
+    RankPart,
     StageOutcome,
-    SubtreeReply,
 )
-from shardwise.parts.memory.remote.subtrees import (
+from shardwise.parts.memory.remote.calls import (
+    Caller,
     NextStep,
-    RequestSender,
+    StageCall,
     decide_next,
-    request_for_stage,
 )
+from shardwise.parts.memory.remote.client import Discarded
 from shardwise.parts.memory.replies import MOST_REASONS, Replies, combine_replies
+from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import read_state, request_rescue
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples, mostly_long
 from tests.memory.reconciling import agent_in_threads
@@ -98,11 +100,25 @@ def test_thousands_of_nodes_make_three_levels() -> None:
 
 def test_nodes_without_files_take_no_part_in_a_commit() -> None:
     pending = replace(pending_of(4, 2), files=[(data_file(0, SAVE), "n2")], leader="n1")
-    assert tree_of_stage(pending, "commit").nodes == ("n1", "n2")
-    assert tree_of_stage(pending, "persist").nodes == ("n1", "n2")
-    assert tree_of_stage(pending, "protect").nodes == ("n1", "n0", "n2", "n3")
-    assert tree_of_run(pending).children("n1") == ("n0", "n2")
-    assert tree_of_run(pending).children("elsewhere") == ()
+    assert tree_of_stage(pending, "commit", "n1").nodes == ("n1", "n2")
+    assert tree_of_stage(pending, "persist", "n1").nodes == ("n1", "n2")
+    assert tree_of_stage(pending, "persist", "n0").nodes == ("n0", "n2")
+    assert tree_of_stage(pending, "protect", "n1").nodes == ("n1", "n0", "n2", "n3")
+    tree = tree_of_nodes("n1", ["n0", "n1", "n2", "n3"], 2)
+    assert tree.children("n1") == ("n0", "n2")
+    assert tree.children("elsewhere") == ()
+
+
+@given(st.integers(1, 200), st.integers(1, 32))
+def test_a_node_knows_all_nodes_above_it(count: int, fan_out: int) -> None:
+    names = [f"n{index}" for index in range(count)]
+    tree = tree_of_nodes("n0", names, fan_out)
+    assert tree.above("n0") == []
+    for name in names:
+        chain = [name, *tree.above(name)]
+        assert chain[-1] == "n0"
+        for below, above in itertools.pairwise(chain):
+            assert below in tree.children(above)
 
 
 # What is decided about a node that does not answer.
@@ -112,14 +128,14 @@ def test_nodes_without_files_take_no_part_in_a_commit() -> None:
 def test_a_node_is_lost_only_when_those_below_it_were_asked(
     silence: float, wait: float, asked_children: bool
 ) -> None:
-    request = request_for_stage(pending_of(3, 2), "commit", wait)
-    found = decide_next(silence, request, asked_children=asked_children)
-    if silence < request.silence:
+    call = StageCall(pending_of(3, 2), "commit", "n0", wait)
+    found = decide_next(silence, call, asked_children=asked_children)
+    if silence < call.silence:
         assert found is NextStep.ASK_AGAIN
     if found is NextStep.GIVE_UP:
         assert asked_children
         assert silence >= wait
-    if silence >= request.silence and not asked_children:
+    if silence >= call.silence and not asked_children:
         assert found is NextStep.ASK_CHILDREN
 
 
@@ -153,7 +169,7 @@ def test_replies_that_overlap_are_combined_in_any_order(
     again = combine_replies([*lost, *halves], pending)
     expected = sorted(replied)
     for each in (found, again):
-        decoded = Replies.decode(each.encode(SAVE, "commit"), pending)
+        decoded = Replies.decode(each.encode(SAVE), pending)
         assert decoded.nodes.tolist() == decoded.files.tolist() == expected
         assert decoded.nbytes.tolist() == [100 + rank for rank in expected]
         assert decoded.file_entries(pending) == {
@@ -179,9 +195,9 @@ def test_replies_that_overlap_are_combined_in_any_order(
     ids=str,
 )
 def test_replies_that_no_agent_writes_are_refused(wrong: dict[str, object]) -> None:
-    pending, valid = pending_of(3, 2), reply_of(1).encode(SAVE, "commit")
+    pending, valid = pending_of(3, 2), reply_of(1).encode(SAVE)
     Replies.decode(valid, pending)
-    with pytest.raises(StoreError, match="reply to commit of save"):
+    with pytest.raises(StoreError, match="reply about save"):
         Replies.decode(replace(valid, **wrong), pending)
 
 
@@ -192,7 +208,7 @@ def test_reasons_are_bounded() -> None:
     assert max(map(len, found.failures.values())) == 2000
 
 
-# RequestSender, with simulated nodes.
+# Caller, with simulated nodes.
 
 
 @dataclass
@@ -201,8 +217,8 @@ class SimulatedNodes:
 
     Attributes:
         dead: the nodes that never answer.
-        deaf: the nodes that answer, but discard the snapshot.
-        asked: for each node, the nodes that have sent it the request.
+        deaf: the nodes that answer, but have discarded the snapshot.
+        asked: for each node, the nodes that have called it.
     """
 
     pending: PendingManifest
@@ -213,9 +229,9 @@ class SimulatedNodes:
 
     def ask(self, asker: str, stage: str = "commit") -> Replies:
         """What a node learns from those below it, and adds itself."""
-        request = request_for_stage(self.pending, stage, self.pending.wait)
-        children = request.tree.children(asker)
-        below = RequestSender(SeenFrom(self, asker), request).send(children)  # type: ignore[arg-type]
+        call = StageCall(self.pending, stage, "n0", self.pending.wait)
+        children = call.tree.children(asker)
+        below = Caller(SeenFrom(self, asker), call).call(children)  # type: ignore[arg-type]
         return combine_replies([below, reply_of(int(asker[1:]))], self.pending)
 
 
@@ -226,23 +242,17 @@ class SeenFrom:
     all: SimulatedNodes
     node: str
 
-    def write_once(self, node: str, name: str, record: object) -> None:
-        self._refuse_dead(node)
-        with self.all.lock:
-            self.all.asked.setdefault(node, set()).add(self.node)
-
-    def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
-        self._refuse_dead(node)
-        if node in self.all.deaf:
-            return None
-        return encode_record(self.all.ask(node).encode(SAVE, "commit"))
-
-    def _refuse_dead(self, node: str) -> None:
+    def call(
+        self, node: str, stage: str, top: str, *, patience: float, wait: float
+    ) -> bytes | None:
+        assert (stage, top, patience) == ("commit", "n0", self.all.pending.wait)
         if node in self.all.dead:
             raise StoreError(f"{node} does not answer")
-
-    def decode(self, node: str, name: str, data: bytes, kind: type[SubtreeReply]) -> SubtreeReply:
-        return decode_record(data, kind, name)
+        with self.all.lock:
+            self.all.asked.setdefault(node, set()).add(self.node)
+        if node in self.all.deaf:
+            raise Discarded(f"{node} has it no more")
+        return encode_record(self.all.ask(node).encode(SAVE))
 
     def raise_if_run_continued_without(self, nodes: Sequence[str]) -> None:
         pass
@@ -278,23 +288,43 @@ def test_each_lost_node_costs_only_its_own_part(
     )
 
 
-@pytest.mark.parametrize("needs_no_reply", [True, False])
-def test_a_node_that_answers_is_not_lost_because_another_cannot_reach_it(
-    needs_no_reply: bool,
-) -> None:
-    """Node 1 was silent for a while, so node 0 has asked node 2 too, which node 1 cannot reach."""
+def test_a_node_that_answers_is_not_lost_because_another_cannot_reach_it() -> None:
+    """Node 1 was silent for a while, so node 0 has called node 2 too, which node 1 cannot reach."""
 
     class CutOff(SeenFrom):
-        def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        def call(
+            self, node: str, stage: str, top: str, *, patience: float, wait: float
+        ) -> bytes | None:
             reply = reply_of(2) if node == "n2" else Replies(lost={"n2": "no route"})
-            return encode_record(reply.encode(SAVE, "commit"))
+            return encode_record(reply.encode(SAVE))
 
     pending = pending_of(3, 1)
-    request = dataclasses.replace(
-        request_for_stage(pending, "commit", 8.0), needs_no_reply=needs_no_reply
-    )
-    sender = RequestSender(CutOff(SimulatedNodes(pending), "n0"), request)  # type: ignore[arg-type]
-    assert sender.send(["n1", "n2"]).lost == {}
+    call = StageCall(pending, "commit", "n0", 8.0)
+    caller = Caller(CutOff(SimulatedNodes(pending), "n0"), call)  # type: ignore[arg-type]
+    assert caller.call(["n1", "n2"]).lost == {}
+
+
+@pytest.mark.parametrize("had_it", [True, False])
+def test_a_node_without_the_snapshot_has_discarded_it_or_not_begun(had_it: bool) -> None:
+    """Its ranks may begin the save later than this node's; what it had it has no more."""
+    answers: list[bytes | OSError | None] = [FileNotFoundError("no such snapshot")] * 3
+    if had_it:
+        answers.insert(0, None)
+    answers.append(encode_record(reply_of(1).encode(SAVE)))
+
+    class Changing(SeenFrom):
+        def call(
+            self, node: str, stage: str, top: str, *, patience: float, wait: float
+        ) -> bytes | None:
+            if isinstance(answer := answers.pop(0), OSError):
+                raise answer
+            return answer
+
+    pending = pending_of(2, 2)
+    call = StageCall(pending, "commit", "n0", 8.0)
+    replies = Caller(Changing(SimulatedNodes(pending), "n0"), call).call(["n1"])  # type: ignore[arg-type]
+    assert replies.nodes.tolist() == ([] if had_it else [1])
+    assert ("has discarded step 10" in replies.lost.get("n1", "")) == had_it
 
 
 def test_no_node_asks_more_than_its_children_when_all_answer() -> None:
@@ -311,18 +341,20 @@ def test_who_stops_asking_is_not_kept_waiting() -> None:
     """The part of this node failed for now, and will be tried again with the others."""
 
     class Slow(SeenFrom):
-        def poll(self, node: str, name: str, seconds: float = 0.0) -> bytes | None:
+        def call(
+            self, node: str, stage: str, top: str, *, patience: float, wait: float
+        ) -> bytes | None:
             time.sleep(0.01)
-            return None if name.startswith("commit-done") else b""
+            return None
 
         def abort(self) -> None:
             pass
 
-    request = request_for_stage(pending_of(3, 2), "commit", 60.0)
-    sender = RequestSender(Slow(SimulatedNodes(request.pending), "n0"), request)  # type: ignore[arg-type]
-    threading.Timer(0.1, sender.stop).start()
+    call = StageCall(pending_of(3, 2), "commit", "n0", 60.0)
+    caller = Caller(Slow(SimulatedNodes(call.pending), "n0"), call)  # type: ignore[arg-type]
+    threading.Timer(0.1, caller.stop).start()
     started = time.monotonic()
-    assert len(sender.send(["n1", "n2"]).nodes) == 0
+    assert len(caller.call(["n1", "n2"]).nodes) == 0
     assert time.monotonic() - started < 5.0
 
 
@@ -336,15 +368,16 @@ class Cluster:
     homes: list[Home]
     infos: list[AgentInfo]
     stack: list[ExitStack]
+    followers: list[Follower]
 
     def place(self, index: int) -> SnapshotDirectory:
-        return SnapshotDirectory(self.homes[index].run(RUN), STEP)
+        return SnapshotDirectory(self.homes[index].run(RUN), STEP, SAVE)
 
     def stage(self, root: Path, fan_out: int, wait: float, *, durable: bool = True) -> None:
         """Write what the ranks leave to the agents."""
         names = [data_file(rank, SAVE) for rank in range(len(self.homes))]
         for rank in range(1, len(self.homes)):
-            self._stage_file(rank)
+            self._stage_file(rank, fan_out)
         manifest = Manifest(
             save_id=SAVE,
             step=STEP,
@@ -368,36 +401,49 @@ class Cluster:
             fan_out=fan_out,
             wait=wait,
         )
-        self._stage_file(0)
-        write_record(self.place(0).path / records.save_record("pending", SAVE), pending)
+        self._stage_file(0, fan_out)
+        write_record(self.place(0).path / records.PENDING, pending)
         self.homes[0].wake()
 
-    def _stage_file(self, rank: int) -> None:
+    def _stage_file(self, rank: int, fan_out: int) -> None:
         header, entry = lay_out_file(SAVE, rank, (b"{}", 0))
         place = self.place(rank)
         place.path.mkdir(parents=True, exist_ok=True)
-        staged = StagedFile(entry, f"r{rank:05}-0.slot", 2, ("commit", "protect", "persist"), 0)
-        write_record(place.path / records.file_record(entry.name, "staged"), staged)
+        infos = {info.node: info for info in self.infos}
+        tree = tree_of_nodes(self.infos[0].node, infos, fan_out)
+        part = RankPart(
+            file=entry,
+            slot=f"r{rank:05}-0.slot",
+            snapshots_to_keep=2,
+            stages=("commit", "protect", "persist"),
+            epoch=0,
+            above=[infos[node] for node in tree.above(self.infos[rank].node)],
+        )
+        write_record(place.path / records.rank_record(rank), part)
         (place.path / entry.name).write_bytes(header.ljust(entry.size, b"\0"))
         self.homes[rank].wake()
 
     def outcome(self, index: int, stage: str) -> StageOutcome | None:
-        return read_outcome(self.place(index), stage, SAVE)
+        return read_state(self.place(index)).outcomes.get(stage)
 
 
 @contextmanager
 def cluster(tmp_path: Path, count: int) -> Iterator[Cluster]:
     with ExitStack() as all_nodes:
-        homes, infos, stacks = [], [], []
+        homes, infos, stacks, followers = [], [], [], []
         for index in range(count):
             home = Home(tmp_path / f"n{index}")
             own = all_nodes.enter_context(ExitStack())
-            own.enter_context(agent_in_threads(home, f"n{index}"))
-            served = own.enter_context(serve(home.path, wake=home.wake))
+            follower = Follower(f"n{index}", MappedFiles())
+            own.enter_context(agent_in_threads(home, f"n{index}", follower))
+            served = own.enter_context(
+                serve(home.path, wake=home.wake, calls=follower.calls, states=follower.states)
+            )
+            followers.append(follower)
             homes.append(home)
             infos.append(AgentInfo(f"n{index}", f"http://127.0.0.1:{served.port}", TOKEN))
             stacks.append(own)
-        yield Cluster(homes, infos, stacks)
+        yield Cluster(homes, infos, stacks, followers)
 
 
 @pytest.mark.parametrize("fan_out", mostly_long([1, 2, 32], [2]))
@@ -416,7 +462,10 @@ def test_a_save_is_completed_through_the_tree(tmp_path: Path, fan_out: int) -> N
             place = nodes.place(index)
             assert place.read_file(MANIFEST) == published
             assert len(place.list_names(".safetensors")) == 2  # its own, and a copy
-            until(lambda p=place: (not p.has("x") and "told" in str(p.list_names(".json"))) or True)
+            pending = place.read_pending()
+            assert pending is not None
+            assert bool(pending.manifest) == (index == 0)
+            assert read_state(place).entries.keys() == {data_file(index, SAVE)}
 
 
 @pytest.mark.parametrize("lost", [1, 5])
@@ -445,7 +494,7 @@ def test_a_commit_fails_if_a_node_with_files_is_lost(tmp_path: Path) -> None:
             until(lambda i=index: nodes.outcome(i, "commit"))
             outcome = nodes.outcome(index, "commit")
             assert outcome is not None
-            assert "node n2 did not provide" in outcome.failure
+            assert "node n2 did not do its part of commit" in outcome.failure
 
 
 @pytest.mark.long
@@ -456,14 +505,15 @@ def test_another_node_persists_a_snapshot_when_the_leader_is_lost(tmp_path: Path
             until(lambda i=index: nodes.outcome(i, "protect"))
         nodes.stack[0].close()
         started = time.monotonic()
-        request = StageOutcome(save_id=SAVE, stage="rescue", node="n4")
-        write_record(nodes.place(4).path / records.save_record("rescue", SAVE), request)
+        place = nodes.place(4)
+        request_rescue(nodes.followers[4].states, place, "n4")
         nodes.homes[4].wake()
-        for index in range(1, 6):
-            until(lambda i=index: nodes.outcome(i, "persist"))
-            outcome = nodes.outcome(index, "persist")
-            assert outcome is not None
-            assert (outcome.failure, outcome.node) == ("", "n4")
+        until(lambda: nodes.outcome(4, "persist"))
+        outcome = nodes.outcome(4, "persist")
+        assert outcome is not None
+        assert (outcome.failure, outcome.node) == ("", "n4")
         assert time.monotonic() - started < 40.0
+        # The others ask the leader, which is lost.
+        assert all(nodes.outcome(index, "persist") is None for index in (1, 2, 3, 5))
         published = (tmp_path / "root" / "step-00000010" / MANIFEST).read_bytes()
         assert [each.rank for each in decode_manifest(published).files] == list(range(6))
