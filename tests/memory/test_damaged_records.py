@@ -23,6 +23,7 @@ from shardwise.parts.memory.files import decode_record, encode_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.records import (
     AgentInfo,
+    Failing,
     Outcomes,
     PendingManifest,
     RankPart,
@@ -33,10 +34,10 @@ from shardwise.parts.memory.records import (
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.remote import lost_agents
+from shardwise.parts.memory.remote.lost_agents import AgentWatch, OwnAgent
 from shardwise.parts.memory.spawn import running_agent
 from shardwise.parts.memory.states import SaveStates, read_state
-from shardwise.parts.memory.view import Failing
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.test_client import dripping
 from tests.memory.test_server import TOKEN, serve
@@ -84,7 +85,7 @@ RECORDS = [
     REPLY,
     TASK,
     STATE,
-    Outcomes(1, {SAVE: {"commit": OUTCOME}}),
+    Outcomes(1, 0.0, {SAVE: {"commit": OUTCOME}}),
 ]
 
 
@@ -245,16 +246,17 @@ def test_a_damaged_task_of_a_root_is_set_aside(
 
 @pytest.mark.parametrize(("step", "gives_up"), [(1, True), (None, True), (2, False)])
 def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
-    tmp_path: Path, step: int | None, gives_up: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, gives_up: bool
 ) -> None:
     run = Home(tmp_path / "here").run("0" * 16)
     now = [0.0]
     for seconds, is_too_long in ((59.0, False), (61.0, True)):
         failing = Failing(run.name, step, seconds, "KeyError: 'cOmmit'")
         with serve(tmp_path / "there", failing=[failing]) as served:
-            leader = AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN)
-            agents = SaveAgents(Home(tmp_path / "here"), leader, None, 60.0)
-            watch = AgentWatch(agents, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
+            info = AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN)
+            monkeypatch.setattr(lost_agents, "running_agent", lambda home, info=info: info)
+            agent = OwnAgent(Home(tmp_path / "here"), None, 60.0)
+            watch = AgentWatch(agent, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
             now[0] += 6.0
             if is_too_long and gives_up:
                 with pytest.raises(StoreError, match=r"failed for 61 s .*KeyError: 'cOmmit'"):
@@ -263,13 +265,16 @@ def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
                 watch.check(None)
 
 
-def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(tmp_path: Path) -> None:
+def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a busy machine, an agent may be unable to answer for a second."""
     now = [0.0]
     with dripping(b"HTTP/1.1 2") as slow:
-        agents = SaveAgents(Home(tmp_path), slow, None, 0.3)
+        monkeypatch.setattr(lost_agents, "running_agent", lambda home: slow)
         run = Home(tmp_path).run("0" * 16)
-        watch = AgentWatch(agents, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
+        agent = OwnAgent(Home(tmp_path), None, 0.3)
+        watch = AgentWatch(agent, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
         now[0] = 1.0
         watch.check(0.2)
         now[0] = 6.0

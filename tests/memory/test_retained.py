@@ -28,7 +28,7 @@ from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.reclaim import discard_superseded, free
 from shardwise.parts.memory.records import StageOutcome
-from shardwise.parts.memory.remote.lost_agents import SaveAgents
+from shardwise.parts.memory.remote.lost_agents import OwnAgent
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer import pending_saves
 from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
@@ -228,8 +228,8 @@ def place(tmp_path: Path) -> SnapshotDirectory:
 
 
 def stages_of(place: SnapshotDirectory) -> PendingSave:
-    agents = SaveAgents(Home(place.run.path.parents[2]), None, None, 10.0)
-    return PendingSave(agents, place, ("commit", "persist"), logs_failures=True, deletes_older=True)
+    agent = OwnAgent(Home(place.run.path.parents[2]), None, 10.0)
+    return PendingSave(agent, place, ("commit", "persist"), logs_failures=True, deletes_older=True)
 
 
 def remove_old(place: SnapshotDirectory) -> None:
@@ -385,7 +385,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     states = SaveStates()
     states.end(place, "commit", StageOutcome())
     stages = PendingSave(
-        agents=SaveAgents(home, None, None, 10.0),
+        agent=OwnAgent(home, None, 10.0),
         place=place,
         stages=("commit", "protect", "persist"),
         logs_failures=True,

@@ -33,6 +33,7 @@ from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
     STAGES,
+    Failing,
     Outcomes,
     PendingManifest,
     SaveState,
@@ -41,7 +42,6 @@ from shardwise.parts.memory.records import (
 )
 from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
 from shardwise.parts.memory.states import SaveStates, read_state
-from shardwise.parts.memory.view import Failing
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 from tests.memory.certificates import Authority

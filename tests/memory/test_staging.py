@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,8 @@ from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
-from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
-from shardwise.parts.memory.remote import lost_agents
-from shardwise.parts.memory.remote.lost_agents import AgentWatch, SaveAgents
+from shardwise.parts.memory.records import PendingManifest, RankPart
+from shardwise.parts.memory.remote.lost_agents import AgentWatch, OwnAgent
 from shardwise.parts.memory.trainer import device as device_module
 from shardwise.parts.memory.trainer.copying import CopyProgress, Slack
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
@@ -739,8 +738,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     def seconds_waited() -> float:
         """Until it is given up; all of an hour if it is not."""
         start = now[0]
-        agents = SaveAgents(trial.home, None, None, 60.0)
-        watch = AgentWatch(agents, place, lambda: now[0])
+        watch = AgentWatch(OwnAgent(trial.home, None, 60.0), place, lambda: now[0])
         while now[0] - start < 3600:
             now[0] += 1
             try:
@@ -754,28 +752,3 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     assert 600 < seconds_waited() < 730
     (place.path / records.PENDING).touch()
     assert seconds_waited() == 3600
-
-
-def test_thousands_of_ranks_ask_the_leader_in_turn(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each asks its own agent all the time, and the leader after a while, none at the same time."""
-    now, asked = [0.0], Counter[int]()
-    monkeypatch.setattr(Home, "has_agent", lambda home: True)
-    leader = AgentInfo("leader", "http://127.0.0.1:1", "t")
-    monkeypatch.setattr(lost_agents, "running_agent", lambda home: None)
-    monkeypatch.setattr(
-        lost_agents, "_list_failing", lambda info, *_: asked.update([int(now[0])]) or []
-    )
-    monkeypatch.setattr(AgentWatch, "_names_at_leader", lambda watch, timeout: None)
-    place, ranks = trial.place(), 16384
-    watches = [
-        AgentWatch(SaveAgents(trial.home, leader, None, 60.0, rank, ranks), place, lambda: now[0])
-        for rank in range(0, ranks, 64)
-    ]
-    while now[0] < 600:
-        now[0] += 1
-        for watch in watches:
-            watch.check(None)
-    assert max(asked.values()) * 64 <= 12 * lost_agents.LEADER_REQUESTS  # in six seconds
-    assert 1.9 < sum(asked.values()) / len(watches) < 3.1

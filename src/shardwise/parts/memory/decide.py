@@ -106,6 +106,7 @@ AnyAction = Action | RunAction
 BETWEEN_LOOKUPS = 10.0  # between two reads of the root
 UNTIL_FREED_IF_STORED = 1800.0  # the snapshots are freed if storage has the newest snapshot
 UNTIL_FREED = 86400.0  # the snapshots are freed in any case
+UNTIL_UNFOLLOWED = 120.0  # nobody waits for the outcomes of stages any more
 UNTIL_REMOVED = 10.0  # a run without snapshots is removed, and a snapshot without data is freed
 STAGES_WITH_WORK = ("seal", *STAGES, *map(on_this_node, STAGES))
 """The stages on which a node has work to do, as it seals, leads a save, or is called by others."""
@@ -124,7 +125,9 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
         for stage in STAGES_WITH_WORK
         if each.state_of(stage) is StageState.RUNNING
     ]
-    if followed := [each.place.name for each in run.snapshots if follows(each)]:
+    followed = [each.place.name for each in run.snapshots if follows(each)]
+    is_attended = run.unattended_since is None or now - run.unattended_since < UNTIL_UNFOLLOWED
+    if followed and is_attended:
         actions.append(RunAction(FOLLOW, run.run, newest=followed[-1]))
     if run.has_freed:
         actions.append(RunAction(FINISH_FREEING, run.run))

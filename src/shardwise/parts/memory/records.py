@@ -271,11 +271,30 @@ class Outcomes(msgspec.Struct, frozen=True):
 
     Attributes:
         version: a number that changes with the outcomes.
+        silence: for how many seconds the node has not heard of the node that leads the saves.
         saves: by the id of the save and the stage, how the stage ended on all nodes.
     """
 
     version: int
+    silence: Seconds
     saves: dict[SaveId, dict[Stage, StageOutcome]]
+
+
+@prepare_decoding
+class Failing(msgspec.Struct, frozen=True):
+    """A save or run on which an agent has failed to work, again and again.
+
+    Attributes:
+        run: the id of the run.
+        step: the step of the save; None if the agent cannot observe the run at all.
+        seconds: the time since the first failure.
+        failure: the last failure.
+    """
+
+    run: str
+    step: Count | None
+    seconds: Seconds
+    failure: str
 
 
 @cache

@@ -19,12 +19,16 @@ from shardwise.parts.memory.records import (
     PENDING,
     REMOVE_OLD,
     STAGES,
+    Failing,
     PendingManifest,
     Retry,
     SaveState,
     StageOutcome,
 )
 
+LONGEST_SILENCE = 20.0
+"""Seconds without news of the node that leads a save, until that counts as a failure. Each node on
+the way to it asks the next one every few seconds."""
 MOST_TOLD = 8
 """How many freed saves an agent still tells the outcomes of."""
 T = TypeVar("T")
@@ -104,11 +108,29 @@ class SaveStates:
     Attributes:
         lock: held while a state is changed, and while a snapshot leaves its directory.
         version: a number that is different after each change, also by the next agent.
+        heard_at: by run, the time on a monotonic clock when this node last heard of the node that
+            leads its saves; nothing if it waits for nothing.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.version = secrets.randbits(40)
+        self.heard_at: dict[str, float] = {}
+
+    def silence(self, run: Run) -> float:
+        """Return for how many seconds this node has not heard of the node that leads the saves."""
+        now = time.monotonic()
+        return max(0.0, now - self.heard_at.get(run.name, now))
+
+    def list_silent(self) -> list[Failing]:
+        """Return the runs of whose leading node this node has not heard for long."""
+        now, why = time.monotonic(), "the node that leads the save does not answer"
+        heard_at = dict(self.heard_at)
+        return [
+            Failing(run, None, now - at, why)
+            for run, at in heard_at.items()
+            if now - at > LONGEST_SILENCE
+        ]
 
     def change(self, place: SnapshotDirectory, change: Callable[[SaveState], SaveState]) -> None:
         """Change the state of a save.

@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-import msgspec
-
-from shardwise.kernel.decoding import prepare_decoding
-from shardwise.kernel.manifest.manifest import MANIFEST, Count
+from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.lineage import Lineage
-from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, Seconds
+from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState
 
 
 class StageState(Enum):
@@ -176,20 +173,3 @@ class RunView:
     def newest_committed(self) -> SnapshotView | None:
         """The newest committed snapshot."""
         return next((each for each in reversed(self.snapshots) if each.is_committed), None)
-
-
-@prepare_decoding
-class Failing(msgspec.Struct, frozen=True):
-    """A save or run on which an agent has failed to work, again and again.
-
-    Attributes:
-        run: the id of the run.
-        step: the step of the save; None if the agent cannot observe the run at all.
-        seconds: the time since the first failure.
-        failure: the last failure.
-    """
-
-    run: str
-    step: Count | None
-    seconds: Seconds
-    failure: str

@@ -249,31 +249,32 @@ class Follower:
         """Ask a node above this one for the pending manifest and the outcomes of stages.
 
         Return when nothing is waited for.
-
-        Raises:
-            StoreError: no node above this one answers.
         """
         run, cache, versions = action.run, RecordCache(), dict[str, int]()
         clients: dict[str, AgentClient] = {}
         known: set[SnapshotDirectory] = set()
-        patience = Deadline(OUTCOMES_TIMEOUT)
+        heard_at = self.states.heard_at
+        heard_at.setdefault(run.name, time.monotonic())
+        pause = RETRY_PAUSE
         try:
             while not self.stopping.is_set():
                 snapshots = read_snapshots(run, self.node, cache)
                 followed = [each for each in snapshots if follows(each)]
                 if not followed:
-                    return
+                    break
                 if not (new := {each.place for each in followed}) <= known:
                     versions.clear()  # what was told before is new for these snapshots
                 known = new
                 above = next(part.above for part in followed[-1].parts if part.above)
                 try:
-                    self._ask_above(run, above, followed, clients, versions)
-                    patience = Deadline(OUTCOMES_TIMEOUT)
-                except StoreError:
-                    if patience.has_passed():
-                        raise
-                    self.stopping.wait(RETRY_PAUSE)
+                    silence = self._ask_above(run, above, followed, clients, versions)
+                    heard_at[run.name], pause = time.monotonic() - silence, RETRY_PAUSE
+                except StoreError as error:
+                    if pause == RETRY_PAUSE:
+                        log.warning("run %s: no outcomes from other nodes: %s", run.name, error)
+                    self.stopping.wait(pause)
+                    pause = min(2 * pause, OUTCOMES_WAIT)
+            heard_at.pop(run.name, None)
         finally:
             for client in clients.values():
                 client.close()
@@ -285,8 +286,15 @@ class Follower:
         followed: Sequence[SnapshotView],
         clients: dict[str, AgentClient],
         versions: dict[str, int],
-    ) -> None:
-        """Ask the nearest node above this one that answers for outcomes, and record them."""
+    ) -> float:
+        """Ask the nearest node above this one that answers for outcomes, and record them.
+
+        Returns:
+            For how many seconds that node has not heard of the leader.
+
+        Raises:
+            StoreError: no node answers.
+        """
         tls = None if self.tls is None else self.tls.for_client()
         failure: StoreError | None = None
         for info in above:
@@ -303,9 +311,8 @@ class Follower:
                 failure = error
                 continue
             versions[info.url] = found.version
-            return
-        if failure is not None:
-            raise failure
+            return found.silence
+        raise failure or StoreError("no node is above this one")
 
     def _copy_pending(self, place: SnapshotDirectory, client: AgentClient) -> None:
         """Copy the pending manifest of a save from a node above, if it has it by now."""

@@ -26,7 +26,7 @@ from shardwise.parts.memory.decide import (
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
 from shardwise.parts.memory.observe import Observer
-from shardwise.parts.memory.view import Failing
+from shardwise.parts.memory.records import Failing
 
 OBSERVE_PERIOD = 1.0
 NICENESS = 10

@@ -161,7 +161,7 @@ async def _serve(
         wake=agent.wake,
         calls=follower.calls,
         states=follower.states,
-        list_failing=agent.list_failing,
+        list_failing=lambda: [*agent.list_failing(), *follower.states.list_silent()],
         list_metrics=partial(read_metrics, home),
     )
     async with serve_connections(create_app(served), listener, tls=tls):

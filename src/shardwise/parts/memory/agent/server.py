@@ -48,6 +48,7 @@ from shardwise.parts.memory.progress import read_progress
 from shardwise.parts.memory.records import (
     PENDING,
     STAGES,
+    Failing,
     Outcomes,
     PendingManifest,
     is_restored,
@@ -59,7 +60,6 @@ from shardwise.parts.memory.states import (
     read_state,
     request_rescue,
 )
-from shardwise.parts.memory.view import Failing
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
@@ -244,7 +244,7 @@ class _Handlers:
         if found is None or found.version != states.version:
             found = await asyncio.to_thread(_read_outcomes, run, states.version)
             self._outcomes = {run: found}
-        return _json(found)
+        return _json(msgspec.structs.replace(found, silence=states.silence(run)))
 
     async def call(self, request: web.Request) -> web.Response:
         """Have this node do its part of a stage, and reply when it is done, or after a while."""
@@ -448,4 +448,4 @@ def _is_discarded(place: SnapshotDirectory) -> bool:
 def _read_outcomes(run: Run, version: int) -> Outcomes:
     """Return the outcomes of the saves in memory, and of the last saves that were freed."""
     places = places_with_states(run)
-    return Outcomes(version, {each.save_id: read_state(each).outcomes for each in places})
+    return Outcomes(version, 0.0, {each.save_id: read_state(each).outcomes for each in places})

@@ -26,8 +26,7 @@ from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.parts.memory.home import FilesOfSnapshots
 from shardwise.parts.memory.progress import NodeProgress, RankProgress
-from shardwise.parts.memory.records import AgentInfo, Outcomes
-from shardwise.parts.memory.view import Failing
+from shardwise.parts.memory.records import AgentInfo, Failing, Outcomes
 
 SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes

@@ -34,7 +34,7 @@ from shardwise.parts.memory.reclaim import (
     remove_other_runs,
 )
 from shardwise.parts.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
-from shardwise.parts.memory.remote.lost_agents import SaveAgents
+from shardwise.parts.memory.remote.lost_agents import OwnAgent
 from shardwise.parts.memory.spawn import ensure_agent, running_agent
 from shardwise.parts.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -301,15 +301,6 @@ class Snapshots:
         with Round(self._group, "deleting old checkpoints"):
             self._raise_failures()
 
-    @property
-    def _agents(self) -> SaveAgents:
-        leading_node = self.membership.node_of[0]
-        leader = next(each for each in self.membership.nodes if each.node == leading_node)
-        other_leader = None if leading_node == self.node else leader
-        rank, ranks = self._group.rank, self._group.size
-        tls, patience = self._options.tls, self._options.wait
-        return SaveAgents(self.home, other_leader, tls, patience, rank, ranks)
-
     def wait_until_durable(self) -> None:
         """Wait until durable saves have ended. A rank may call this alone.
 
@@ -400,8 +391,9 @@ class Snapshots:
             epoch=self.membership.lineage.epoch,
             above=self._agents_above(),
         )
+        options = self._options
         pending = PendingSave(
-            self._agents,
+            OwnAgent(self.home, options.tls, options.wait, self._group.rank),
             place,
             stages,
             logs_failures=is_first,
