@@ -33,7 +33,7 @@ from shardwise.parts.memory.agent.mirrors import Mirrors
 from shardwise.parts.memory.agent.process import make_performers
 from shardwise.parts.memory.files import listen_to_bell, write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
-from shardwise.parts.memory.lineage import read_or_create_lineage
+from shardwise.parts.lineage import read_or_create_lineage
 from shardwise.parts.memory.observe import Observer, read_outcome
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, StagedFile
 from shardwise.parts.memory.seal import MappedFiles

@@ -17,7 +17,8 @@ from shardwise.kernel.boxes import Box
 from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.plan.save import PieceTable
 from shardwise.kernel.state.local_state import Fragment
-from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.lineage import new_run_id
+from shardwise.parts.memory.home import Home
 from shardwise.parts.memory.trainer.copying import BYTES_AT_ONCE
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.slots import Slots

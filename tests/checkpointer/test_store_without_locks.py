@@ -27,7 +27,7 @@ from shardwise.kernel.manifest.manifest import (
     step_directory,
 )
 from shardwise.kernel.store import LocalStore
-from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
+from shardwise.parts.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.stores.remote import RetryingStore
 from shardwise.parts.stores.retry import Retry
 from shardwise.ports.store import Store, open_store

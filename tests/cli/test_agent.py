@@ -14,9 +14,10 @@ from rich.console import Console
 import shardwise as sw
 from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.parts.cli.agent_tables import show_runs, show_status
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.home import Run as MemoryRun
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import (

@@ -10,8 +10,7 @@ from shardwise.kernel.deadline import Deadline
 from shardwise.parts.memory import decide
 from shardwise.parts.memory.agent.actions import Follower, free, look_up_root
 from shardwise.parts.memory.agent.agent import Agent
-from shardwise.parts.memory.agent.process import make_performers
-from shardwise.parts.memory.agent.root_tasks import RootTasks
+from shardwise.parts.memory.agent.process import make_agent
 from shardwise.parts.memory.decide import decide_run
 from shardwise.parts.memory.files import listen_to_bell
 from shardwise.parts.memory.home import Home, Run, SnapshotInUse
@@ -87,10 +86,7 @@ def agent_in_threads(home: Home, node: str, follower: Follower | None = None) ->
         follower: what a server of the node shares with the agent; None without a server.
     """
     follower = follower or Follower(node, MappedFiles())
-    tasks = RootTasks(follower.states, follower.stores)
-    observer = Observer(home, node, requested=follower.calls.stages_of)
-    performers = make_performers(home, observer, follower, tasks)
-    agent = Agent(observer, performers, stopping=follower.stopping)
+    agent, _ = make_agent(home, follower)
     threading.Thread(target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True).start()
     agent.start()
     agent.wake()

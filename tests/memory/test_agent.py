@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest, step_directory
 from shardwise.kernel.store import LocalStore
+from shardwise.parts.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import LONGEST_OUTAGE, Follower, try_stage
 from shardwise.parts.memory.agent.agent import Agent, Retries
@@ -26,7 +27,6 @@ from shardwise.parts.memory.agent.process import release_free_memory
 from shardwise.parts.memory.decide import Action
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.records import (
     AgentInfo,

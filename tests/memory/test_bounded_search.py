@@ -28,10 +28,10 @@ from shardwise.kernel.manifest.manifest import (
     encode_manifest,
 )
 from shardwise.kernel.store import LocalStore, publish_private
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import registry
 from shardwise.parts.memory.files import encode_record
 from shardwise.parts.memory.home import MOST_EARLIER_NODES, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.records import PENDING, AgentInfo, PendingManifest
 from shardwise.parts.memory.registry import NEWEST_FILE, NODES_DIRECTORY, NewestNodes, NodeEntry
 from shardwise.parts.memory.remote.search import NodeFiles, Search

@@ -15,6 +15,7 @@ from msgspec import Raw
 import shardwise as sw
 from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
 from shardwise.kernel.store import LocalStore
+from shardwise.parts.lineage import Lineage, new_run_id, read_or_create_lineage, resume_from
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.decide import (
@@ -24,9 +25,8 @@ from shardwise.parts.memory.decide import (
     is_superseded,
 )
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.identity import read_or_create_node_name
-from shardwise.parts.memory.lineage import Lineage, read_or_create_lineage, resume_from
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import discard_superseded, free_uncommittable

@@ -27,7 +27,6 @@ from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory.files import decode_record
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.records import PENDING, AgentInfo, StageOutcome, SubtreeReply
-from shardwise.parts.memory.remote.calls import ReceivedCall
 from shardwise.parts.memory.remote.client import AgentClient, Discarded
 from shardwise.parts.memory.states import read_state
 from shardwise.testing.store_suite import UNSAFE
@@ -129,7 +128,7 @@ def test_a_call_brings_the_reply_once_there_is_one(shared: Served, client: Agent
     assert time.monotonic() - start >= 0.2
     assert len(shared.wakes) > before
     received = shared.calls.call_of(shared.place, "protect")
-    assert received == ReceivedCall("näme & co", 7.5)
+    assert received == ("näme & co", 7.5)
     shared.calls.reply(shared.place, "protect", received, REPLY)
     found = call(20.0)
     assert found is not None

@@ -35,7 +35,7 @@ from shardwise.parts.memory.records import (
     SubtreeReply,
 )
 from shardwise.parts.memory.remote import lost_agents
-from shardwise.parts.memory.remote.lost_agents import AgentWatch, OwnAgent
+from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.spawn import running_agent
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
@@ -255,8 +255,8 @@ def test_a_wait_ends_if_an_agent_fails_to_work_on_the_save(
         with serve(tmp_path / "there", failing=[failing]) as served:
             info = AgentInfo("there", f"http://127.0.0.1:{served.port}", TOKEN)
             monkeypatch.setattr(lost_agents, "running_agent", lambda home, info=info: info)
-            agent = OwnAgent(Home(tmp_path / "here"), None, 60.0)
-            watch = AgentWatch(agent, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
+            home, options = Home(tmp_path / "here"), sw.Memory(wait=60.0)
+            watch = AgentWatch(home, options, 0, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
             now[0] += 6.0
             if is_too_long and gives_up:
                 with pytest.raises(StoreError, match=r"failed for 61 s .*KeyError: 'cOmmit'"):
@@ -273,8 +273,8 @@ def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(
     with dripping(b"HTTP/1.1 2") as slow:
         monkeypatch.setattr(lost_agents, "running_agent", lambda home: slow)
         run = Home(tmp_path).run("0" * 16)
-        agent = OwnAgent(Home(tmp_path), None, 0.3)
-        watch = AgentWatch(agent, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
+        home, options = Home(tmp_path), sw.Memory(wait=0.3)
+        watch = AgentWatch(home, options, 0, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
         now[0] = 1.0
         watch.check(0.2)
         now[0] = 6.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import decide
 from shardwise.parts.memory.decide import (
     FINISH_FREEING,
@@ -30,7 +31,6 @@ from shardwise.parts.memory.decide import (
     kept_snapshots,
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
 from shardwise.parts.memory.view import RootView, RunView, SnapshotView, StageState
 from shardwise.parts.tiers.options import StorageTask

@@ -16,6 +16,7 @@ import pytest
 import shardwise as sw
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.store.local_files import write_atomically
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory.files import (
     encode_record,
     listen_to_bell,
@@ -25,7 +26,7 @@ from shardwise.parts.memory.files import (
     try_lock,
     write_record,
 )
-from shardwise.parts.memory.home import Home, Run, new_run_id
+from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.rank_liveness import (
     RankLock,
     forget_lost_ranks,

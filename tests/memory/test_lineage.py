@@ -13,16 +13,16 @@ from msgspec import Raw
 import shardwise as sw
 from shardwise.kernel.manifest.manifest import Manifest, encode_manifest
 from shardwise.kernel.store import LocalStore
-from shardwise.parts.memory import records
-from shardwise.parts.memory.files import encode_record
-from shardwise.parts.memory.home import Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import (
+from shardwise.parts.lineage import (
     MOST_RESUMPTIONS,
     Lineage,
     Resumption,
     read_or_create_lineage,
     resume_from,
 )
+from shardwise.parts.memory import records
+from shardwise.parts.memory.files import encode_record
+from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.remote.assembled import SnapshotLocations
 from shardwise.parts.memory.remote.search import NodeFiles, Search
 from shardwise.parts.tiers.options import StorageTask

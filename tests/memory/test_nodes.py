@@ -17,10 +17,10 @@ import shardwise as sw
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import MANIFEST, Manifest, encode_manifest
+from shardwise.parts.lineage import Lineage, Resumption
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage, Resumption
 from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
 from shardwise.parts.memory.redundancy.parity import encode_parity

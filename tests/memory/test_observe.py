@@ -13,12 +13,13 @@ from msgspec import Raw
 import shardwise as sw
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import FileEntry, Manifest, encode_manifest
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.agent.protect import claim_ring_file
 from shardwise.parts.memory.decide import Action, decide_run
 from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import free
@@ -30,7 +31,6 @@ from shardwise.parts.memory.records import (
     SaveState,
     StageOutcome,
 )
-from shardwise.parts.memory.remote.calls import ReceivedCall
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import RecordCache, SaveStates, read_state
 from shardwise.parts.memory.view import StageState, on_this_node
@@ -335,7 +335,7 @@ def test_a_node_without_the_pending_manifest_does_not_do_its_part(
     part = msgspec.structs.replace(part_of(place, 0), above=[AgentInfo("top", "", "")])
     write_record(place.path / records.rank_record(0), part)
     write_record(place.path / records.PENDING, DAMAGES[0])
-    follower, call = Follower("a", MappedFiles()), ReceivedCall("top", 0.1)
+    follower, call = Follower("a", MappedFiles()), ("top", 0.1)
     assert follower.calls.receive(place, stage, call) is None
     requested = follower.calls.stages_of(place)
     found = read_snapshot(place, "a", requested=requested)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import FileEntry
-from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
 from shardwise.parts.memory.redundancy.placement import (
     Member,

@@ -20,15 +20,14 @@ from shardwise.kernel.engine.root import Root
 from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
 from shardwise.kernel.store.local import LocalStore
+from shardwise.parts.lineage import Lineage, new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
 from shardwise.parts.memory.decide import ROOT_TASK, RunAction, decide_run
-from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
-from shardwise.parts.memory.lineage import Lineage
+from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.reclaim import discard_superseded, free
 from shardwise.parts.memory.records import StageOutcome
-from shardwise.parts.memory.remote.lost_agents import OwnAgent
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer import pending_saves
 from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
@@ -228,8 +227,16 @@ def place(tmp_path: Path) -> SnapshotDirectory:
 
 
 def stages_of(place: SnapshotDirectory) -> PendingSave:
-    agent = OwnAgent(Home(place.run.path.parents[2]), None, 10.0)
-    return PendingSave(agent, place, ("commit", "persist"), logs_failures=True, deletes_older=True)
+    home = Home(place.run.path.parents[2])
+    return PendingSave(
+        home,
+        sw.Memory(wait=10.0),
+        0,
+        place,
+        ("commit", "persist"),
+        logs_failures=True,
+        deletes_older=True,
+    )
 
 
 def remove_old(place: SnapshotDirectory) -> None:
@@ -385,7 +392,9 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     states = SaveStates()
     states.end(place, "commit", StageOutcome())
     stages = PendingSave(
-        agent=OwnAgent(home, None, 10.0),
+        home=home,
+        options=sw.Memory(wait=10.0),
+        rank=0,
         place=place,
         stages=("commit", "protect", "persist"),
         logs_failures=True,

@@ -40,7 +40,7 @@ from shardwise.parts.memory.records import (
     StageOutcome,
     SubtreeReply,
 )
-from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
+from shardwise.parts.memory.remote.calls import ReceivedCalls
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
@@ -420,7 +420,7 @@ def test_a_call_is_taken_and_the_agent_woken(served: Served, stage: str) -> None
     assert served.wakes
     assert served.calls.stages_of(served.place) == {stage}
     call = served.calls.call_of(served.place, stage)
-    assert call == ReceivedCall("näme", 7.5)
+    assert call == ("näme", 7.5)
     served.calls.reply(served.place, stage, call, REPLY)
     assert served.ask("POST", path)[:2] == (200, encode_record(REPLY))
     assert not served.calls.stages_of(served.place)

@@ -32,13 +32,14 @@ from shardwise.kernel.manifest.manifest import (
 )
 from shardwise.kernel.plan.save import PieceTable
 from shardwise.kernel.state.local_state import Fragment
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import PendingManifest, RankPart
-from shardwise.parts.memory.remote.lost_agents import AgentWatch, OwnAgent
+from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.trainer import device as device_module
 from shardwise.parts.memory.trainer.copying import CopyProgress, Slack
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
@@ -738,7 +739,7 @@ def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     def seconds_waited() -> float:
         """Until it is given up; all of an hour if it is not."""
         start = now[0]
-        watch = AgentWatch(OwnAgent(trial.home, None, 60.0), place, lambda: now[0])
+        watch = AgentWatch(trial.home, sw.Memory(wait=60.0), 0, place, lambda: now[0])
         while now[0] - start < 3600:
             now[0] += 1
             try:

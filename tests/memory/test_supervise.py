@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 import shardwise as sw
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import identity, spawn
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, new_run_id
+from shardwise.parts.memory.home import Home
 from shardwise.parts.memory.identity import (
     previous_port,
     read_or_create_node_name,

@@ -24,9 +24,10 @@ from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.manifest.checksums import BLOCK
 from shardwise.kernel.manifest.manifest import FileEntry, data_file, step_directory
 from shardwise.kernel.store.store import Buffer
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
 from shardwise.parts.memory.records import RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.redundancy.placement import make_ring_group

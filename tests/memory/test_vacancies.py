@@ -13,11 +13,12 @@ import pytest
 
 import shardwise as sw
 from shardwise.kernel.manifest.manifest import MANIFEST
+from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import reclaim, records
 from shardwise.parts.memory.agent import process
 from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
 from shardwise.parts.memory.files import lock_directory, write_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory, new_run_id
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.rank_liveness import RankLock, is_rank_alive
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, SaveState
 from shardwise.parts.memory.states import SaveStates

@@ -19,7 +19,7 @@ from shardwise.checkpointer.hooks import RunHooks, make_hooks_of_others
 from shardwise.checkpointer.mirroring import RunMirror, warn_of_unused_mirror
 from shardwise.checkpointer.replica_checks import ReplicaChecks
 from shardwise.checkpointer.restoring import Restoring
-from shardwise.checkpointer.saver import DirectSaver, Saver, SnapshotSaver
+from shardwise.checkpointer.saver import Saver
 from shardwise.checkpointer.saving import Saving
 from shardwise.checkpointer.settings import (
     Settings,
@@ -45,7 +45,7 @@ from shardwise.kernel.loading import LoadOptions, State
 from shardwise.kernel.plan.save import PlanCache
 from shardwise.kernel.state.name_lookup import Rename
 from shardwise.parts.checks.replica_check import Divergence, DivergencePolicy, OnDivergence
-from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.lineage import RootClaim
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.ranks.process_groups import connect_default_group
 from shardwise.parts.ranks.tree import TreeGroup
@@ -184,17 +184,20 @@ class Checkpointer:
         with Round(group, "making hooks"):
             others = make_hooks_of_others(run, make_hooks)
         watch = None if settings.mirror is None else MirrorWatch(settings.root)
-        saver: Saver = DirectSaver(settings.root, group, watch)
+        saver: Saver = Saver(settings.root, group, watch)
         if settings.memory is None or not can_use_memory:
             self._settings = settings = replace(settings, memory=None)
         else:
+            from shardwise.checkpointer.memory_saver import SnapshotSaver
+
             saver = SnapshotSaver(settings.root, settings.memory, group, watch, steps)
         if watch is not None:
-            hooks.add(RunMirror(settings, group, watch, saver.request_mirroring, self._damaged))
+            request = saver.request_mirroring if saver.has_agents else None
+            hooks.add(RunMirror(settings, group, watch, request, self._damaged))
         elif group.rank == 0:
             warn_of_unused_mirror(settings.root)
         if settings.telemetry:
-            take_ended = None if isinstance(saver, DirectSaver) else saver.take_ended
+            take_ended = saver.take_ended if saver.has_agents else None
             hooks.add(TelemetryHook(run, group, take_ended))
         for hook in others:
             hooks.add(hook)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardwise.kernel.engine.save import SaveReport
 from shardwise.kernel.errors import StoreError
-from shardwise.parts.memory.trainer.pending_saves import PendingSave
 from shardwise.parts.tiers.mirror_watch import MirrorWatch
+
+if TYPE_CHECKING:
+    from shardwise.parts.memory.trainer.pending_saves import PendingSave
 
 
 class SaveHandle:

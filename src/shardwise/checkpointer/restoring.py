@@ -29,7 +29,7 @@ from shardwise.kernel.errors import (
 )
 from shardwise.kernel.events import Recorder
 from shardwise.kernel.store import Store
-from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.lineage import RootClaim
 from shardwise.parts.tiers.store import TieredStore
 from shardwise.ports.hooks import ORIGINS, RestoreReport
 
@@ -253,7 +253,7 @@ class Restoring:
         with closing(self._saver.find_snapshots(step)) as snapshots:
             for locations, store in snapshots:
                 findings.skipped += locations.skipped
-                findings.unanswered = locations.unanswered
+                findings.unanswered = dict(locations.unanswered)
                 if locations.unanswered and step is None and self._group.rank == 0:
                     log.warning(
                         "%d nodes of this run did not say which snapshots they hold (%s). Steps "

@@ -34,7 +34,7 @@ from shardwise.kernel.errors import LostRankError, RankError, ShardwiseError, St
 from shardwise.kernel.events import Recorder
 from shardwise.kernel.loading import State
 from shardwise.kernel.plan.save import PlanCache
-from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.lineage import RootClaim
 
 LONGEST_LAST_SAVE = 600.0  # seconds
 
@@ -274,7 +274,8 @@ class Saving:
         self._damaged.discard(call.step)
         self._hooks.call("staged", report, durable=durable)
         self.tell_saved()
-        return destination.handle(report)
+        handle: SaveHandle = destination.handle(report)
+        return handle
 
     def prepare(self, state: State) -> int:
         """Allocate memory for snapshots of this state, and return the bytes for this rank."""

@@ -21,9 +21,8 @@ from shardwise.kernel.events import Sink
 from shardwise.kernel.opening import steps_in_root
 from shardwise.kernel.store import Store, open_store
 from shardwise.parts.checks.replica_check import DivergencePolicy
-from shardwise.parts.memory.lineage import RootClaim
+from shardwise.parts.lineage import RootClaim
 from shardwise.parts.memory.options import Memory
-from shardwise.parts.memory.trainer.snapshots import Snapshots
 from shardwise.parts.retention import Keep
 from shardwise.parts.stores.remote import can_be_reopened, is_writable, open_absolute
 from shardwise.parts.tiers.options import Mirror, StorageTask
@@ -279,7 +278,11 @@ def _with_snapshot_in_memory(
     error: StoreUnavailableError, root: Store, memory: Memory | None
 ) -> StoreUnavailableError:
     """Return an error that also says which step of a root is in the memory of this node."""
-    step = None if memory is None else Snapshots.newest_step_here(memory.dir, str(root))
+    if memory is None:
+        return error
+    from shardwise.parts.memory.home import newest_step_here
+
+    step = newest_step_here(memory.dir, str(root))
     if step is None:
         return error
     return StoreUnavailableError(

@@ -82,7 +82,7 @@ class Destination(Protocol):
 
 
 class Claim(Protocol):
-    """The claim of a job to the root that it saves to; see `parts/memory/lineage.py: RootClaim`."""
+    """The claim of a job to the root that it saves to; see `parts/lineage.py: RootClaim`."""
 
     def for_agents(self, *, force: bool) -> tuple[str, str | None]:
         """Return what agents need to claim the root."""

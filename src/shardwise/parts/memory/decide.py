@@ -39,8 +39,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES
 from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -264,11 +263,6 @@ def _list_directories(path: Path) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def new_run_id() -> str:
-    """Return a new random run id."""
-    return secrets.token_hex(8)
-
-
 class SnapshotInUse(Exception):  # noqa: N818
     """The snapshot is locked by another process or thread; the caller can try again later."""
 
@@ -419,6 +413,26 @@ class SnapshotDirectory:
     def has(self, name: str) -> bool:
         """Return whether a file of this name exists."""
         return (self.path / name).exists()
+
+
+def newest_step_here(directory: str, root: str) -> int | None:
+    """Return the newest committed step that this node holds of the run that saves to a root.
+
+    Only steps in memory count. The options of a URL are ignored when roots are compared.
+
+    Args:
+        directory: the option `Memory(dir=…)`.
+        root: the path or URL of the root.
+    """
+    place = root.partition("?")[0]
+    steps = (
+        snapshot.step
+        for run in Home(directory).runs()
+        if (run.root() or "").partition("?")[0] == place
+        for snapshot in run.snapshots()
+        if snapshot.is_committed()
+    )
+    return max(steps, default=None)
 
 
 @contextmanager

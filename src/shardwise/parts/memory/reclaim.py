@@ -23,6 +23,7 @@ from pathlib import Path
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StateError, StoreError
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
 from shardwise.parts.memory.decide import find_superseded, find_uncommittable, is_superseded
 from shardwise.parts.memory.files import lock_directory, read_record, regular_files
@@ -33,7 +34,6 @@ from shardwise.parts.memory.home import (
     SnapshotDirectory,
     SnapshotInUse,
 )
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive

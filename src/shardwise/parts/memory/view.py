@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shardwise.kernel.manifest.manifest import MANIFEST
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState
 
 
@@ -109,8 +109,9 @@ class SnapshotView:
 
     @property
     def open_stages(self) -> frozenset[str]:
-        """The stages that the ranks of this node requested and that have not ended."""
-        parts = [each for each in self.parts if each.file is None or each in self.staged]
+        """The stages that have not ended, of the ranks of this node that do not copy any more."""
+        staged = self.staged
+        parts = [each for each in self.parts if not each.file or each.failure or each in staged]
         requested = {stage for each in parts for stage in each.stages}
         return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
 

@@ -17,6 +17,7 @@ from shardwise.kernel.engine.root import Root
 from shardwise.kernel.errors import ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest
 from shardwise.kernel.store import Store, open_store
+from shardwise.parts.lineage import read_lineage
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.incoming import IncomingFile, rank_record_of
 from shardwise.parts.memory.agent.protect import protect_others
@@ -24,7 +25,6 @@ from shardwise.parts.memory.agent.root_tasks import OpenedStores
 from shardwise.parts.memory.decide import REPLACED, Action, RunAction, follows
 from shardwise.parts.memory.files import LARGEST_RECORD, decode_record, read_record, write_record
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import read_lineage
 from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.reclaim import free_replaced, free_unattended
@@ -101,13 +101,14 @@ class Follower:
         stage = next(each for each in records.STAGES if on_this_node(each) == action.kind)
         if (call := self.calls.call_of(place, stage)) is None:
             return
+        top, wait = call
         try:  # the pending manifest travels at the same time
-            pending = place.wait_until(place.read_pending, PENDING, Deadline(call.wait))
+            pending = place.wait_until(place.read_pending, PENDING, Deadline(wait))
         except StoreError as error:
             log.error("%s: %s", stage, error)
             replies = Replies(failures={self.node: str(error)})
         else:
-            replies = self.fulfil(place, StageCall(pending, stage, call.top, call.wait))
+            replies = self.fulfil(place, StageCall(pending, stage, top, wait))
         self.calls.reply(place, stage, call, replies.encode(place.save_id))
 
     def fulfil(self, place: SnapshotDirectory, call: StageCall) -> Replies:

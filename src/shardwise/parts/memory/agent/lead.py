@@ -21,6 +21,7 @@ from shardwise.kernel.engine.root import Root
 from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import FileEntry, complete_manifest
 from shardwise.kernel.store import Store
+from shardwise.parts.lineage import RootClaim, read_lineage
 from shardwise.parts.memory.agent.actions import (
     Follower,
     agents_of,
@@ -31,7 +32,6 @@ from shardwise.parts.memory.agent.root_tasks import set_root_task
 from shardwise.parts.memory.decide import Action
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import SnapshotDirectory
-from shardwise.parts.memory.lineage import RootClaim, read_lineage
 from shardwise.parts.memory.records import REMOVE_OLD, PendingManifest, StageOutcome
 from shardwise.parts.memory.redundancy.placement import plan_protection
 from shardwise.parts.memory.remote.assembled import AssembledStore

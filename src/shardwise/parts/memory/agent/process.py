@@ -86,19 +86,9 @@ def run_agent(
         home.info_path.unlink(missing_ok=True)
         _raise_file_limit()
         node = read_or_create_node_name(home)
-        mapped_files = MappedFiles()
         finish_removals(home)
-        stopping = threading.Event()
-        follower = Follower(node, mapped_files, tls, stopping=stopping)
-        tasks = RootTasks(follower.states, follower.stores)
-        observer = Observer(home, node, requested=follower.calls.stages_of)
-        performers = make_performers(home, observer, follower, tasks)
-
-        def before_observing() -> None:
-            mapped_files.unmap_removed()
-            follower.calls.forget_freed()
-
-        agent = Agent(observer, performers, before_observing, stopping)
+        follower = Follower(node, MappedFiles(), tls)
+        agent, tasks = make_agent(home, follower)
         info = AgentInfo(
             node=node,
             url="",
@@ -115,7 +105,20 @@ def run_agent(
         )
 
 
-def make_performers(
+def make_agent(home: Home, follower: Follower) -> tuple[Agent, RootTasks]:
+    """Return the threads of an agent, and what works on its tasks in roots."""
+    tasks = RootTasks(follower.states, follower.stores)
+    observer = Observer(home, follower.node, requested=follower.calls.stages_of)
+    performers = _make_performers(home, observer, follower, tasks)
+
+    def before_observing() -> None:
+        follower.mapped_files.unmap_removed()
+        follower.calls.forget_freed()
+
+    return Agent(observer, performers, before_observing, follower.stopping), tasks
+
+
+def _make_performers(
     home: Home, observer: Observer, follower: Follower, tasks: RootTasks
 ) -> dict[str, Performer]:
     """Return the function that performs each kind of action."""

@@ -53,7 +53,7 @@ from shardwise.parts.memory.records import (
     PendingManifest,
     is_restored,
 )
-from shardwise.parts.memory.remote.calls import ReceivedCall, ReceivedCalls
+from shardwise.parts.memory.remote.calls import ReceivedCalls
 from shardwise.parts.memory.states import (
     SaveStates,
     places_with_states,
@@ -252,7 +252,7 @@ class _Handlers:
         served, place, stage = self._served, self._snapshot_of(request), request.match_info["stage"]
         if stage not in STAGES:
             raise web.HTTPBadRequest(text=f"{stage} is not one of {', '.join(STAGES)}")
-        received = ReceivedCall(request.query.get("top", ""), _number_in(request, "patience"))
+        received = request.query.get("top", ""), _number_in(request, "patience")
         async for _ in _attempts(request):
             if _is_discarded(place):
                 raise web.HTTPGone

@@ -70,12 +70,8 @@ class StageCall:
         return max(self.silence, SHORTEST_TIMEOUT)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedCall:
-    """A call of another node to this node. `top` and `wait` are those of `StageCall`."""
-
-    top: str
-    wait: float
+ReceivedCall = tuple[str, float]
+"""A call of another node to this node: `top` and `wait` of the `StageCall`."""
 
 
 class ReceivedCalls:
@@ -96,7 +92,7 @@ class ReceivedCalls:
         key = place, stage
         with self._lock:
             earlier = self._calls.get(key)
-            if earlier is None or earlier.top != call.top:  # another node leads the stage now
+            if earlier is None or earlier[0] != call[0]:  # another node leads the stage now
                 self._replies.pop(key, None)
             self._calls[key] = call
             return self._replies.get(key)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import data_file
 from shardwise.parts.memory import records
 from shardwise.parts.memory.home import Home, SnapshotDirectory
-from shardwise.parts.memory.options import Tls
+from shardwise.parts.memory.options import Memory, Tls
 from shardwise.parts.memory.records import AgentInfo, Failing
 from shardwise.parts.memory.remote.client import AgentClient
 from shardwise.parts.memory.spawn import running_agent
@@ -27,40 +26,30 @@ SHORTEST_SILENCE = 5.0
 LONGEST_COPY = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class OwnAgent:
-    """The agent of a rank's node. It tells the rank what becomes of the other nodes, too.
-
-    Attributes:
-        home: the directories of the node. The agent may be replaced by another.
-        tls: certificates for connections to it.
-        patience: the wait for a save ends if the agent does not answer, or fails to work on the
-            save, for this many seconds. A silence shorter than `SHORTEST_SILENCE` never ends it.
-        rank: the rank.
-    """
-
-    home: Home
-    tls: Tls | None
-    patience: float
-    rank: int = 0
-
-
 class AgentWatch:
     """Watches the agent of this node during one wait for a save.
 
+    The agent tells this rank what becomes of the other nodes, too. The wait ends if the agent does
+    not answer, or fails to work on the save, for `Memory(wait=…)` seconds. A silence shorter than
+    `SHORTEST_SILENCE` never ends it.
+
     Args:
-        agent: the agent.
+        home: the directories of this node. The agent may be replaced by another.
+        options: the user's options.
+        rank: this rank.
         place: the snapshot on this node.
         clock: a monotonic clock, in seconds.
     """
 
     def __init__(
         self,
-        agent: OwnAgent,
+        home: Home,
+        options: Memory,
+        rank: int,
         place: SnapshotDirectory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._agent = agent
+        self._home, self._options, self._rank = home, options, rank
         self._place = place
         self._clock = clock
         now = clock()
@@ -68,7 +57,7 @@ class AgentWatch:
         self._agent_seen_at = now  # when this node had an agent
         self._answered_at = now
         self._save_seen_at = now  # when this node had a pending manifest
-        self._request_period = min(REQUEST_PERIOD, agent.patience / 4)
+        self._request_period = min(REQUEST_PERIOD, options.wait / 4)
 
     def check(self, seconds_left: float | None) -> None:
         """Check the agent if the last check was long enough ago.
@@ -84,7 +73,7 @@ class AgentWatch:
         if now - self._last_check < min(CHECK_PERIOD, self._request_period):
             return
         self._last_check = now
-        home = self._agent.home
+        home = self._home
         if home.has_agent():
             self._agent_seen_at = now
         elif now - self._agent_seen_at > GONE_TIMEOUT:
@@ -102,13 +91,13 @@ class AgentWatch:
 
     def _check_answer(self, timeout: float) -> None:
         """Fail if the agent has not answered, or failed to work on the save, for too long."""
-        agent, place = self._agent, self._place
-        if (info := running_agent(agent.home)) is None:
+        options, place = self._options, self._place
+        if (info := running_agent(self._home)) is None:
             return
-        answer = _list_failing(info, agent.tls, timeout)
+        answer = _list_failing(info, options.tls, timeout)
         now = self._clock()
         if isinstance(answer, str):
-            if now - self._answered_at > max(agent.patience, SHORTEST_SILENCE):
+            if now - self._answered_at > max(options.wait, SHORTEST_SILENCE):
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
                     f"not answered for {now - self._answered_at:.0f} s: {answer}. If it is "
@@ -118,7 +107,7 @@ class AgentWatch:
         self._answered_at = now
         for each in answer:
             is_here = each.run == place.run.name and each.step in (None, place.step)
-            if is_here and each.seconds > agent.patience:
+            if is_here and each.seconds > options.wait:
                 raise StoreError(
                     f"the agent of node {info.node} has failed for {each.seconds:.0f} s to work on "
                     f"this save: {each.failure}; see its log on {info.host}. It tries again, so "
@@ -132,7 +121,7 @@ class AgentWatch:
         the others. Without it, no agent ends the save: rank 0 has ended, or could not even record
         its failure.
         """
-        place, own = self._place, self._agent.rank
+        place, own = self._place, self._rank
         is_staged = place.has(data_file(own, place.save_id))
         is_copying = place.has(records.rank_record(own)) and not is_staged
         if (
@@ -141,7 +130,7 @@ class AgentWatch:
             or (is_copying and now - self._start < LONGEST_COPY)
         ):
             self._save_seen_at = now
-        elif now - self._save_seen_at > 2 * self._agent.patience + 1:
+        elif now - self._save_seen_at > 2 * self._options.wait + 1:
             raise StoreError(
                 f"rank 0 has not passed this save to its agent for {now - self._save_seen_at:.0f} "
                 "s: it could not copy its data, or has ended; see the log of rank 0, and save again"

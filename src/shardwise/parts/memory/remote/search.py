@@ -15,10 +15,10 @@ from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.decoding import prepare_decoding
 from shardwise.kernel.errors import FormatError, StoreError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import LARGEST_RECORD, decode_record
 from shardwise.parts.memory.home import Run, SnapshotDirectory, list_snapshots
-from shardwise.parts.memory.lineage import Lineage
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
 from shardwise.parts.memory.redundancy.placement import Protection, plan_protection

@@ -15,9 +15,9 @@ from shardwise.kernel.engine.group import Group
 from shardwise.kernel.engine.rounds import Round
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store import Store
+from shardwise.parts.lineage import Lineage, read_or_create_lineage
 from shardwise.parts.memory.home import Home
 from shardwise.parts.memory.identity import refuse_unreachable_agents
-from shardwise.parts.memory.lineage import Lineage, read_or_create_lineage
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.remote.lost_agents import why_no_answer

@@ -15,9 +15,10 @@ from shardwise.kernel.errors import StoreError
 from shardwise.kernel.events import Event
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import SnapshotDirectory
+from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
-from shardwise.parts.memory.remote.lost_agents import AgentWatch, OwnAgent
+from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.states import RecordCache, read_state
 from shardwise.parts.memory.trainer.copying import CopyProgress
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -36,7 +37,9 @@ class PendingSave:
     the failed snapshot.
 
     Attributes:
-        agent: the agent of this node, which learns what becomes of the save.
+        home: the directories of this node, whose agent learns what becomes of the save.
+        options: the user's options.
+        rank: this rank.
         place: the snapshot on this node.
         stages: the stages to wait for, in order.
         logs_failures: whether this rank logs the failure of a snapshot that is for memory only.
@@ -47,7 +50,9 @@ class PendingSave:
         nbytes: the size of this rank's file; 0 if it has none.
     """
 
-    agent: OwnAgent
+    home: Home
+    options: Memory
+    rank: int
     place: SnapshotDirectory
     stages: tuple[str, ...]
     logs_failures: bool
@@ -205,7 +210,7 @@ class PendingSave:
             LostRankError: a node was lost before the save was committed.
             TimeoutError: `timeout` seconds have passed.
         """
-        watch = AgentWatch(self.agent, self.place)
+        watch = AgentWatch(self.home, self.options, self.rank, self.place)
         deadline = Deadline(timeout)
         notice = Deadline(RETRY_CHECK_PERIOD)
         check_nodes = None if self.watch is None else self.watch.make_throttled_check()
@@ -351,9 +356,9 @@ class PendingSaves:
         last = self._saves[-1]
         last.wait_for("commit", None)
         if last.copying is not None:
-            last.copying.wait(last.agent.patience)  # then only this thread writes the record
+            last.copying.wait(last.options.wait)  # then only this thread writes the record
         stages = ("commit", "protect", "persist")
-        name = records.rank_record(last.agent.rank)
+        name = records.rank_record(last.rank)
         _change(last.place, name, RankPart, {"stages": stages})
         if leads:
             _change(last.place, records.PENDING, PendingManifest, {"durable": True})

@@ -18,10 +18,10 @@ from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.errors import ShardwiseError, StoreError, describe_error
 from shardwise.kernel.events import Event, Watcher
 from shardwise.kernel.store import Store
+from shardwise.parts.lineage import Lineage, resume_from
 from shardwise.parts.memory.agent.protect import find_protection_gaps
 from shardwise.parts.memory.agent.root_tasks import set_root_task
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
-from shardwise.parts.memory.lineage import Lineage, resume_from
+from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.node_tree import tree_of_nodes
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.progress import make_watcher
@@ -34,7 +34,6 @@ from shardwise.parts.memory.reclaim import (
     remove_other_runs,
 )
 from shardwise.parts.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
-from shardwise.parts.memory.remote.lost_agents import OwnAgent
 from shardwise.parts.memory.spawn import ensure_agent, running_agent
 from shardwise.parts.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -120,26 +119,6 @@ class Snapshots:
         remove_other_runs(self.home, self.run, str(self.root))
         node_of = self.membership.node_of
         delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
-
-    @staticmethod
-    def newest_step_here(directory: str, root: str) -> int | None:
-        """Return the newest committed step that this node holds of the run that saves to a root.
-
-        Only steps in memory count. The options of a URL are ignored when roots are compared.
-
-        Args:
-            directory: the option `Memory(dir=…)`.
-            root: the path or URL of the root.
-        """
-        place = root.partition("?")[0]
-        steps = (
-            snapshot.step
-            for run in Home(directory).runs()
-            if (run.root() or "").partition("?")[0] == place
-            for snapshot in run.snapshots()
-            if snapshot.is_committed()
-        )
-        return max(steps, default=None)
 
     def offer(self, step: int, *, durable: bool) -> bytes:
         """Return what this rank tells the others before a save of a step; `accept` takes it.
@@ -391,9 +370,10 @@ class Snapshots:
             epoch=self.membership.lineage.epoch,
             above=self._agents_above(),
         )
-        options = self._options
         pending = PendingSave(
-            OwnAgent(self.home, options.tls, options.wait, self._group.rank),
+            self.home,
+            self._options,
+            self._group.rank,
             place,
             stages,
             logs_failures=is_first,

@@ -13,6 +13,7 @@ first save, and again at the first save after a restore that found another owner
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
@@ -23,7 +24,6 @@ from shardwise.kernel.decoding import prepare_decoding
 from shardwise.kernel.engine.root import Root
 from shardwise.kernel.errors import CheckpointExistsError, StoreError, StoreUnavailableError
 from shardwise.kernel.store import Store
-from shardwise.parts.memory.home import new_run_id
 
 RUN_FILE = "run.json"
 LARGEST_RUN_FILE = 1 << 14
@@ -32,6 +32,11 @@ BEFORE_ALL_STEPS = -1
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Step = Annotated[int, msgspec.Meta(ge=BEFORE_ALL_STEPS, le=2**62)]
+
+
+def new_run_id() -> str:
+    """Return a new random run id."""
+    return secrets.token_hex(8)
 
 
 class Resumption(msgspec.Struct, array_like=True, frozen=True):
