@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.parts.memory import decide
@@ -13,7 +13,7 @@ from shardwise.parts.memory.agent.agent import Agent
 from shardwise.parts.memory.agent.process import make_agent
 from shardwise.parts.memory.decide import decide_run
 from shardwise.parts.memory.files import listen_to_bell
-from shardwise.parts.memory.home import Home, Run, SnapshotInUse
+from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.observe import Observer, read_run_view
 from shardwise.parts.memory.reclaim import remove_if_unused
 from shardwise.parts.memory.seal import MappedFiles
@@ -21,26 +21,15 @@ from shardwise.parts.memory.states import SaveStates
 
 
 def free_decided(run: Run) -> bool:
-    """Free what newer snapshots have replaced; return whether there was anything to free."""
-    held, freed = [], False
-    for action in decide_run(read_run_view(run), 0.0):
-        if action.kind == decide.FREE:
-            try:
-                free(action, SaveStates())
-                freed = True
-            except SnapshotInUse as error:
-                held.append(error)
-    if held:
-        raise held[0]
-    return freed
+    """Free what newer snapshots have replaced; return whether there was some, and it is free."""
+    found = [each for each in decide_run(read_run_view(run), 0.0) if each.kind == decide.FREE]
+    freed = [free(each, SaveStates()) for each in found if isinstance(each, decide.Action)]
+    return bool(freed) and all(freed)
 
 
 def _free_unlocked(action: decide.Action) -> None:
     """Free a snapshot, after the agent's process has released its locks."""
-    for _ in Deadline(20.0).attempts(pause=0.01):
-        with suppress(SnapshotInUse):
-            return free(action, SaveStates())
-    return free(action, SaveStates())
+    assert any(free(action, SaveStates()) for _ in Deadline(20.0).attempts(pause=0.01))
 
 
 class Attendant:

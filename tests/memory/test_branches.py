@@ -29,13 +29,13 @@ from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.identity import read_or_create_node_name
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
-from shardwise.parts.memory.reclaim import discard_superseded, free_uncommittable
+from shardwise.parts.memory.reclaim import discard_superseded
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.seal import MappedFiles
-from shardwise.parts.memory.states import RecordCache, SaveStates, request_rescue
+from shardwise.parts.memory.states import SaveStates, request_rescue
 from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.options import StorageTask
-from tests.memory.reconciling import Attendant
+from tests.memory.reconciling import Attendant, free_decided
 from tests.memory.test_given_back import train
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import until
@@ -322,12 +322,13 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
         leave(run, step, committed=step == 1, durable=step in (4, 5))
     for step in (3, 4, 7):
         failed(run, step)
-    for step in (2, 5, 7):
-        aged(run, step, 60)
-    free_uncommittable(run, 30, RecordCache())
-    # 1 is committed, 5 is to be persisted, 6 may still be committed, and 7 is the newest.
-    assert steps(run) == [1, 5, 6, 7]
-    assert len(list(run.free_directory.glob("r00000-*.slot"))) == 3
+    assert free_decided(run)
+    # 1 is committed, 2 and 6 may still be, 5 is to be persisted, and 7 is the newest.
+    assert steps(run) == [1, 2, 5, 6, 7]
+    aged(run, 7, 122.0)
+    assert free_decided(run)
+    assert steps(run) == [1, 5, 7]
+    assert len(list(run.free_directory.glob("r00000-*.slot"))) == 4
 
 
 LINGER, LONGEST = UNTIL_FREED_IF_STORED, UNTIL_FREED

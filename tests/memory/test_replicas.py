@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.parts.memory.files import read_record
-from shardwise.parts.memory.records import RankPart, rank_record
 from tests.breadth import mostly_long
 from tests.memory.test_snapshots import memory_of, shm
 from tests.tools.agents import lose
@@ -51,10 +50,9 @@ def save(root: str, shm: str, kind: str, steps: int, options: dict[str, Any]) ->
         assert handle is not None
         handle.protected(20.0)
         (place,) = Path(memory.dir).glob(f"*/runs/*/step-{step:08d}-*")
-        part = read_record(place / rank_record(rank), RankPart)
-        assert part is not None
+        part = json.loads((place / f"rank-{rank:05d}.json").read_bytes())["record"]
         names = {each.name for each in place.iterdir()}
-        taken_up = [each.name in names and each.file not in names for each in part.made]
+        taken_up = [each["name"] in names and each["file"] not in names for each in part["made"]]
         assert all(taken_up)  # the agent has completed what the rank has made
         made.append(len(taken_up))
     cp.close(wait=False)

@@ -61,13 +61,7 @@ class SaveHandle:
         A save ends when the checkpoint is durable, when a snapshot for memory only is protected, or
         when a stage fails. `result` then returns or raises at once.
         """
-        if self._pending is None or self.failure:
-            return True
-        try:
-            outcomes = [self._pending.outcome(stage) for stage in self._pending.stages]
-        except StoreError:
-            return True
-        return None not in outcomes
+        return self._pending is None or bool(self.failure) or self._pending.has_ended()
 
     def why_retrying(self) -> str:
         """Return why this node's agent tries again to write the checkpoint; "" if it does not.

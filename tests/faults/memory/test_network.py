@@ -110,7 +110,7 @@ def manifests(hosts: Sequence[Host], step: int) -> set[str]:
     found = [
         path
         for host in hosts
-        for path in host.directory.glob(f"node0/*/runs/*/step-{step:08d}/manifest.json")
+        for path in host.directory.glob(f"node0/*/runs/*/step-{step:08d}-*/manifest.json")
     ]
     return {json.loads(path.read_bytes())["save_id"] for path in found}
 

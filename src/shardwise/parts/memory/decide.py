@@ -164,15 +164,27 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 
 
 def _free_replaced(run: RunView) -> Iterator[Action]:
-    """Yield actions that free the snapshots that newer ones have replaced."""
-    newest = run.newest_committed
-    if newest is None:
-        return
-    kept = kept_snapshots(run)
-    for each in run.snapshots:
-        is_older = each.age_key < newest.age_key
-        if is_older and each.place not in kept and not is_pinned(run, each):
+    """Yield actions that free the snapshots that newer ones have replaced, or will replace."""
+    newest, kept = run.newest_committed, kept_snapshots(run)
+    for each in run.snapshots[:-1]:
+        is_older = newest is not None and each.age_key < newest.age_key
+        is_free = is_older and each.place not in kept and not is_pinned(run, each)
+        if is_free or is_uncommittable(each, run.snapshots[-1]):
             yield Action(FREE, each.place, why=REPLACED)
+
+
+def is_uncommittable(snapshot: SnapshotView, newest: SnapshotView) -> bool:
+    """Return whether a snapshot will never be committed, because its commit has failed.
+
+    A commit that takes too long counts as failed: it has not ended although the newest snapshot was
+    staged long ago. A snapshot that must be persisted may take any time.
+    """
+    if snapshot.is_committed or not snapshot.staged or snapshot.must_be_persisted:
+        return False
+    is_durable = any("persist" in part.stages for part in snapshot.staged)
+    wait = max(part.wait for part in snapshot.staged)
+    is_late = newest.seconds_staged > 2 * wait + 1 and not is_durable
+    return is_late or snapshot.state_of("commit") is StageState.FAILED
 
 
 def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:
@@ -313,25 +325,3 @@ def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
     is_rescued = snapshot.state_of("persist") is StageState.RUNNING
     return snapshot.is_committed and not is_rescued and not snapshot.open_stages
-
-
-def find_uncommittable(run: RunView, now: float, patience: float) -> list[SnapshotDirectory]:
-    """Return the snapshots that will never be committed, except the newest snapshot.
-
-    A snapshot will never be committed if its commit has failed. There is a second case, for
-    snapshots that need not be persisted: this node has staged files of it, but the last of them
-    more than `patience` seconds ago, and still there is no commit.
-
-    Args:
-        now: the time in seconds since 1970.
-    """
-    found = []
-    for each in run.snapshots[:-1]:
-        if each.is_committed or not each.staged:
-            continue
-        is_durable = any("persist" in part.stages for part in each.staged)
-        age = 0.0 if each.staged_at is None else now - each.staged_at
-        has_failed = each.state_of("commit") is StageState.FAILED
-        if has_failed or (not is_durable and age > patience):
-            found.append(each.place)
-    return found

@@ -263,13 +263,6 @@ def _list_directories(path: Path) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-class SnapshotInUse(Exception):  # noqa: N818
-    """The snapshot is locked by another process or thread; the caller can try again later."""
-
-    def __init__(self, place: SnapshotDirectory) -> None:
-        super().__init__(f"{place.path} is in use: another process or thread has locked it")
-
-
 @dataclass(frozen=True)
 class SnapshotDirectory:
     """The directory of one snapshot on this node: the part of a save there. It need not exist."""

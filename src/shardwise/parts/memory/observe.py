@@ -190,6 +190,7 @@ class _SnapshotReader:
         if unsealed:
             seal = StageState.WAITING if is_copying else StageState.RUNNING
         called = state.rescue or state.rescue_sent or "persist" in state.outcomes
+        staged_at = max((each for each in times if each is not None), default=None)
         return SnapshotView(
             place=self.place,
             names=self.names,
@@ -205,7 +206,8 @@ class _SnapshotReader:
                 "seal": seal,
                 "rescue": StageState.DONE if called else StageState.NOT_REQUESTED,
             },
-            staged_at=max((each for each in times if each is not None), default=None),
+            staged_at=staged_at,
+            seconds_staged=0.0 if staged_at is None else time.time() - staged_at,
         )
 
     def _leads(self, pending: PendingManifest | None, parts: Mapping[int, RankPart]) -> bool:

@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -25,20 +24,18 @@ from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StateError, StoreError
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
-from shardwise.parts.memory.decide import find_superseded, find_uncommittable, is_superseded
+from shardwise.parts.memory.decide import find_superseded, is_superseded
 from shardwise.parts.memory.files import lock_directory, read_record, regular_files
 from shardwise.parts.memory.home import (
     FREED_PREFIX,
     Home,
     Run,
     SnapshotDirectory,
-    SnapshotInUse,
 )
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive
 from shardwise.parts.memory.records import STATE, RankPart, is_rank_record, rank_in_name
-from shardwise.parts.memory.states import RecordCache
 from shardwise.parts.tiers.options import StorageTask
 
 SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
@@ -131,17 +128,14 @@ def _new_id() -> str:
     return secrets.token_hex(4)
 
 
-def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> None:
+def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
     """Free a replaced snapshot, and slots that are no longer needed.
 
-    Raises:
-        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
+    Return False if the snapshot is in use. Then it is marked as abandoned, which ends its actions.
     """
     if not free(place, lock=lock):
-        if not place.path.exists():
-            return
         place.abandon()
-        raise SnapshotInUse(place)
+        return not place.path.exists()
     run = place.run
     places = run.snapshots()
     newest = next((each for each in reversed(places) if each.is_committed()), None)
@@ -151,20 +145,19 @@ def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> None:
         delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
     made = [len(_files_of_agent(each)) for each in places]
     delete_smallest_spares(run, max(made, default=0))
+    return True
 
 
-def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> None:
+def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
     """Free a snapshot of a run without trainers on this node, and all its free slots.
 
-    Raises:
-        SnapshotInUse: the snapshot is in use. It is marked as abandoned.
+    Return False if the snapshot is in use. Then it is marked as abandoned, which ends its actions.
     """
     place.abandon()
     if not free(place, lock=lock):
-        if place.path.exists():
-            raise SnapshotInUse(place)
-        return
+        return not place.path.exists()
     delete_free_slots(place.run, lambda rank: False)
+    return True
 
 
 def discard(places: Sequence[SnapshotDirectory]) -> None:
@@ -218,13 +211,6 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
             "step=…); to start over, save to another root, or delete the directory of this root, "
             f"{root}"
         )
-
-
-def free_uncommittable(run: Run, patience: float, cache: RecordCache) -> None:
-    """Free snapshots that will never be committed (see `find_uncommittable`)."""
-    for place in find_uncommittable(read_run_view(run, cache), time.time(), patience):
-        place.abandon()
-        free(place)
 
 
 def forget_copies(run: Run, rank: int) -> None:

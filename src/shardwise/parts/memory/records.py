@@ -108,6 +108,7 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_
         snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save.
+        wait: the option `Memory(wait=…)`.
         copied: the bytes at the start of the file that the rank has copied.
         failure: why the part could not be staged; "" if it could, or is still being copied.
         made: the copies and parity that the rank has made for other nodes.
@@ -120,6 +121,7 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_
     snapshots_to_keep: Count
     stages: tuple[Stage, ...]
     epoch: Count
+    wait: Seconds = 60.0
     copied: Count = 0
     failure: str = ""
     made: tuple[RingFile, ...] = ()

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -37,7 +37,10 @@ from shardwise.kernel.manifest.manifest import Count
 from shardwise.kernel.store import Store, open_store, publish_private, read_private
 from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.identity import info_for_run, serves_own_host_only
+from shardwise.parts.memory.observe import read_run_view
 from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.memory.view import RunView
 
 NODES_DIRECTORY, NEWEST_FILE = "nodes", "newest"
 LARGEST_ENTRY, LARGEST_NEWEST = 1 << 14, 1 << 16
@@ -121,9 +124,11 @@ class Registration:
             self._remove(self._runs.pop(run))
 
     def _update_run(self, run: Run, registered: _Registered, now: float) -> None:
-        epoch = registered.find_epoch(run)
+        view = read_run_view(run, registered.records)
+        epochs = [part.epoch for each in view.snapshots for part in each.parts]
+        epoch = max([0, registered.epoch, *epochs])
         is_due = now >= registered.due_at or epoch > registered.epoch
-        newest = self._find_newest_nodes(run) if now >= registered.newest_due_at else None
+        newest = self._find_newest_nodes(view) if now >= registered.newest_due_at else None
         has_changed = newest is not None and newest != registered.newest
         if newest is not None:
             registered.newest_due_at = now + NEWEST_PERIOD
@@ -147,16 +152,14 @@ class Registration:
             )
             registered.newest = newest
 
-    def _find_newest_nodes(self, run: Run) -> NewestNodes | None:
+    def _find_newest_nodes(self, view: RunView) -> NewestNodes | None:
         """Return nodes of the newest committed snapshot, if this node leads its save."""
-        committed = [each for each in run.snapshots() if each.is_committed()]
-        newest = [each for each in committed if each.step == committed[-1].step]
-        found = [pending for each in newest if (pending := each.read_pending())]
-        pending = max(found, key=lambda each: (each.epoch, each.saved_at), default=None)
-        if pending is None or pending.leader != self._info.node:
+        newest = view.newest_committed
+        if newest is None or newest.pending is None or newest.pending.leader != self._info.node:
             return None
-        every = -(-len(pending.nodes) // MOST_NEWEST)
-        return NewestNodes(run.name, pending.epoch, pending.nodes[::every])
+        nodes = newest.pending.nodes
+        every = -(-len(nodes) // MOST_NEWEST)
+        return NewestNodes(view.run.name, newest.pending.epoch, nodes[::every])
 
     def _publish(
         self,
@@ -204,6 +207,7 @@ class _Registered:
         due_at, newest_due_at: when to write the entry, and to look at the newest snapshot again.
         epoch: the epoch in the entry.
         newest: the nodes of the newest snapshot that were written, with their secrets.
+        records: the records of the run that were read.
     """
 
     entries: Store | None = None
@@ -212,19 +216,7 @@ class _Registered:
     newest_due_at: float = 0.0
     epoch: int = -1
     newest: NewestNodes | None = None
-    _looked_at: tuple[tuple[str, bool], ...] = ()
-    _found_epoch: int = 0
-
-    def find_epoch(self, run: Run) -> int:
-        """Return the last epoch in which ranks of this node have staged files."""
-        places = run.snapshots()
-        newest = [each for each in places if each.step == places[-1].step]
-        looked_at = tuple((each.name, bool(each.staged_files())) for each in newest)
-        if looked_at != self._looked_at:
-            epochs = [part.epoch for each in newest for part in each.parts()]
-            self._found_epoch = max([self._found_epoch, *epochs])
-            self._looked_at = looked_at
-        return self._found_epoch
+    records: RecordCache = field(default_factory=RecordCache)
 
 
 @dataclass(frozen=True, slots=True)

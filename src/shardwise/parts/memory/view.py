@@ -57,6 +57,7 @@ class SnapshotView:
             soon as an agent has requested to persist the save.
         staged_at: the time when a rank of this node last staged a file, in seconds since 1970; None
             if no rank has staged a file.
+        seconds_staged: the seconds since then.
     """
 
     place: SnapshotDirectory
@@ -69,6 +70,7 @@ class SnapshotView:
     state: SaveState = field(default_factory=SaveState)
     stages: Mapping[str, StageState]
     staged_at: float | None = None
+    seconds_staged: float = 0.0
 
     @property
     def step(self) -> int:

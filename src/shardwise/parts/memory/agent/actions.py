@@ -413,18 +413,14 @@ def _find_entry(place: SnapshotDirectory, data_file: str) -> FileEntry | None:
     return None
 
 
-def free(action: Action, states: SaveStates) -> None:
-    """Free the memory of a snapshot.
-
-    Raises:
-        SnapshotInUse: the snapshot is in use.
-    """
+def free(action: Action, states: SaveStates) -> bool:
+    """Free the memory of a snapshot; return False if it is in use."""
     if action.why == REPLACED:
-        free_replaced(action.place, states.lock)
-    else:
-        free_unattended(action.place, states.lock)
+        return free_replaced(action.place, states.lock)
+    if is_free := free_unattended(action.place, states.lock):
         step = action.place.step
         log.info("run %s: freed step %d: %s", action.place.run.name, step, action.why)
+    return is_free
 
 
 def look_up_root(action: RunAction, observer: Observer) -> None:

@@ -24,7 +24,7 @@ from shardwise.parts.memory.decide import (
     RunAction,
     decide_run,
 )
-from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotInUse
+from shardwise.parts.memory.home import ABANDONED_MARKER, Run
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.records import Failing
 
@@ -35,7 +35,7 @@ FORGET_DELAY = 600.0
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
-"""A function that performs an action. If it raises `SnapshotInUse`, it is called again later."""
+"""A function that performs an action. If it returns False, it is called again later."""
 
 
 class Agent:
@@ -123,15 +123,14 @@ class Agent:
             if not self._is_still_due(action):
                 return True
             if isinstance(action, RunAction) or action.kind == FREE:
-                self._performers[action.kind](action)
+                if self._performers[action.kind](action) is False:
+                    return False
             else:
                 # While the lock is held, the snapshot cannot be freed.
                 with action.place.hold(shared=True) as held:
                     if not held:
                         return False
                     self._performers[action.kind](action)
-        except SnapshotInUse:
-            return False
         except Exception as error:  # any error: the agent logs it, and tries again
             self._retries.record_failure(action, error)
             return False

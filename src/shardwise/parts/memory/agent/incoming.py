@@ -20,9 +20,6 @@ from shardwise.parts.memory.records import RankPart
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import read_state
 
-LIVENESS_PERIOD = 0.05
-"""Seconds between two looks whether the ranks are alive whose copies are waited for."""
-
 
 def rank_record_of(place: SnapshotDirectory, data_file: str) -> Path:
     """Return the path of the record of the rank that a data file is of."""
@@ -100,20 +97,17 @@ class IncomingFile:
         Lost ranks are not waited for, because the agent may have to rescue an older snapshot.
         """
         place, rank = self._place, records.rank_in_name(self._name)
-        deadline, look = Deadline(self._wait), Deadline(0.0)
-        lost = False
-        while not (lost or deadline.has_passed()):
-            is_due = look.has_passed()  # look at the ranks before their files
-            ranks = _ranks_that_copy(place) if is_due else {}
-            is_own_lost = is_due and not is_rank_alive(place.run, rank)
+        deadline = Deadline(self._wait)
+        while not deadline.has_passed():
+            ranks = _ranks_that_copy(place)  # look at the ranks before their files
+            is_own_lost = not is_rank_alive(place.run, rank)
             yield
             place.refuse_abandoned()
             part = self._read_part()
             if part is not None and part.failure:
                 raise StoreError(part.failure)
-            if is_due:
-                look = Deadline(LIVENESS_PERIOD)
-                lost = (is_own_lost and not place.has(self._name)) or False in ranks.values()
+            if False in ranks.values() or (is_own_lost and not place.has(self._name)):
+                break
             if ranks:
                 deadline = Deadline(self._wait)
             time.sleep(POLL_PAUSE)

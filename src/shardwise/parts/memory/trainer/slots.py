@@ -24,7 +24,6 @@ HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to
 PAGE_SIZE = mmap.PAGESIZE
 STAT_BLOCK = 512  # the unit of st_blocks, in bytes
 DELETION_TIMEOUT = 1.5  # seconds to wait for files that agents have deleted
-MOST_COUNTS = 8  # how often slots are counted at most, while snapshots are being freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,19 +201,10 @@ class Slots:
 
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
-        missing = 0
-        for _ in range(MOST_COUNTS):
-            # Count these slots first, so that a slot that is freed meanwhile is not overlooked.
-            directories = self._directories()
-            used = sum(map(self._used_in, directories))
-            missing = self._count - used - len(self._free_slots())
-            if missing <= 0 or directories == self._directories():
-                break
-        return missing
-
-    def _directories(self) -> list[Path]:
-        snapshots = [each.path for each in self._run.snapshots()]
-        return [*snapshots, *self._run.freed_directories()]
+        # Count in the order in which a slot moves, so that one that moves is not overlooked.
+        snapshots = sum(self._used_in(each.path) for each in self._run.snapshots())
+        freed = sum(map(self._used_in, self._run.freed_directories()))
+        return self._count - snapshots - freed - len(self._free_slots())
 
     def _new_name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(4)}.slot"

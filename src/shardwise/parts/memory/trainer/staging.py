@@ -25,11 +25,9 @@ from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.reclaim import (
     bytes_needed_for_others,
     bytes_stored_for_others,
-    free_uncommittable,
 )
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, RingFile
 from shardwise.parts.memory.redundancy.placement import parity_file_size
-from shardwise.parts.memory.states import RecordCache
 from shardwise.parts.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -121,12 +119,10 @@ class Staging:
         self._home = home
         self._run = run
         self._record_name = records.rank_record(rank)
-        self._record_cache = RecordCache()
         self._nodes = nodes
         self._ranks_here = ranks_here
         self.watch = watch
         self._options = options
-        self._commit_timeout = 2 * options.wait + 1  # then a commit counts as failed
         self._threads = THREADS_WITH_OVERLAP if options.overlap else THREADS
         self._pool = ThreadPoolExecutor(self._threads, "shardwise-stage")
         self._background_thread = ThreadPoolExecutor(1, "shardwise-background")
@@ -181,8 +177,6 @@ class Staging:
 
     def has_free(self) -> bool:
         """Return whether a slot is free for another part."""
-        if not self._own_slots.has_free():
-            free_uncommittable(self._run, self._commit_timeout, self._record_cache)
         return self._own_slots.has_free()
 
     def begin(self, part: SnapshotPart) -> CopyProgress:
@@ -289,6 +283,7 @@ class Staging:
             snapshots_to_keep=self._options.slots,
             stages=part.stages,
             epoch=part.epoch,
+            wait=self._options.wait,
             failure=failure,
             above=part.above,
         )
@@ -423,7 +418,6 @@ class Staging:
                 return slot
             if check_nodes is not None:
                 check_nodes()
-            free_uncommittable(self._run, self._commit_timeout, self._record_cache)
             self._home.wake()
         raise _NoSlotError(
             f"no slot became free within {self._options.wait:.0f} s: the agent of {self._home} is "
