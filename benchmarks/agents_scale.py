@@ -7,13 +7,16 @@ The agent of the leading node is real. All other nodes are simulated (`simulated
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Raw
@@ -27,16 +30,16 @@ from shardwise.kernel.manifest.manifest import (
     step_directory,
 )
 from shardwise.kernel.store import LocalStore
+from shardwise.parts.lineage import read_or_create_lineage
 from shardwise.parts.memory import records
-from shardwise.parts.memory.agent.agent import Agent
-from shardwise.parts.memory.agent.mirrors import Mirrors
-from shardwise.parts.memory.agent.process import make_performers
+from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.agent.process import make_agent
+from shardwise.parts.memory.agent.server import Served, create_app, serve_connections
 from shardwise.parts.memory.files import listen_to_bell, write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
-from shardwise.parts.lineage import read_or_create_lineage
-from shardwise.parts.memory.observe import Observer, read_outcome
-from shardwise.parts.memory.records import AgentInfo, PendingManifest, StagedFile
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
 from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.states import read_state
 from shardwise.parts.tiers.options import StorageTask
 
 NODES = (64, 1024, 2048)
@@ -61,12 +64,12 @@ def measure(nodes: int) -> dict[str, object]:
         stored.mkdir(parents=True)
         home = Home(scratch)
         run = home.run(read_or_create_lineage(LocalStore(root)).run)
-        with simulate(nodes, stored) as (infos, counts):
-            own = AgentInfo(name_of_node(0), "http://127.0.0.1:1", TOKEN)
-            place = SnapshotDirectory(run, STEP)
-            observer = Observer(home, own.node)
-            performers = make_performers(home, own.node, observer, MappedFiles(), Mirrors(), None)
-            agent = Agent(observer, performers)
+        place = SnapshotDirectory(run, STEP, SAVE)
+        follower = Follower(name_of_node(0), MappedFiles())
+        agent, _ = make_agent(home, follower)
+        port = serve(home, follower, agent.wake)
+        with simulate(nodes, stored, port, run.name, place.name) as (infos, counts):
+            own = AgentInfo(follower.node, f"http://127.0.0.1:{port}", TOKEN)
             threading.Thread(
                 target=listen_to_bell, args=(home.bell_path, agent.wake), daemon=True
             ).start()
@@ -78,8 +81,7 @@ def measure(nodes: int) -> dict[str, object]:
             stage_files(place, nodes, [own, *infos], root)
             agent.wake()
             seconds = wait_for_end(place, start)
-            while not all(place.has(records.save_record(each, SAVE, "told")) for each in STAGES):
-                time.sleep(0.01)
+            time.sleep(0.5)  # the nodes below learn the last outcome
             cpu = time.process_time() - cpu
             counts.send(None)
             saved = counts.recv()
@@ -105,12 +107,26 @@ def measure(nodes: int) -> dict[str, object]:
         shutil.rmtree(scratch)
 
 
+def serve(home: Home, follower: Follower, wake: Callable[[], None]) -> int:
+    """Serve the leading node in a thread, and return the port."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    calls, states = follower.calls, follower.states
+    served = Served(home=home.path, token=TOKEN, wake=wake, calls=calls, states=states)
+
+    async def serve_forever() -> None:
+        async with serve_connections(create_app(served), listener):
+            await asyncio.Event().wait()
+
+    threading.Thread(target=lambda: asyncio.run(serve_forever()), daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
 def wait_for_end(place: SnapshotDirectory, start: float) -> dict[str, float]:
     """Wait for the outcomes of all stages, and return the seconds until each."""
     seconds: dict[str, float] = {}
     while len(seconds) < len(STAGES):
         for stage in STAGES:
-            done = read_outcome(place, stage, SAVE)
+            done = read_state(place).outcomes.get(stage)
             if done is not None and stage not in seconds:
                 seconds[stage] = time.monotonic() - start
                 if done.failure:
@@ -124,8 +140,8 @@ def stage_files(place: SnapshotDirectory, nodes: int, infos: list[AgentInfo], ro
     place.path.mkdir(parents=True)
     for rank in range(RANKS):
         data, entry = make_file(rank)
-        staged = StagedFile(entry, f"r{rank:05d}-0.slot", 2, STAGES, epoch=0)
-        write_record(place.path / records.file_record(entry.name, "staged"), staged)
+        part = RankPart(file=entry, snapshots_to_keep=2, stages=STAGES, epoch=0)
+        write_record(place.path / records.rank_record(rank), part)
         (place.path / entry.name).write_bytes(data)
     filler = "x" * (MANIFEST_BYTES_PER_RANK * nodes * RANKS)
     manifest = Manifest(
@@ -148,7 +164,7 @@ def stage_files(place: SnapshotDirectory, nodes: int, infos: list[AgentInfo], ro
         durable=True,
         copies=1,
     )
-    write_record(place.path / records.save_record("pending", SAVE), pending)
+    write_record(place.path / records.PENDING, pending)
 
 
 if __name__ == "__main__":

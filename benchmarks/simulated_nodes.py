@@ -1,7 +1,8 @@
 """Nodes of a run that one process simulates: each answers on a port of its own, at once.
 
-A simulated node has sealed its files, and does what is requested of it and of the nodes below it
-in the tree. The process counts the requests and the bytes.
+A simulated node has sealed its files, and replies at once to a call for its part of a stage, for
+itself and the nodes below it in the tree. The nodes that the leader calls ask it for the pending
+manifest, the manifest and the outcomes. The process counts the requests and the bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from shardwise.kernel.manifest.manifest import FileEntry, data_file, lay_out_file
+from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, data_file, lay_out_file
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import encode_record
 from shardwise.parts.memory.node_tree import NodeTree
@@ -91,14 +93,14 @@ class _Peer(asyncio.Protocol):
             del self._data[: end + 4 + length]
             method, path, _ = head.split(" ")
             name = path.partition("?")[0].split("/")[-1]
-            kind = f"{method} {'file' if name[:2] in ('r0', 'r1') else name.split('-')[0]}"
+            kind = f"{method} {'file' if name[:2] in ('r0', 'r1') else name}"
             self._counts.requests[kind] = self._counts.requests.get(kind, 0) + 1
             self._counts.nodes.add(self._index)
             self._answer(method, name, headers.get("range"))
 
     def _answer(self, method: str, name: str, byte_range: str | None) -> None:
-        if method == "PUT":
-            self._send("204 No Content", b"")
+        if method == "POST":
+            self._send("200 OK", encode_record(self._reply(name)))
             return
         body = self._find(name)
         if body is None:
@@ -114,9 +116,6 @@ class _Peer(asyncio.Protocol):
         for rank in ranks_of(self._index):
             if name == data_file(rank, SAVE):
                 return make_file(rank)[0]
-        for stage in records.TOLD_STAGES:
-            if name in (records.save_record(stage, SAVE, kind) for kind in ("done", "told")):
-                return encode_record(self._reply(stage))
         return None
 
     def _reply(self, stage: str) -> SubtreeReply:
@@ -132,7 +131,7 @@ class _Peer(asyncio.Protocol):
             files=np.concatenate([each.files for each in replies]),
             entries=np.concatenate([each.entries for each in replies]),
         )
-        return combined.encode(SAVE, stage)
+        return combined.encode(SAVE)
 
     def _send(self, status: str, body: bytes, headers: str = "") -> None:
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
@@ -141,11 +140,15 @@ class _Peer(asyncio.Protocol):
 
 
 @contextmanager
-def simulate(nodes: int, stored: Path) -> Iterator[tuple[list[AgentInfo], Connection]]:
+def simulate(
+    nodes: int, stored: Path, leader: int, run: str, snapshot: str
+) -> Iterator[tuple[list[AgentInfo], Connection]]:
     """Simulate all nodes but the first while the block runs.
 
     Args:
         stored: the directory of the save in storage.
+        leader: the port of the agent of the first node.
+        run, snapshot: the id of the run, and the name of the snapshot's directory.
 
     Yields:
         The agents of these nodes; and a connection: whoever sends anything over it gets the
@@ -153,7 +156,9 @@ def simulate(nodes: int, stored: Path) -> Iterator[tuple[list[AgentInfo], Connec
     """
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_serve, args=(nodes, theirs, stored), daemon=True)
+    process = context.Process(
+        target=_serve, args=(nodes, theirs, stored, leader, f"/runs/{run}", snapshot), daemon=True
+    )
     process.start()
     try:
         ports = ours.recv()
@@ -174,14 +179,18 @@ def simulate(nodes: int, stored: Path) -> Iterator[tuple[list[AgentInfo], Connec
         process.join()
 
 
-def _serve(nodes: int, connection: Connection, stored: Path) -> None:
+def _serve(
+    nodes: int, connection: Connection, stored: Path, leader: int, run: str, snapshot: str
+) -> None:
     for rank in range(nodes * RANKS):
         make_file(rank)
         (stored / data_file(rank, SAVE)).touch()  # as if all nodes had copied their files
-    asyncio.run(_serve_all(nodes, connection))
+    asyncio.run(_serve_all(nodes, connection, leader, run, snapshot))
 
 
-async def _serve_all(nodes: int, connection: Connection) -> None:
+async def _serve_all(
+    nodes: int, connection: Connection, leader: int, run: str, snapshot: str
+) -> None:
     loop = asyncio.get_running_loop()
     counts = Counts()
     ports = []
@@ -201,7 +210,39 @@ async def _serve_all(nodes: int, connection: Connection) -> None:
 
     loop.add_reader(connection.fileno(), report)
     connection.send(ports)
-    await asyncio.Event().wait()
+    children = NodeTree(range(nodes), MOST_FAN_OUT).children(0)  # type: ignore[arg-type]
+    follow = [_follow(leader, run, f"{run}/{snapshot}", counts) for _ in children]
+    await asyncio.gather(*follow, asyncio.Event().wait())
+
+
+async def _follow(port: int, run: str, snapshot: str, counts: Counts) -> None:
+    """Ask the leader as the agent of a node below it does, until all stages have ended."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def get(path: str) -> tuple[int, bytes]:
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+        writer.write(head.encode())
+        counts.sent += len(head)
+        name = path.partition("?")[0].rpartition("/")[2]
+        kind = f"to the leader: GET {name}"
+        counts.requests[kind] = counts.requests.get(kind, 0) + 1
+        found = await reader.readuntil(b"\r\n\r\n")
+        lines = found.decode().lower().split("\r\n")
+        size = next(int(each.split(":")[1]) for each in lines if each.startswith("content-length"))
+        body = await reader.readexactly(size)
+        counts.received += len(found) + size
+        return int(lines[0].split(" ")[1]), body
+
+    version, has_pending, has_manifest, ended = 0, False, False, set[str]()
+    while len(ended) < len(records.STAGES):
+        _, body = await get(f"{run}/outcomes?version={version}&wait=5")
+        told = msgspec.json.decode(body, type=records.Outcomes)
+        version, ended = told.version, set(told.saves.get(SAVE, {}))
+        if not has_pending:
+            has_pending = (await get(f"{snapshot}/{records.PENDING}"))[0] == 200
+        if not has_manifest and "commit" in ended:
+            has_manifest = (await get(f"{snapshot}/{MANIFEST}"))[0] == 200
+    writer.close()
 
 
 if __name__ == "__main__":
