@@ -33,7 +33,7 @@ from shardwise.parts.memory.records import (
 )
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import RecordCache, SaveStates, read_state
-from shardwise.parts.memory.view import StageState, on_this_node
+from shardwise.parts.memory.view import RunView, StageState, on_this_node
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_nodes import unreachable
@@ -459,3 +459,58 @@ def test_an_older_save_of_a_step_does_not_replace_a_newer_one_in_storage(
         older.run.wake_agent()
         until(lambda: "persist" in read_state(older).outcomes)
     assert sw.open(tmp_path / "root" / "step-00000001")["t"] == 1
+
+
+# The table of states in docs/parts/snapshots.md.
+
+PAGE = Path(__file__).parents[2] / "docs" / "parts" / "snapshots.md"
+STATES = ("copying", "staged", "sealed", "committed", "protected", "persisted")
+ENDED = {"committed": "commit", "protected": "protect", "persisted": "persist"}
+
+
+def documented() -> dict[str, tuple[list[str], list[str]]]:
+    """For each state, the actions of the leading agent and of another one, as the page says."""
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if (state := cells[0].partition(":")[0]) in STATES and len(cells) == 4:
+            found[state] = tuple(
+                [] if cell == "nothing" else [each.strip(" `") for each in cell.split(",")]
+                for cell in cells[1:3]
+            )
+    return found  # type: ignore[return-value]
+
+
+def reach(place: SnapshotDirectory, state: str, *, leads: bool) -> None:
+    """What a node has of a durable save in this state, and in those before it."""
+    leader = AgentInfo("leader", "http://127.0.0.1:1", "t")
+    entry = FileEntry(FILES[0], 0, 0, 0, 0, 0, 0)
+    above = [] if leads else [leader]
+    stages = ("commit", "protect", "persist")
+    part = RankPart(file=entry, snapshots_to_keep=2, stages=stages, epoch=0, above=above)
+    write_record(place.path / records.rank_record(0), part)
+    write_record(place.path / records.PENDING, pending_of("leader", durable=True))
+    reached, states = STATES[: STATES.index(state) + 1], SaveStates()
+    if "staged" in reached:
+        (place.path / FILES[0]).touch()
+    if "sealed" in reached:
+        states.change(place, lambda one: msgspec.structs.replace(one, entries={FILES[0]: entry}))
+    for each in reached:
+        if each == "committed":
+            place.manifest_path.touch()
+        if each in ENDED:
+            states.end(place, ENDED[each], StageOutcome())
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_page_says_what_agents_do_in_each_state(
+    tmp_path: Path, state: str, leads: bool
+) -> None:
+    place = place_of(Home(tmp_path).run(new_run_id()))
+    lock = RankLock(place.run, 0)
+    reach(place, state, leads=leads)
+    seen = read_snapshot(place, "leader" if leads else "other")
+    actions = decide_run(RunView(run=place.run, snapshots=(seen,)), 0.0)
+    assert sorted(each.kind for each in actions) == sorted(documented()[state][not leads])
+    lock.release()
