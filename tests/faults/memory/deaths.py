@@ -4,19 +4,22 @@ any change that they make to the files below a directory.
     python deaths.py PATTERN WHEN agent run --dir=…
 
 is the command line of shardwise, but dies at the first record whose name matches the pattern. With
-`save.json#3` it dies at the third one. With `effect#7` it dies before the seventh change.
+`save.json#3` it dies at the third one. With `effect#7` it dies before the seventh change; with
+`stop#7` it is stopped there for seven seconds. With `answer#3` one of three answers to it is lost.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from shardwise.kernel.engine.write_file import FileSource
@@ -47,9 +50,36 @@ def die_at_bucket(number: int) -> None:
     FileSource.fill = dying  # type: ignore[method-assign]
 
 
-def die_at_effect(number: int, home: str) -> None:
+def stop_for_a_while() -> None:
+    """Be stopped for seven seconds, longer than others bear with silence."""
+    resume = f"sleep 7; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", resume], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def lose_answers(every: int) -> None:
+    """From now on, one of so many answers of other agents is lost, after they have done their part."""
+    from shardwise.kernel.errors import StoreError
+    from shardwise.parts.memory.remote.client import AgentClient
+
+    ask = AgentClient._request
+    choose = random.Random(every)
+
+    def losing(client: AgentClient, *args: Any, **kwargs: Any) -> object:
+        answer = ask(client, *args, **kwargs)
+        if choose.randrange(every) == 0:
+            raise StoreError(f"{client}: the answer was lost")
+        return answer
+
+    AgentClient._request = losing  # type: ignore[method-assign, assignment]
+
+
+def act_at_effect(number: int, home: str, act: Callable[[], None] = die) -> None:
     """From now on, die before this change of the names below a directory: a file that is renamed,
     linked or removed, or a directory that is made or removed. The first one is 1.
+
+    Args:
+        act: what to do instead.
     """
     seen = iter(range(1, number + 1))
     lock = threading.Lock()
@@ -58,8 +88,9 @@ def die_at_effect(number: int, home: str) -> None:
         def change_or_die(*args: object, **kwargs: object) -> object:
             if home in str(args[0]) or home in str(args[1:2]):
                 with lock:
-                    if next(seen) == number:
-                        die()
+                    is_due = next(seen, 0) == number
+                if is_due:
+                    act()
             return change(*args, **kwargs)
 
         return change_or_die
@@ -100,9 +131,14 @@ if __name__ == "__main__":
     from shardwise.parts.cli import main
 
     pattern, when = sys.argv.pop(1), sys.argv.pop(1)
+    (where,) = (each.removeprefix("--dir=") for each in sys.argv if each.startswith("--dir="))
+    runs, number = f"{where}/shardwise-{os.getuid()}/runs/", int(pattern.partition("#")[2] or 1)
     if pattern.startswith("effect#"):
-        (home,) = (each.removeprefix("--dir=") for each in sys.argv if each.startswith("--dir="))
-        die_at_effect(int(pattern.partition("#")[2]), f"{home}/shardwise-{os.getuid()}/runs/")
+        act_at_effect(number, runs)
+    elif pattern.startswith("stop#"):
+        act_at_effect(number, runs, stop_for_a_while)
+    elif pattern.startswith("answer#"):
+        lose_answers(number)
     else:
         die_at_note(pattern, when)  # type: ignore[arg-type]
     main()

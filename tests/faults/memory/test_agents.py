@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,46 @@ def test_agents_that_die_while_they_ask_others_are_followed_by_others_that_go_on
     went = gang.run(go_on, cluster, last + 3, world=4, by="columns")
     assert {(each.step, each.source) for each in went} == {(last, "memory")}
     assert_tidy(shm, 4)
+
+
+EFFECTS = 24  # as many changes an agent makes in two saves, at least
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("node", mostly_long([0, 1], [0]))
+@pytest.mark.parametrize(
+    "effects", [[5], pytest.param([*range(1, EFFECTS + 1)], marks=pytest.mark.long)],
+    ids=["some", "all"],
+)  # fmt: skip
+def test_agents_that_die_before_any_change_are_followed_by_others_that_go_on(
+    gang: Gang, shm: Path, copied: Cluster, node: int, effects: list[int]
+) -> None:
+    for number in effects:
+        die_and_go_on(gang, copied, node, f"effect#{number}", "before")
+    last = 1 + 2 * len(effects)
+    went = gang.run(go_on, copied, last + 3, world=2, by="columns")
+    assert {(each.step, each.source) for each in went} == {(last, "memory")}
+    assert_tidy(shm, 2)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("node", mostly_long([0, 1], [0]))
+@pytest.mark.parametrize("hit", mostly_long(
+    ["answer#2", "answer#3", *(f"stop#{number}" for number in (1, 3, 5, 7, 9, 12))], ["answer#2"]
+))  # fmt: skip
+def test_agents_to_which_answers_are_lost_or_that_are_stopped_complete_their_saves(
+    gang: Gang, shm: Path, copied: Cluster, node: int, hit: str
+) -> None:
+    """Who is stopped for seven seconds has been silent for longer than others wait to ask on."""
+    patient = replace(copied, options={**copied.options, "wait": 60.0})
+    agent = start_mortal(copied.directory(node), hit, "before")
+    gang.run(go_on, patient, 5, world=2, timeout=120.0, group_timeout=100.0)
+    until(lambda: steps_in(copied.root)[-1] == 5)
+    assert agent.poll() is None
+    end_agents(copied.directory(node))
+    went = gang.run(go_on, copied, 8, world=2, by="columns")
+    assert {(each.step, each.source) for each in went} == {(5, "memory")}
+    assert_tidy(shm, 2)
 
 
 def leftovers(root: Path) -> list[str]:
