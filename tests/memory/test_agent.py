@@ -181,7 +181,7 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Snapsho
     states.change(place, lambda _: SaveState(retries={"persist": retry}))
     done = try_stage(states, place, "persist", "here", no_answer)
     assert (done.bytes, done.failure) == (0, "StoreUnavailableError: no answer")
-    states.end(place, "persist", done)
+    states.end(place, {"persist": done})
     assert read_state(place).retries == {}
 
 
@@ -212,7 +212,7 @@ def test_no_snapshot_is_persisted_of_a_step_that_the_run_has_left(
     )
     write_record(place.path / records.PENDING, pending)
     follower = Follower("node", MappedFiles())
-    follower.states.end(place, "commit", StageOutcome(node="node"))
+    follower.states.end(place, {"commit": StageOutcome(node="node")})
     follower.states.end_part(place, "persist", StageOutcome(node="node", bytes=1))
     if resumed_from is not None:
         resume_from(LocalStore(root), run.name, resumed_from)

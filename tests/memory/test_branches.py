@@ -308,7 +308,7 @@ def test_a_root_that_says_nothing_of_a_run_costs_it_nothing(
 def failed(run: Run, step: int) -> None:
     """Its commit has failed."""
     done = StageOutcome(failure="a node is lost")
-    SaveStates().end(place_of(run, step), "commit", done)
+    SaveStates().end(place_of(run, step), {"commit": done})
 
 
 def aged(run: Run, step: int, seconds: float) -> None:

@@ -154,7 +154,7 @@ def test_outcomes_and_rescues(tmp_path: Path) -> None:
         assert client.read_outcomes(RUN, found.version, 0.2) == found
         assert 0.2 <= time.monotonic() - start < 10
         done = StageOutcome(bytes=5, node="a")
-        one.states.end(one.place, "commit", done)
+        one.states.end(one.place, {"commit": done})
         assert client.read_outcomes(RUN, found.version, 20.0).saves == {SAVE: {"commit": done}}
 
 

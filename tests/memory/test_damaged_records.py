@@ -219,7 +219,7 @@ def test_a_damaged_state_fails_the_stages_and_is_written_again(tmp_path: Path) -
     place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1, SAVE)
     place.path.mkdir(parents=True)
     states = SaveStates()
-    states.end(place, "commit", OUTCOME)
+    states.end(place, {"commit": OUTCOME})
     path = place.state_path()
     path.write_bytes(path.read_bytes().replace(b"commit", b"cOmmit"))
     states.end_part(place, "protect", OUTCOME)
@@ -274,7 +274,10 @@ def test_an_agent_that_is_slow_is_not_lost_though_the_patience_is_short(
         monkeypatch.setattr(lost_agents, "running_agent", lambda home: slow)
         run = Home(tmp_path).run("0" * 16)
         home, options = Home(tmp_path), sw.Memory(wait=0.3)
-        watch = AgentWatch(home, options, 0, SnapshotDirectory(run, 1, SAVE), lambda: now[0])
+        place = SnapshotDirectory(run, 1, SAVE)
+        place.path.mkdir(parents=True)
+        (place.path / "pending.json").touch()
+        watch = AgentWatch(home, options, 0, place, lambda: now[0])
         now[0] = 1.0
         watch.check(0.2)
         now[0] = 6.0

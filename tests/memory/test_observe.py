@@ -118,7 +118,7 @@ def test_a_rank_that_is_stuck_as_it_copies_is_not_waited_for_once_the_commit_has
     begun: SnapshotDirectory,
 ) -> None:
     lock = RankLock(begun.run, 1)
-    SaveStates().end(begun, "commit", StageOutcome(failure="stuck"))
+    SaveStates().end(begun, {"commit": StageOutcome(failure="stuck")})
     assert due(begun) == (StageState.RUNNING, StageState.RUNNING)
     lock.release()
 
@@ -223,7 +223,7 @@ def test_a_snapshot_may_be_freed_while_it_is_read(
 ) -> None:
     """Just after the names of its files were read. What has become of the save is known still."""
     write_record(begun.path / records.PENDING, pending_of("here"))
-    SaveStates().end(begun, "commit", StageOutcome(seconds=1.0))
+    SaveStates().end(begun, {"commit": StageOutcome(seconds=1.0)})
     named = SnapshotDirectory.list_names
 
     def named_just_before(self: SnapshotDirectory, suffix: str = "") -> list[str]:
@@ -499,7 +499,7 @@ def reach(place: SnapshotDirectory, state: str, *, leads: bool) -> None:
         if each == "committed":
             place.manifest_path.touch()
         if each in ENDED:
-            states.end(place, ENDED[each], StageOutcome())
+            states.end(place, {ENDED[each]: StageOutcome()})
 
 
 @pytest.mark.parametrize("state", STATES)

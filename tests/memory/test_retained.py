@@ -222,7 +222,7 @@ def place(tmp_path: Path) -> SnapshotDirectory:
     place.manifest_path.write_bytes(b"{}")
     set_root_task(place.run, StorageTask(root=str(root), keep=asdict(sw.Keep(last=1)), newest=3))
     for stage in ("commit", "persist"):
-        SaveStates().end(place, stage, StageOutcome(node="here"))
+        SaveStates().end(place, {stage: StageOutcome(node="here")})
     return place
 
 
@@ -260,7 +260,7 @@ def test_who_waits_learns_of_the_end_within_milliseconds(
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if sum(pauses) > 1.0:
-            SaveStates().end(place, records.REMOVE_OLD, done)
+            SaveStates().end(place, {records.REMOVE_OLD: done})
 
     monkeypatch.setattr(pending_saves, "Deadline", partial(Deadline, sleep=sleep))
     assert stages_of(place).wait_for(records.REMOVE_OLD, None) == done
@@ -368,7 +368,7 @@ def test_each_failure_is_told_once_and_what_is_under_way_stays(place: SnapshotDi
         begun.add(stages_of(each))
 
     def fails(each: SnapshotDirectory) -> None:
-        SaveStates().end(each, records.REMOVE_OLD, StageOutcome(failure="busy"))
+        SaveStates().end(each, {records.REMOVE_OLD: StageOutcome(failure="busy")})
 
     begun.raise_failure()
     fails(place)
@@ -390,7 +390,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     place.path.mkdir(parents=True)
     place.manifest_path.write_bytes(b"{}")
     states = SaveStates()
-    states.end(place, "commit", StageOutcome())
+    states.end(place, {"commit": StageOutcome()})
     stages = PendingSave(
         home=home,
         options=sw.Memory(wait=10.0),
@@ -404,9 +404,9 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     assert stages.wait_for("protect", 10.0).failure == ""
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
-    states.end(place, "persist", StageOutcome())
+    states.end(place, {"persist": StageOutcome()})
     assert stages.wait_for("persist", 10.0).failure == ""
-    states.end(place, "persist", StageOutcome())
+    states.end(place, {"persist": StageOutcome()})
     assert stages.wait_for("retain", 10.0).failure == ""
 
 

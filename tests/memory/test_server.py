@@ -495,7 +495,7 @@ def test_outcomes_are_told_at_once_when_they_change(served: Served) -> None:
         asked = pool.submit(ask, first.version, 20)
         time.sleep(0.1)
         start = time.monotonic()
-        served.states.end(served.place, "commit", done)
+        served.states.end(served.place, {"commit": done})
         found = asked.result(40)
         assert time.monotonic() - start < 15  # of the 20 that it would wait
     assert found.version != first.version

@@ -322,7 +322,7 @@ def leave_committed(
 
 def end(place: SnapshotDirectory, stage: str, failure: str = "") -> None:
     """A stage has ended on all nodes."""
-    SaveStates().end(place, stage, StageOutcome(failure=failure))
+    SaveStates().end(place, {stage: StageOutcome(failure=failure)})
 
 
 def test_the_newest_that_is_protected_stays(run: Run) -> None:

@@ -197,7 +197,7 @@ def retire(directory: Path, run: str, number: int) -> None:
     stage(directory, run, *range(1, 1 + SLOTS))
     places = Home(directory).run(run).snapshots()
     for place in places:
-        SaveStates().end(place, "commit", StageOutcome(seconds=1.0))
+        SaveStates().end(place, {"commit": StageOutcome(seconds=1.0)})
     die_before_effect(number, directory)
     discard(places)
     assert all(read_state(place).outcomes["commit"].seconds == 1.0 for place in places)

@@ -58,7 +58,7 @@ def stop_for_a_while() -> None:
 
 
 def lose_answers(every: int) -> None:
-    """From now on, one of so many answers of other agents is lost, after they have done their part."""
+    """From now on, one of so many answers of other agents is lost."""
     from shardwise.kernel.errors import StoreError
     from shardwise.parts.memory.remote.client import AgentClient
 

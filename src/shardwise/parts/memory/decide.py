@@ -35,18 +35,19 @@ ROOT_TASK copies new checkpoints of a run's root to its mirror, or removes old c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import Run, SnapshotDirectory
-from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES
+from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES, AgentInfo
 from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
 REPLACED = "replaced by newer snapshots"
+UNCOMMITTABLE = "its commit takes too long, and a newer snapshot needs its memory"
 RUN_RESUMED = "the run was resumed from an older step"
 NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
@@ -127,7 +128,7 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
     ]
     followed = [each.place.name for each in run.snapshots if follows(each)]
     is_attended = run.unattended_since is None or now - run.unattended_since < UNTIL_UNFOLLOWED
-    if followed and is_attended:
+    if followed and is_attended and agents_above(run.snapshots):
         actions.append(RunAction(FOLLOW, run.run, newest=followed[-1]))
     if run.has_freed:
         actions.append(RunAction(FINISH_FREEING, run.run))
@@ -144,9 +145,15 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
 
 def follows(snapshot: SnapshotView) -> bool:
     """Return whether this node waits for the outcome of a stage that other nodes know first."""
-    above = any(part.above for part in snapshot.parts)
-    is_open = snapshot.is_copying or bool(snapshot.open_stages)
-    return above and is_open and not snapshot.is_abandoned
+    is_unclear = snapshot.is_unreadable and not snapshot.state_of("commit").has_ended
+    is_open = snapshot.is_copying or is_unclear or bool(snapshot.open_stages)
+    return is_open and not snapshot.leads and not snapshot.is_abandoned
+
+
+def agents_above(snapshots: Sequence[SnapshotView]) -> list[AgentInfo]:
+    """Return the agents above this node in the tree of the run, as the newest snapshot says."""
+    parts = (part for each in reversed(snapshots) for part in each.parts)
+    return next((part.above for part in parts if part.above), [])
 
 
 def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
@@ -166,11 +173,13 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 def _free_replaced(run: RunView) -> Iterator[Action]:
     """Yield actions that free the snapshots that newer ones have replaced, or will replace."""
     newest, kept = run.newest_committed, kept_snapshots(run)
-    for each in run.snapshots[:-1]:
+    staged = [each for each in run.snapshots if each.staged]
+    for each in run.snapshots:
         is_older = newest is not None and each.age_key < newest.age_key
-        is_free = is_older and each.place not in kept and not is_pinned(run, each)
-        if is_free or is_uncommittable(each, run.snapshots[-1]):
+        if is_older and each.place not in kept and not is_pinned(run, each):
             yield Action(FREE, each.place, why=REPLACED)
+        elif each in staged[:-1] and is_uncommittable(each, staged[-1]):
+            yield Action(FREE, each.place, why=UNCOMMITTABLE)
 
 
 def is_uncommittable(snapshot: SnapshotView, newest: SnapshotView) -> bool:
@@ -179,7 +188,7 @@ def is_uncommittable(snapshot: SnapshotView, newest: SnapshotView) -> bool:
     A commit that takes too long counts as failed: it has not ended although the newest snapshot was
     staged long ago. A snapshot that must be persisted may take any time.
     """
-    if snapshot.is_committed or not snapshot.staged or snapshot.must_be_persisted:
+    if snapshot.is_committed or snapshot.must_be_persisted:
         return False
     is_durable = any("persist" in part.stages for part in snapshot.staged)
     wait = max(part.wait for part in snapshot.staged)
@@ -302,7 +311,10 @@ def find_superseded(
         for each in reversed(run.snapshots)
         if step is not None and each.step <= step and not is_superseded(each, lineage)
     ]
-    kept = [each for each in valid if each.step == step or _is_being_persisted(each, nodes)]
+    of_step = [each for each in valid if each.step == step]
+    # Without a manifest, another node may have it, and this node a part of the snapshot.
+    of_step = [each for each in of_step if each.is_committed] or of_step
+    kept = [each for each in valid if each in of_step or _is_being_persisted(each, nodes)]
     finished = [each for each in valid if each not in kept and _is_finished(each)]
     kept += finished[: max(0, slots - len(kept))]
     places = {each.place for each in kept}

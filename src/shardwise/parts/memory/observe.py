@@ -198,6 +198,7 @@ class _SnapshotReader:
             unsealed=unsealed,
             pending=pending,
             leads=leads,
+            is_unreadable=len(parts) < len(ranks),
             is_copying=is_copying,
             state=state,
             stages={

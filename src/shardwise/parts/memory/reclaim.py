@@ -298,7 +298,8 @@ def _trim_ended(directory: Path) -> None:
     files = regular_files(directory)
     by_age = sorted(files, key=lambda name: files[name].st_mtime)
     for name in by_age[:-MOST_ENDED]:
-        (directory / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (directory / name).unlink()
 
 
 def _remove_run(home: Home, run: Run) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,17 +21,17 @@ from shardwise.parts.memory.records import (
     REMOVE_OLD,
     STAGES,
     Failing,
+    Outcomes,
     PendingManifest,
     Retry,
     SaveState,
     StageOutcome,
 )
 
-LONGEST_SILENCE = 20.0
+LONGEST_SILENCE = 10.0
 """Seconds without news of the node that leads a save, until that counts as a failure. Each node on
 the way to it asks the next one every few seconds."""
-MOST_TOLD = 8
-"""How many freed saves an agent still tells the outcomes of."""
+_ENDED = re.compile(r"([0-9a-f]{16})\.json")
 T = TypeVar("T")
 
 
@@ -96,10 +97,10 @@ def read_state(place: SnapshotDirectory, cache: RecordCache | None = None) -> Sa
 
 def places_with_states(run: Run) -> list[SnapshotDirectory]:
     """Return the snapshots of a run, and the last ones that were freed; these have step 0."""
-    files = regular_files(run.path / ENDED_DIRECTORY)
-    newest = sorted(files, key=lambda name: files[name].st_mtime)[-MOST_TOLD:]
-    ended = (SnapshotDirectory(run, 0, name.removesuffix(".json")) for name in newest)
-    return [*ended, *run.snapshots()]
+    snapshots = run.snapshots()  # first: a snapshot that is freed meanwhile is in both lists
+    names = regular_files(run.path / ENDED_DIRECTORY)
+    ended = [SnapshotDirectory(run, 0, match[1]) for match in map(_ENDED.fullmatch, names) if match]
+    return [*ended, *snapshots]
 
 
 class SaveStates:
@@ -159,14 +160,21 @@ class SaveStates:
 
         self.change(place, change)
 
-    def end(self, place: SnapshotDirectory, stage: str, done: StageOutcome) -> None:
-        """Record how a stage ended on all nodes."""
+    def end(self, place: SnapshotDirectory, done: Mapping[str, StageOutcome]) -> None:
+        """Record how stages ended on all nodes."""
 
         def change(state: SaveState) -> SaveState:
-            outcomes = {**state.outcomes, stage: done}
-            return msgspec.structs.replace(state, outcomes=outcomes, retries=_without(state, stage))
+            outcomes = {**state.outcomes, **done}
+            return msgspec.structs.replace(state, outcomes=outcomes, retries=_without(state, *done))
 
         self.change(place, change)
+
+    def read_outcomes(self, run: Run) -> Outcomes:
+        """Return the outcomes of the saves in memory, and of the last saves that were freed."""
+        with self.lock:  # no snapshot leaves its directory meanwhile
+            places = places_with_states(run)
+            saves = {each.save_id: read_state(each).outcomes for each in places}
+            return Outcomes(self.version, 0.0, saves)
 
     def retry(
         self, place: SnapshotDirectory, stage: str, failure: str, longest_outage: float
@@ -197,5 +205,5 @@ def request_rescue(states: SaveStates, place: SnapshotDirectory, node: str) -> N
     states.change(place, lambda state: msgspec.structs.replace(state, rescue=node or "unknown"))
 
 
-def _without(state: SaveState, stage: str) -> dict[str, Retry]:
-    return {each: retry for each, retry in state.retries.items() if each != stage}
+def _without(state: SaveState, *stages: str) -> dict[str, Retry]:
+    return {each: retry for each, retry in state.retries.items() if each not in stages}

@@ -48,6 +48,7 @@ class SnapshotView:
         unsealed: the staged data files that have no checksums yet.
         pending: the pending manifest, or the copy of it. Here, its field `manifest` is empty.
         leads: whether this node leads the save.
+        is_unreadable: whether the record of a rank of this node is damaged.
         is_copying: whether a live rank of this node copies its part into memory, and the commit has
             not ended.
         state: how far the save is.
@@ -66,6 +67,7 @@ class SnapshotView:
     unsealed: tuple[str, ...] = ()
     pending: PendingManifest | None = None
     leads: bool = False
+    is_unreadable: bool = False
     is_copying: bool = False
     state: SaveState = field(default_factory=SaveState)
     stages: Mapping[str, StageState]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ import msgspec
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.engine.root import Root
-from shardwise.kernel.errors import ShardwiseError, StoreError, StoreUnavailableError
+from shardwise.kernel.errors import FormatError, ShardwiseError, StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manifest
 from shardwise.kernel.store import Store, open_store
 from shardwise.parts.lineage import read_lineage
@@ -22,16 +22,24 @@ from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.incoming import IncomingFile, rank_record_of
 from shardwise.parts.memory.agent.protect import protect_others
 from shardwise.parts.memory.agent.root_tasks import OpenedStores
-from shardwise.parts.memory.decide import REPLACED, Action, RunAction, follows
+from shardwise.parts.memory.decide import (
+    REPLACED,
+    UNCOMMITTABLE,
+    UNTIL_UNFOLLOWED,
+    Action,
+    RunAction,
+    agents_above,
+    follows,
+)
 from shardwise.parts.memory.files import LARGEST_RECORD, decode_record, read_record, write_record
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.options import Tls
+from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.reclaim import free_replaced, free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
     AgentInfo,
-    Outcomes,
     PendingManifest,
     RankPart,
     StageOutcome,
@@ -51,8 +59,10 @@ LONGEST_OUTAGE = 86400.0
 """Seconds for which a stage is tried again while the storage does not answer."""
 RESCUE_REQUEST_TIMEOUT = 0.5
 MOST_RESCUERS = 32
-OUTCOMES_WAIT = 5.0
+OUTCOMES_WAIT = 1.0
 """Seconds after which a node tells its outcomes to a node below it, even if nothing has changed."""
+LONGEST_PAUSE = 5.0
+"""Seconds until a node asks again, if no node above it answers."""
 OUTCOMES_TIMEOUT = 5.0
 """Seconds until the next node above is asked for outcomes, after that."""
 Done = tuple[int, dict[int, FileEntry]]
@@ -71,6 +81,7 @@ class Follower:
         states: the states of the saves on this node.
         calls: the calls of other nodes to this one.
         stopping: set when the agent stops.
+        clients: clients of the agents of nodes above this one.
     """
 
     node: str
@@ -80,6 +91,7 @@ class Follower:
     states: SaveStates = field(default_factory=SaveStates)
     calls: ReceivedCalls = field(default_factory=ReceivedCalls)
     stopping: threading.Event = field(default_factory=threading.Event)
+    clients: dict[AgentInfo, AgentClient] = field(default_factory=dict)
 
     def seal(self, action: Action) -> None:
         """Compute the checksums of the files that this node's ranks staged."""
@@ -102,14 +114,34 @@ class Follower:
         if (call := self.calls.call_of(place, stage)) is None:
             return
         top, wait = call
-        try:  # the pending manifest travels at the same time
-            pending = place.wait_until(place.read_pending, PENDING, Deadline(wait))
+        try:
+            pending = self._wait_for_pending(place, wait)
         except StoreError as error:
             log.error("%s: %s", stage, error)
             replies = Replies(failures={self.node: str(error)})
         else:
             replies = self.fulfil(place, StageCall(pending, stage, top, wait))
         self.calls.reply(place, stage, call, replies.encode(place.save_id))
+
+    def _wait_for_pending(self, place: SnapshotDirectory, wait: float) -> PendingManifest:
+        """Return the pending manifest, or copy it from a node above, which has sent the call.
+
+        Raises:
+            StoreError: it did not come in time, or a record of a rank is damaged.
+        """
+        for _ in Deadline(wait).attempts(pause=RETRY_PAUSE):
+            for name in filter(records.is_rank_record, place.list_names()):
+                part = read_record(place.path / name, RankPart)
+                if part is not None and part.above and not place.has(PENDING):
+                    with suppress(StoreError):
+                        self._copy_pending(place, part.above)
+            if (pending := place.read_pending()) is not None:
+                return pending
+            place.refuse_abandoned()
+        raise StoreError(
+            f"timed out waiting for {PENDING} in {place.path}: the ranks of this node have ended, "
+            "or are too slow, or no node above this one has it; see their logs"
+        )
 
     def fulfil(self, place: SnapshotDirectory, call: StageCall) -> Replies:
         """Call the nodes below this node, do this node's part, and return all replies.
@@ -155,11 +187,11 @@ class Follower:
         self, place: SnapshotDirectory, pending: PendingManifest, wait: float
     ) -> int:
         """Wait until this node's files are sealed, and return their bytes."""
-        deadline, total = Deadline(wait), 0
+        deadline, total, cache = Deadline(wait), 0, RecordCache()
         for name, node in pending.files:
             if node == self.node:
                 total += place.wait_until(
-                    lambda name=name: _find_entry(place, name),  # type: ignore[misc]
+                    lambda name=name: _find_entry(place, name, cache),  # type: ignore[misc]
                     f"the checksums of {name}",
                     deadline,
                 ).size
@@ -249,43 +281,39 @@ class Follower:
     def follow(self, action: RunAction) -> None:
         """Ask a node above this one for the pending manifest and the outcomes of stages.
 
-        Return when nothing is waited for.
+        Return when nothing is waited for, or the trainers have ended long ago.
         """
         run, cache, versions = action.run, RecordCache(), dict[str, int]()
-        clients: dict[str, AgentClient] = {}
         known: set[SnapshotDirectory] = set()
-        heard_at = self.states.heard_at
-        heard_at.setdefault(run.name, time.monotonic())
+        heard_at, attended_at = self.states.heard_at, time.monotonic()
+        heard_at[run.name] = attended_at
         pause = RETRY_PAUSE
         try:
             while not self.stopping.is_set():
                 snapshots = read_snapshots(run, self.node, cache)
                 followed = [each for each in snapshots if follows(each)]
-                if not followed:
-                    break
+                attended_at = time.monotonic() if has_trainers(run) else attended_at
+                if not followed or time.monotonic() - attended_at > UNTIL_UNFOLLOWED:
+                    return
                 if not (new := {each.place for each in followed}) <= known:
                     versions.clear()  # what was told before is new for these snapshots
                 known = new
-                above = next(part.above for part in followed[-1].parts if part.above)
                 try:
-                    silence = self._ask_above(run, above, followed, clients, versions)
+                    silence = self._ask_above(run, agents_above(snapshots), followed, versions)
                     heard_at[run.name], pause = time.monotonic() - silence, RETRY_PAUSE
                 except StoreError as error:
                     if pause == RETRY_PAUSE:
                         log.warning("run %s: no outcomes from other nodes: %s", run.name, error)
                     self.stopping.wait(pause)
-                    pause = min(2 * pause, OUTCOMES_WAIT)
-            heard_at.pop(run.name, None)
+                    pause = min(2 * pause, LONGEST_PAUSE)
         finally:
-            for client in clients.values():
-                client.close()
+            heard_at.pop(run.name, None)
 
     def _ask_above(
         self,
         run: Run,
         above: Sequence[AgentInfo],
         followed: Sequence[SnapshotView],
-        clients: dict[str, AgentClient],
         versions: dict[str, int],
     ) -> float:
         """Ask the nearest node above this one that answers for outcomes, and record them.
@@ -296,53 +324,69 @@ class Follower:
         Raises:
             StoreError: no node answers.
         """
-        tls = None if self.tls is None else self.tls.for_client()
-        failure: StoreError | None = None
+        failure = StoreError("no node is above this one")
         for info in above:
-            if info.url not in clients:
-                clients[info.url] = AgentClient(info, read_timeout=OUTCOMES_TIMEOUT, tls=tls)
-            client = clients[info.url]
             try:
-                found = client.read_outcomes(run.name, versions.get(info.url, 0), OUTCOMES_WAIT)
-                for snapshot in followed:
-                    if snapshot.pending is None:
-                        self._copy_pending(snapshot.place, client)
-                    self._record_outcomes(snapshot.place, found, client)
+                version = versions.get(info.url, 0)
+                found = self._client(info).read_outcomes(run.name, version, OUTCOMES_WAIT)
             except StoreError as error:
                 failure = error
                 continue
+            for snapshot in followed:
+                place = snapshot.place
+                with suppress(StoreError):  # it is asked again
+                    if snapshot.pending is None:
+                        self._copy_pending(place, [info])
+                self._record_outcomes(place, found.saves.get(place.save_id, {}), info)
             versions[info.url] = found.version
             return found.silence
-        raise failure or StoreError("no node is above this one")
+        raise failure
 
-    def _copy_pending(self, place: SnapshotDirectory, client: AgentClient) -> None:
-        """Copy the pending manifest of a save from a node above, if it has it by now."""
-        with suppress(FileNotFoundError):  # or the snapshot was freed here
-            data = client.read(place.run.name, place.name, PENDING, limit=LARGEST_RECORD)
-            pending = decode_record(data, PendingManifest, f"{PENDING} of {client}")
-            write_record(place.path / PENDING, msgspec.structs.replace(pending, manifest=""))
-            self.states.tell()
+    def _client(self, info: AgentInfo) -> AgentClient:
+        if info not in self.clients:
+            tls = None if self.tls is None else self.tls.for_client()
+            self.clients[info] = AgentClient(info, read_timeout=OUTCOMES_TIMEOUT, tls=tls)
+        return self.clients[info]
+
+    def _read(self, info: AgentInfo, place: SnapshotDirectory, name: str) -> bytes:
+        return self._client(info).read(place.run.name, place.name, name, limit=LARGEST_RECORD)
+
+    def _copy_pending(self, place: SnapshotDirectory, above: Sequence[AgentInfo]) -> None:
+        """Copy the pending manifest of a save from the nearest node above that has it by now."""
+        for info in above:
+            with suppress(FileNotFoundError):
+                data = self._read(info, place, PENDING)
+                pending = decode_record(data, PendingManifest, f"{PENDING} of node {info.node}")
+                write_record(place.path / PENDING, msgspec.structs.replace(pending, manifest=""))
+                self.states.tell()
+                return
 
     def _record_outcomes(
-        self, place: SnapshotDirectory, found: Outcomes, client: AgentClient
+        self, place: SnapshotDirectory, told: Mapping[str, StageOutcome], info: AgentInfo
     ) -> None:
         """Record what a node above has told; the outcome of the commit after the manifest."""
-        known = read_state(place).outcomes
-        for stage in records.STAGES:
-            done = found.saves.get(place.save_id, {}).get(stage)
-            if done is None or stage in known:
-                continue
-            with suppress(FileNotFoundError):  # the snapshot was freed, here or there
-                if stage == "commit" and not done.failure and not place.is_committed():
-                    data = client.read(place.run.name, place.name, MANIFEST, limit=LARGEST_RECORD)
-                    if decode_manifest(data).save_id != place.save_id:
-                        raise StoreError(
-                            f"{client}: the manifest of {place.name} is of another save"
-                        )
-                    write_record(place.manifest_path, data)
-            with suppress(FileNotFoundError):
-                ended = msgspec.structs.replace(done, ended_at=time.time())
-                self.states.end(place, stage, ended)
+        known, now = read_state(place).outcomes, time.time()
+        new = {
+            stage: msgspec.structs.replace(done, ended_at=now)
+            for stage, done in told.items()
+            if stage not in known
+        }
+        commit = new.get("commit")
+        if commit is not None and not commit.failure and not place.is_committed():
+            try:
+                data = self._read(info, place, MANIFEST)
+                if decode_manifest(data).save_id != place.save_id:
+                    raise FormatError(f"the manifest of {place.name} on {info.node} is another")
+                write_record(place.manifest_path, data)
+            except FileNotFoundError:
+                pass  # the snapshot was freed, here or there
+            except StoreError:
+                return  # it is asked again
+            except FormatError as error:
+                failure = f"the manifest on node {info.node} is damaged: {error}"
+                new["commit"] = msgspec.structs.replace(commit, failure=failure)
+        with suppress(FileNotFoundError):
+            self.states.end(place, new)
 
 
 def try_stage(
@@ -399,15 +443,17 @@ def agents_of(pending: PendingManifest, run: Run) -> list[AgentInfo]:
     return [newest[info.node] for info in pending.nodes]
 
 
-def _find_entry(place: SnapshotDirectory, data_file: str) -> FileEntry | None:
+def _find_entry(place: SnapshotDirectory, data_file: str, cache: RecordCache) -> FileEntry | None:
     """Return the entry of a file of this node, or None while it is not sealed.
 
     Raises:
         StoreError: its rank could not stage it, or its record is damaged.
     """
-    if (entry := read_state(place).entries.get(data_file)) is not None:
+    if (entry := read_state(place, cache).entries.get(data_file)) is not None:
         return entry
-    part = read_record(rank_record_of(place, data_file), RankPart)
+    part = cache.read(rank_record_of(place, data_file), RankPart)
+    if isinstance(part, StoreError):
+        raise part
     if part is not None and part.failure:
         raise StoreError(part.failure)
     return None
@@ -415,7 +461,10 @@ def _find_entry(place: SnapshotDirectory, data_file: str) -> FileEntry | None:
 
 def free(action: Action, states: SaveStates) -> bool:
     """Free the memory of a snapshot; return False if it is in use."""
-    if action.why == REPLACED:
+    if action.why == UNCOMMITTABLE and "commit" not in read_state(action.place).outcomes:
+        failed = StageOutcome(failure=action.why, ended_at=time.time())
+        states.end(action.place, {"commit": failed})  # ranks may wait for it
+    if action.why in (REPLACED, UNCOMMITTABLE):
         return free_replaced(action.place, states.lock)
     if is_free := free_unattended(action.place, states.lock):
         step = action.place.step

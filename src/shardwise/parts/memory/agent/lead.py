@@ -76,7 +76,7 @@ class Leader:
             return stages[stage]()
 
         done = try_stage(follower.states, place, stage, follower.node, work)
-        follower.states.end(place, stage, done)
+        follower.states.end(place, {stage: done})
         place.run.wake_agent()
 
 
@@ -127,7 +127,7 @@ class _LeaderSave:
             with states.lock:
                 set_root_task(self.place.run, storage)
             if storage.mirror is not None:  # whoever copies also removes, when it has copied
-                states.end(self.place, REMOVE_OLD, StageOutcome(ended_at=time.time()))
+                states.end(self.place, {REMOVE_OLD: StageOutcome(ended_at=time.time())})
         return copied
 
     def _refuse_replaced(self) -> None:

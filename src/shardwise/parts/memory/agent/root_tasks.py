@@ -193,7 +193,7 @@ class RootTasks:
             is_old = place.path.exists() and newest is not None and place.step <= newest
             if REMOVE_OLD not in outcomes and (is_old or "persist" in outcomes):
                 with suppress(FileNotFoundError):
-                    self._states.end(place, REMOVE_OLD, done)
+                    self._states.end(place, {REMOVE_OLD: done})
 
     def _age_of_task(self, run: Run) -> float | None:
         with suppress(FileNotFoundError):

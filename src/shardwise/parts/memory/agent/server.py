@@ -56,8 +56,6 @@ from shardwise.parts.memory.records import (
 from shardwise.parts.memory.remote.calls import ReceivedCalls
 from shardwise.parts.memory.states import (
     SaveStates,
-    places_with_states,
-    read_state,
     request_rescue,
 )
 
@@ -242,7 +240,7 @@ class _Handlers:
         run = self._run_of(request)
         found = self._outcomes.get(run)
         if found is None or found.version != states.version:
-            found = await asyncio.to_thread(_read_outcomes, run, states.version)
+            found = await asyncio.to_thread(states.read_outcomes, run)
             self._outcomes = {run: found}
         return _json(msgspec.structs.replace(found, silence=states.silence(run)))
 
@@ -257,10 +255,12 @@ class _Handlers:
             if _is_discarded(place):
                 raise web.HTTPGone
             if self._has(place):
+                is_new = served.calls.call_of(place, stage) != received
                 reply = served.calls.receive(place, stage, received)
                 if reply is not None:
                     return web.Response(body=encode_record(reply))
-                served.wake()
+                if is_new:
+                    served.wake()
         if not self._has(place):
             raise web.HTTPNotFound(text=f"this node does not have {place.name} yet")
         return web.Response(status=202)
@@ -443,9 +443,3 @@ def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:
 def _is_discarded(place: SnapshotDirectory) -> bool:
     """Return whether this node has freed a snapshot, or is about to."""
     return place.has(ABANDONED_MARKER) or (not place.path.exists() and place.ended_path.exists())
-
-
-def _read_outcomes(run: Run, version: int) -> Outcomes:
-    """Return the outcomes of the saves in memory, and of the last saves that were freed."""
-    places = places_with_states(run)
-    return Outcomes(version, 0.0, {each.save_id: read_state(each).outcomes for each in places})

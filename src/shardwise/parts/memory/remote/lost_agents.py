@@ -124,16 +124,13 @@ class AgentWatch:
         place, own = self._place, self._rank
         is_staged = place.has(data_file(own, place.save_id))
         is_copying = place.has(records.rank_record(own)) and not is_staged
-        if (
-            place.has(records.PENDING)
-            or not place.path.exists()
-            or (is_copying and now - self._start < LONGEST_COPY)
-        ):
+        if place.has(records.PENDING) or (is_copying and now - self._start < LONGEST_COPY):
             self._save_seen_at = now
         elif now - self._save_seen_at > 2 * self._options.wait + 1:
             raise StoreError(
                 f"rank 0 has not passed this save to its agent for {now - self._save_seen_at:.0f} "
-                "s: it could not copy its data, or has ended; see the log of rank 0, and save again"
+                "s: it could not copy its data, or has ended, or the snapshot was removed; see the "
+                "log of rank 0, and save again"
             )
 
 
