@@ -56,7 +56,7 @@ LAYERS_OF_MEMORY = (
     ("identity", "node_tree", "rank_liveness", "replies", "seal", "states"),
     ("home", "redundancy"),
     ("records",),
-    ("files", "options"),
+    ("files", "options", "times"),
 )
 LAYERS_OF_FORMATS = (
     ("opening", "steps"),

@@ -20,7 +20,7 @@ from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry, decode_manif
 from shardwise.kernel.store import LocalStore
 from shardwise.parts.lineage import read_or_create_lineage, resume_from
 from shardwise.parts.memory import records
-from shardwise.parts.memory.agent.actions import LONGEST_OUTAGE, Follower, try_stage
+from shardwise.parts.memory.agent.actions import Follower, try_stage
 from shardwise.parts.memory.agent.agent import Agent, Retries
 from shardwise.parts.memory.agent.lead import Leader
 from shardwise.parts.memory.agent.process import release_free_memory
@@ -38,6 +38,7 @@ from shardwise.parts.memory.records import (
 )
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates, read_state
+from shardwise.parts.memory.times import DAY
 from shardwise.parts.tiers.options import StorageTask
 from tests.soak.steadiness import anonymous
 
@@ -176,7 +177,7 @@ def test_a_stage_is_tried_again_while_the_storage_does_not_answer(place: Snapsho
     assert (done.bytes, done.failure) == (7, "")
     states.end_part(place, "persist", done)
     assert read_state(place).retries == {}
-    long_ago = time.time() - LONGEST_OUTAGE - 1
+    long_ago = time.time() - DAY - 1
     retry = Retry(failure="", since=long_ago, attempts=9)
     states.change(place, lambda _: SaveState(retries={"persist": retry}))
     done = try_stage(states, place, "persist", "here", no_answer)

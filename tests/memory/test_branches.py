@@ -19,9 +19,6 @@ from shardwise.parts.lineage import Lineage, new_run_id, read_or_create_lineage,
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.decide import (
-    UNTIL_FREED,
-    UNTIL_FREED_IF_STORED,
-    UNTIL_REMOVED,
     is_superseded,
 )
 from shardwise.parts.memory.files import write_record
@@ -33,6 +30,7 @@ from shardwise.parts.memory.reclaim import discard_superseded
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates, request_rescue
+from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UPKEEP_PERIOD
 from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import Attendant, free_decided
@@ -331,7 +329,7 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
     assert len(list(run.free_directory.glob("r00000-*.slot"))) == 4
 
 
-LINGER, LONGEST = UNTIL_FREED_IF_STORED, UNTIL_FREED
+LINGER, LONGEST = UNTIL_FREED_IF_STORED, DAY
 
 
 class Node:
@@ -350,7 +348,7 @@ class Node:
 
     def is_empty(self) -> bool:
         """Whether nothing of any run is left, a little later."""
-        self._agent.after(UNTIL_REMOVED)
+        self._agent.after(UPKEEP_PERIOD)
         home = self._agent.home
         return not home.runs() and not list(home.path.glob("**/*.slot"))
 

@@ -355,7 +355,8 @@ def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) ->
     of_another_rank = copy.copy_of_another_rank()
     forget_copies(copy.trial.run, 0)
     assert not slot.exists()
-    assert copy.place.list_names(".json") == [records.PENDING, of_another_rank.name]
+    assert not copy.place.has(records.rank_record(0))
+    assert copy.place.has(of_another_rank.name)
     copy.may_go_on.set()
     copying.wait(BOUND)
     lock.release_as_lost()

@@ -22,8 +22,6 @@ from shardwise.parts.memory.decide import (
     LOOK_UP_ROOT,
     RESCUE,
     ROOT_TASK,
-    UNTIL_FREED,
-    UNTIL_FREED_IF_STORED,
     Action,
     RunAction,
     decide_run,
@@ -32,6 +30,7 @@ from shardwise.parts.memory.decide import (
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
+from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED
 from shardwise.parts.memory.view import RootView, RunView, SnapshotView, StageState
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
@@ -247,7 +246,7 @@ def root(
         (UNTIL_FREED_IF_STORED, root(None), "rescue"),
         (UNTIL_FREED_IF_STORED, replace(root(None), lineage=None), [1, 2]),
         (UNTIL_FREED_IF_STORED, root(9, is_reachable=False), []),
-        (UNTIL_FREED, root(None, is_reachable=False), [1, 2]),
+        (DAY, root(None, is_reachable=False), [1, 2]),
         (1.0, root(None, lineage=Lineage(RUN.name).after_resuming(1)), [2]),
     ],
 )

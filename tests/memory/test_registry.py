@@ -30,13 +30,10 @@ from shardwise.parts.memory.records import (
     rank_record,
 )
 from shardwise.parts.memory.registry import (
-    LONGEST_AGE,
     MOST_EARLIER,
     MOST_NEWEST,
     NEWEST_FILE,
-    NEWEST_PERIOD,
     NODES_DIRECTORY,
-    RETRY_PERIOD,
     Entries,
     NodeEntry,
     Registration,
@@ -45,6 +42,7 @@ from shardwise.parts.memory.registry import (
     remove_earlier,
 )
 from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.times import RETRY_PERIOD, UPKEEP_PERIOD, WEEK
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import end_agents, until
@@ -130,11 +128,11 @@ def test_the_root_names_a_few_nodes_of_the_newest_snapshot(tmp_path: Path) -> No
 
     written = path.stat().st_mtime_ns
     lead_save(home, 3, many_infos(2048))
-    now[0] += 2 * NEWEST_PERIOD
+    now[0] += 2 * UPKEEP_PERIOD
     registration.update()
     assert path.stat().st_mtime_ns == written, "the nodes are the same"
     lead_save(home, 4, many_infos(2))
-    now[0] += 2 * NEWEST_PERIOD
+    now[0] += 2 * UPKEEP_PERIOD
     registration.update()
     assert [info.node for info in read_newest_nodes(root, RUN)] == [HERE.node, "n1"]
 
@@ -285,7 +283,7 @@ def test_what_is_damaged_is_told_and_what_is_old_goes(tmp_path: Path) -> None:
     found = read_entries(root, RUN, now=1e9)
     assert [info.node for info in found.agents] == [HERE.node]
     assert "is damaged" in found.unreachable["damaged"]
-    assert read_entries(root, RUN, now=1e9 + LONGEST_AGE + 1).agents == []
+    assert read_entries(root, RUN, now=1e9 + WEEK + 1).agents == []
     assert entries(tmp_path) == [damaged]
 
 

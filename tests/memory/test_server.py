@@ -687,7 +687,7 @@ def test_silent_strangers_keep_nobody_from_being_answered(tmp_path: Path) -> Non
 def test_a_stranger_is_closed_soon_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "FIRST_REQUEST_TIMEOUT", 0.2)
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT", 0.2)
     with serve(tmp_path) as one, ExitStack() as stack:
         used = stack.enter_context(one.line("GET /health HTTP/1.1\r\nHost: a\r\n\r\n"))
         assert used.recv(1000).startswith(b"HTTP/1.1 200")
@@ -735,7 +735,7 @@ def assert_answers_again(one: Served) -> None:
 def test_a_handshake_that_never_ends_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT", 0.3)
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT", 0.3)
     tls = Authority(tmp_path / "authority").issue("node").for_server()
     with (
         serve(tmp_path / "home", tls=tls) as one,

@@ -227,9 +227,8 @@ def test_a_port_that_is_taken_meanwhile_is_given_up(home: Home) -> None:
 def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
-    monkeypatch.setattr(agents, "REQUEST_PERIOD", 0.1)
-    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", 1.0)
+    monkeypatch.setattr(agents, "OBSERVE_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", 0.5)
     options = Memory(dir=str(home.path.parent))
     info = ensure_agent(home, options)
     with kept(home, options) as supervisor:
@@ -247,7 +246,7 @@ def test_an_agent_that_is_stopped_is_told_of_and_left_alone(
 def test_an_agent_that_cannot_live_is_given_up(
     home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "OBSERVE_PERIOD", 0.05)
     monkeypatch.setattr(agents, "MOST_STARTS", 2)
     absent = str(tmp_path / "absent")
     tls = sw.Tls(certificate=absent, key=absent, ca=absent)
@@ -311,7 +310,7 @@ def test_agents_serve_ipv6(home: Home) -> None:
 def test_a_home_that_disappears_is_no_harm(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "OBSERVE_PERIOD", 0.05)
     with kept(home, Memory(dir=str(home.path.parent), start_agent=False)), home.lock("agent.lock"):
         home.path.rename(home.path.with_name("away"))
         until(lambda: "checking the agent" in caplog.text)
@@ -320,7 +319,7 @@ def test_a_home_that_disappears_is_no_harm(
 
 
 def test_a_supervisor_that_is_deleted_stops(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "CHECK_PERIOD", 0.05)
+    monkeypatch.setattr(agents, "OBSERVE_PERIOD", 0.05)
     supervisor = AgentSupervisor(home, Memory(dir=str(home.path.parent), start_agent=False))
     thread = supervisor._thread
     with home.lock("agent.lock"):

@@ -144,7 +144,7 @@ def test_what_is_no_run_stays(home: Home) -> None:
 def test_an_agent_of_which_nothing_is_needed_ends(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "IDLE_TIMEOUT", 0.1)
+    monkeypatch.setattr(process, "UPKEEP_PERIOD", 0.1)
     run = begun(home)
 
     async def live() -> None:

@@ -42,6 +42,7 @@ from itertools import islice
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES, AgentInfo
+from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UNTIL_UNFOLLOWED, UPKEEP_PERIOD
 from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 
 TRAINER_LOST = "a trainer was lost"
@@ -104,11 +105,6 @@ AnyAction = Action | RunAction
 
 
 # All in seconds without trainers of the run on this node, unless noted otherwise.
-BETWEEN_LOOKUPS = 10.0  # between two reads of the root
-UNTIL_FREED_IF_STORED = 1800.0  # the snapshots are freed if storage has the newest snapshot
-UNTIL_FREED = 86400.0  # the snapshots are freed in any case
-UNTIL_UNFOLLOWED = 120.0  # nobody waits for the outcomes of stages any more
-UNTIL_REMOVED = 10.0  # a run without snapshots is removed, and a snapshot without data is freed
 STAGES_WITH_WORK = ("seal", *STAGES, *map(on_this_node, STAGES))
 """The stages on which a node has work to do, as it seals, leads a save, or is called by others."""
 
@@ -240,22 +236,22 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
 def _free_unattended(run: RunView, unattended_since: float, now: float) -> Iterator[AnyAction]:
     """Yield actions that free the memory of a run without trainers on this node."""
     if not run.snapshots:
-        if now - unattended_since >= UNTIL_REMOVED:
+        if now - unattended_since >= UPKEEP_PERIOD:
             yield RunAction(FREE_RUN, run.run)
         return
     root, seconds = run.root, now - unattended_since
     may_free_stored = seconds >= UNTIL_FREED_IF_STORED
     last_lookup = unattended_since if root is None else root.read_at
-    if now - last_lookup >= BETWEEN_LOOKUPS:
+    if now - last_lookup >= UPKEEP_PERIOD:
         yield RunAction(LOOK_UP_ROOT, run.run, may_free_stored)
-    frees_all = seconds >= UNTIL_FREED or (may_free_stored and _is_in_storage(run))
+    frees_all = seconds >= DAY or (may_free_stored and _is_in_storage(run))
     lineage = None if root is None else root.lineage
     for each in run.snapshots:
         if lineage is not None and is_superseded(each, lineage):
             yield Action(FREE, each.place, why=RUN_RESUMED)
         elif frees_all:
             yield Action(FREE, each.place, why=NO_TRAINER)
-        elif seconds >= UNTIL_REMOVED and not _is_of_use(each):
+        elif seconds >= UPKEEP_PERIOD and not _is_of_use(each):
             yield Action(FREE, each.place, why=NOTHING_TO_RESTORE)
     has_read_steps = root is not None and root.is_reachable and root.has_read_steps
     if may_free_stored and not frees_all and has_read_steps:

@@ -56,6 +56,7 @@ from shardwise.parts.memory.records import (
     RunInfo,
     is_rank_record,
 )
+from shardwise.parts.memory.times import POLL_PAUSE
 
 AGENT_LOCK, BELL_FILE = "agent.lock", "agent.bell"
 FREE_DIRECTORY, TASKS_DIRECTORY = "free", "roots"
@@ -64,7 +65,6 @@ MOST_EARLIER_NODES = 16
 ENDED_DIRECTORY = "ended"
 FREED_PREFIX = "freed-"
 ABANDONED_MARKER = "abandoned"
-POLL_PAUSE = 0.002
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _SNAPSHOT = re.compile(r"(step-[0-9]+)-([0-9a-f]{16})")
 SnapshotName = Annotated[str, msgspec.Meta(pattern=rf"\A{_SNAPSHOT.pattern}\Z")]

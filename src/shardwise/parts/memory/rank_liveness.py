@@ -14,8 +14,8 @@ from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.local_files import open_regular
 from shardwise.parts.memory.files import lock_directory, opened, regular_files, try_lock
 from shardwise.parts.memory.home import Home, Run
+from shardwise.parts.memory.times import LOCK_TIMEOUT
 
-LOCK_TIMEOUT = 10.0
 OWNER_SIZE = 76
 NOTE_AT = 128
 """The offset of a note in the file of a lock, behind the owner."""

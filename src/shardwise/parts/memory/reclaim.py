@@ -36,21 +36,18 @@ from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive
 from shardwise.parts.memory.records import STATE, RankPart, is_rank_record, rank_in_name
+from shardwise.parts.memory.times import FREE_TIMEOUT, LOOK_PERIOD, POLL_PAUSE
 from shardwise.parts.tiers.options import StorageTask
 
 SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 REMOVED_RUN_PREFIX = "vacant-"
 MOST_ENDED = 64
-SHORT_TIMEOUT, LONG_TIMEOUT = 0.05, 30.0
-POLL_PAUSE = 0.002
 Lock = AbstractContextManager[object]
 """What an agent holds while a snapshot leaves its directory: the lock of the states of saves."""
 log = logging.getLogger("shardwise")
 
 
-def free(
-    place: SnapshotDirectory, timeout: float = SHORT_TIMEOUT, lock: Lock | None = None
-) -> bool:
+def free(place: SnapshotDirectory, timeout: float = LOOK_PERIOD, lock: Lock | None = None) -> bool:
     """Free a snapshot; return False if it is still in use after `timeout` seconds."""
     for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
@@ -169,9 +166,9 @@ def discard(places: Sequence[SnapshotDirectory]) -> None:
     for place in places:
         place.abandon()
     for place in places:
-        if not free(place, LONG_TIMEOUT) and place.path.exists():
+        if not free(place, FREE_TIMEOUT) and place.path.exists():
             raise StoreError(
-                f"timed out after {LONG_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
+                f"timed out after {FREE_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
                 "the agent of this node is using the snapshot; see its log, and try again"
             )
 

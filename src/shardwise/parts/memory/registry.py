@@ -40,6 +40,7 @@ from shardwise.parts.memory.identity import info_for_run, serves_own_host_only
 from shardwise.parts.memory.observe import read_run_view
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.memory.times import DAY, RETRY_PERIOD, UPKEEP_PERIOD, WEEK
 from shardwise.parts.memory.view import RunView
 
 NODES_DIRECTORY, NEWEST_FILE = "nodes", "newest"
@@ -49,11 +50,7 @@ MOST_EARLIER = 16
 """How many nodes of earlier epochs stay listed although a snapshot of a later epoch exists."""
 MOST_NEWEST = 16
 """How many nodes of the newest snapshot the root names. Each of them knows the others."""
-NEWEST_PERIOD = 10.0
 READ_THREADS = 32
-LONGEST_AGE = 7 * 86400.0
-REWRITE_PERIOD = 86400.0
-RETRY_PERIOD = 60.0
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 T = TypeVar("T")
 log = logging.getLogger("shardwise.agent")
@@ -131,7 +128,7 @@ class Registration:
         newest = self._find_newest_nodes(view) if now >= registered.newest_due_at else None
         has_changed = newest is not None and newest != registered.newest
         if newest is not None:
-            registered.newest_due_at = now + NEWEST_PERIOD
+            registered.newest_due_at = now + UPKEEP_PERIOD
         if not (is_due or has_changed) or (root := run.root()) is None:
             return
         entries = open_store(root).at(NODES_DIRECTORY)
@@ -140,7 +137,7 @@ class Registration:
             self._publish(
                 entries, name, lambda info: NodeEntry(info(self._info), run.name, now, epoch), run
             )
-            registered.due_at, registered.epoch = now + REWRITE_PERIOD, epoch
+            registered.due_at, registered.epoch = now + DAY, epoch
             registered.entries = entries
         if newest is not None and has_changed:
             nodes = newest.nodes
@@ -253,7 +250,7 @@ def read_entries(
         now: the time in seconds since 1970; None for the present.
     """
     entries, excluded = root.at(NODES_DIRECTORY), {_file_of(node) for node in excluding}
-    oldest = (time.time() if now is None else now) - LONGEST_AGE
+    oldest = (time.time() if now is None else now) - WEEK
     found: list[NodeEntry] = []
     unreachable: dict[str, str] = {}
     try:

@@ -24,11 +24,11 @@ from shardwise.kernel.manifest.checksums import BLOCK, block_checksums
 from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.files import opened
+from shardwise.parts.memory.times import CHILD_TIMEOUT
 
 CHUNK = 4 << 20
 MOST_PROCESSES = 8
 LEAST_BYTES_OF_PROCESS = 256 << 20
-CHILD_TIMEOUT = 60.0  # seconds
 PR_SET_PDEATHSIG = 1
 _NOTHING: Buffer = np.zeros(0, np.uint8)
 log = logging.getLogger("shardwise.agent")

@@ -21,9 +21,9 @@ from shardwise.parts.memory.identity import LOOPBACK, resolve_interface, served_
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.records import AgentInfo, schema
+from shardwise.parts.memory.times import START_TIMEOUT
 
-START_TIMEOUT = 60.0
-LOCK_TIMEOUT = 70.0
+LOCK_TIMEOUT = START_TIMEOUT + 10.0  # longer than another process takes to start the agent
 START_LOCK = "start.lock"  # one rank of the node at a time starts the agent
 LARGEST_LOG = 1 << 20
 

@@ -27,10 +27,8 @@ from shardwise.parts.memory.records import (
     SaveState,
     StageOutcome,
 )
+from shardwise.parts.memory.times import GONE_AFTER
 
-LONGEST_SILENCE = 10.0
-"""Seconds without news of the node that leads a save, until that counts as a failure. Each node on
-the way to it asks the next one every few seconds."""
 _ENDED = re.compile(r"([0-9a-f]{16})\.json")
 T = TypeVar("T")
 
@@ -130,7 +128,7 @@ class SaveStates:
         return [
             Failing(run, None, now - at, why)
             for run, at in heard_at.items()
-            if now - at > LONGEST_SILENCE
+            if now - at > GONE_AFTER
         ]
 
     def change(self, place: SnapshotDirectory, change: Callable[[SaveState], SaveState]) -> None:

@@ -25,7 +25,6 @@ from shardwise.parts.memory.agent.root_tasks import OpenedStores
 from shardwise.parts.memory.decide import (
     REPLACED,
     UNCOMMITTABLE,
-    UNTIL_UNFOLLOWED,
     Action,
     RunAction,
     agents_above,
@@ -46,25 +45,25 @@ from shardwise.parts.memory.records import (
 )
 from shardwise.parts.memory.remote.calls import Caller, ReceivedCalls, StageCall
 from shardwise.parts.memory.remote.client import AgentClient
-from shardwise.parts.memory.remote.snapshot_nodes import RETRY_PAUSE, Nodes
+from shardwise.parts.memory.remote.snapshot_nodes import Nodes
 from shardwise.parts.memory.replies import Replies, combine_replies
 from shardwise.parts.memory.seal import MappedFiles, seal
 from shardwise.parts.memory.states import RecordCache, SaveStates, read_state, request_rescue
+from shardwise.parts.memory.times import (
+    ANSWER_TIMEOUT,
+    DAY,
+    FIRST_CONNECT_TIMEOUT,
+    OUTCOMES_WAIT,
+    RETRY_PAUSE,
+    SHORT_PATIENCE,
+    UNTIL_UNFOLLOWED,
+)
 from shardwise.parts.memory.view import RootView, SnapshotView, on_this_node
 from shardwise.parts.tiers.copying import FileCopier
 
 log = logging.getLogger("shardwise.agent")
 FILES_AT_ONCE = 2
-LONGEST_OUTAGE = 86400.0
-"""Seconds for which a stage is tried again while the storage does not answer."""
-RESCUE_REQUEST_TIMEOUT = 0.5
 MOST_RESCUERS = 32
-OUTCOMES_WAIT = 1.0
-"""Seconds after which a node tells its outcomes to a node below it, even if nothing has changed."""
-LONGEST_PAUSE = 5.0
-"""Seconds until a node asks again, if no node above it answers."""
-OUTCOMES_TIMEOUT = 5.0
-"""Seconds until the next node above is asked for outcomes, after that."""
 Done = tuple[int, dict[int, FileEntry]]
 """The bytes that a node processed; and, in a commit, the entries of its files by index."""
 
@@ -262,7 +261,7 @@ class Follower:
         log.warning("%s: persisting step %d", action.why, place.step)
         pending = require_pending(place)
         infos = agents_of(pending, place.run)
-        with closing(Nodes(place, infos, self.node, RESCUE_REQUEST_TIMEOUT, self.tls)) as nodes:
+        with closing(Nodes(place, infos, self.node, FIRST_CONNECT_TIMEOUT, self.tls)) as nodes:
             others = [info.node for info in pending.nodes[:MOST_RESCUERS]]
             for node in dict.fromkeys([pending.leader, *others, self.node]):
                 try:
@@ -305,7 +304,7 @@ class Follower:
                     if pause == RETRY_PAUSE:
                         log.warning("run %s: no outcomes from other nodes: %s", run.name, error)
                     self.stopping.wait(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    pause = min(2 * pause, SHORT_PATIENCE)
         finally:
             heard_at.pop(run.name, None)
 
@@ -345,7 +344,7 @@ class Follower:
     def _client(self, info: AgentInfo) -> AgentClient:
         if info not in self.clients:
             tls = None if self.tls is None else self.tls.for_client()
-            self.clients[info] = AgentClient(info, read_timeout=OUTCOMES_TIMEOUT, tls=tls)
+            self.clients[info] = AgentClient(info, read_timeout=ANSWER_TIMEOUT, tls=tls)
         return self.clients[info]
 
     def _read(self, info: AgentInfo, place: SnapshotDirectory, name: str) -> bytes:
@@ -399,7 +398,7 @@ def try_stage(
 
     Raises:
         StoreUnavailableError: the storage does not answer, so the agent must try again. After
-            `LONGEST_OUTAGE` seconds, this counts as a failure.
+            `DAY` seconds, this counts as a failure.
     """
     start = time.monotonic()
     nbytes, failure = 0, ""
@@ -407,7 +406,7 @@ def try_stage(
         nbytes = work()
     except Exception as error:  # any error: the outcome must say it, or the save is never completed
         is_outage = isinstance(error, StoreUnavailableError)
-        if is_outage and states.retry(place, stage, str(error), LONGEST_OUTAGE):
+        if is_outage and states.retry(place, stage, str(error), DAY):
             raise
         level = logging.INFO if place.has(ABANDONED_MARKER) else logging.ERROR
         is_expected = isinstance(error, (ShardwiseError, OSError))

@@ -27,11 +27,9 @@ from shardwise.parts.memory.decide import (
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.records import Failing
+from shardwise.parts.memory.times import FORGET_AFTER, OBSERVE_PERIOD, RETRY_PERIOD
 
-OBSERVE_PERIOD = 1.0
 NICENESS = 10
-LONGEST_DELAY = 60.0
-FORGET_DELAY = 600.0
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
@@ -201,11 +199,11 @@ class _Attempts:
 
     def is_recent(self, now: float) -> bool:
         """Return whether the last attempt was not long ago."""
-        return now - self.last_at < FORGET_DELAY
+        return now - self.last_at < FORGET_AFTER
 
     def is_due(self, now: float) -> bool:
         """Return whether to try again: at once after one attempt, later after growing delays."""
-        delay = min(2.0 ** (self.count - 2), LONGEST_DELAY) if self.count > 1 else 0.0
+        delay = min(2.0 ** (self.count - 2), RETRY_PERIOD) if self.count > 1 else 0.0
         return now - self.last_at >= delay
 
 

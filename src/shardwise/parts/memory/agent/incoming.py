@@ -13,12 +13,13 @@ from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import read_record
-from shardwise.parts.memory.home import POLL_PAUSE, SnapshotDirectory
+from shardwise.parts.memory.home import SnapshotDirectory
 from shardwise.parts.memory.observe import copying_ranks
 from shardwise.parts.memory.rank_liveness import is_rank_alive
 from shardwise.parts.memory.records import RankPart
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import read_state
+from shardwise.parts.memory.times import POLL_PAUSE
 
 
 def rank_record_of(place: SnapshotDirectory, data_file: str) -> Path:

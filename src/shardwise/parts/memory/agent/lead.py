@@ -39,11 +39,10 @@ from shardwise.parts.memory.remote.calls import StageCall
 from shardwise.parts.memory.remote.search import Search, list_own_files
 from shardwise.parts.memory.replies import Replies
 from shardwise.parts.memory.states import read_state
+from shardwise.parts.memory.times import SHORT_PATIENCE
 from shardwise.parts.tiers.copying import FileCopier
 
 log = logging.getLogger("shardwise.agent")
-RESCUE_TIMEOUT = 5.0
-"""Seconds to wait for a node that does not answer, during a rescue."""
 READ_THREADS = 2
 MOST_FAILURES_SHOWN = 3
 
@@ -146,7 +145,7 @@ class _LeaderSave:
         """Have all nodes that take part in a stage do their part; return the combined replies."""
         wait = self.pending.wait
         if read_state(self.place).rescue:
-            wait = min(wait, RESCUE_TIMEOUT)
+            wait = min(wait, SHORT_PATIENCE)
         call = StageCall(self.pending, stage, self.follower.node, wait)
         return self.follower.fulfil(self.place, call)
 

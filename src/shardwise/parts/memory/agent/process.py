@@ -42,13 +42,14 @@ from shardwise.parts.memory.reclaim import finish_freeing, finish_removals, remo
 from shardwise.parts.memory.records import STAGES, AgentInfo, schema
 from shardwise.parts.memory.registry import Registration
 from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.times import (
+    OBSERVE_PERIOD,
+    SHUTDOWN_TIMEOUT,
+    STOP_TIMEOUT,
+    UPKEEP_PERIOD,
+)
 from shardwise.parts.memory.view import on_this_node
 
-LOCK_TIMEOUT = 2.0
-IDLE_TIMEOUT = 10.0
-STOP_TIMEOUT = 20.0
-TRIM_PERIOD = 10.0
-REGISTRATION_PERIOD = 0.5
 log = logging.getLogger("shardwise.agent")
 
 
@@ -77,7 +78,7 @@ def run_agent(
     """
     home = Home(directory)
     address = resolve_interface(interface)
-    with home.lock(AGENT_LOCK, timeout=LOCK_TIMEOUT) as is_held:
+    with home.lock(AGENT_LOCK, timeout=SHUTDOWN_TIMEOUT) as is_held:
         if not is_held:
             raise StoreError(
                 f"another agent runs in {home}: stop it first, or choose another directory with "
@@ -196,7 +197,7 @@ def _register(registration: Registration, ended: asyncio.Event) -> None:
             registration.update()
         except Exception:  # any error: without this thread, no root gets the address
             log.exception("updating the addresses in roots failed; trying again")
-        time.sleep(REGISTRATION_PERIOD)
+        time.sleep(OBSERVE_PERIOD)
 
 
 async def _wait_for_end(
@@ -204,13 +205,13 @@ async def _wait_for_end(
 ) -> None:
     busy_at = trimmed_at = time.monotonic()
     while not ended.is_set():
-        if time.monotonic() - trimmed_at > TRIM_PERIOD:
+        if time.monotonic() - trimmed_at > UPKEEP_PERIOD:
             await asyncio.to_thread(release_free_memory)
             trimmed_at = time.monotonic()
         _restore_info(home, info)
         if not until_idle or home.runs() or home.runs_with_tasks():
             busy_at = time.monotonic()
-        elif time.monotonic() - busy_at > IDLE_TIMEOUT:
+        elif time.monotonic() - busy_at > UPKEEP_PERIOD:
             log.info("the node stores nothing, and no training runs: exiting")
             return
         with contextlib.suppress(asyncio.TimeoutError):

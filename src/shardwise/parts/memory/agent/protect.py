@@ -35,9 +35,9 @@ from shardwise.parts.memory.redundancy.placement import (
 )
 from shardwise.parts.memory.remote.snapshot_nodes import Nodes
 from shardwise.parts.memory.seal import MappedFiles
+from shardwise.parts.memory.times import POLL_PAUSE
 
 CHUNK = 8 << 20
-POLL_PAUSE = 0.002
 Range = tuple[int, int]
 NOTHING: Range = (0, 0)
 log = logging.getLogger("shardwise.agent")

@@ -30,13 +30,11 @@ from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.records import REMOVE_OLD, StageOutcome
 from shardwise.parts.memory.states import SaveStates, places_with_states, read_state
+from shardwise.parts.memory.times import DAY, FORGET_AFTER, RETRY_PERIOD
 from shardwise.parts.tiers.mirroring import Mirroring
 from shardwise.parts.tiers.options import StorageTask
 
 # All in seconds.
-CHECK_PERIOD = 60.0  # between two comparisons: other programs may change the root or the mirror
-REOPEN_PERIOD = 600.0  # if copies fail, the stores are opened again: they may find new credentials
-GIVE_UP_AFTER = 86400.0  # after the end of a run whose copies fail; or after the request to remove
 MOST_STORES = 16
 log = logging.getLogger("shardwise.agent")
 
@@ -175,7 +173,7 @@ class RootTasks:
                 task.remove_old(root, lambda: read_root_task(run) == task)
         except Exception as error:  # any error: the outcome must say it
             is_outage = isinstance(error, StoreUnavailableError)
-            if is_outage and begun is not None and begun < GIVE_UP_AFTER:
+            if is_outage and begun is not None and begun < DAY:
                 raise
             failure = describe_error(error)
             log.error("%s: old checkpoints were not removed: %s", task.root, failure)
@@ -216,7 +214,7 @@ class RootTasks:
             if opened.mirroring.catch_up(lambda: (read_root_task(run) or task).saved_steps):
                 opened.completed_at = self._clock()
         is_failing = opened is None or not opened.completed_at
-        is_old = opened is not None and self._clock() - opened.opened_at >= REOPEN_PERIOD
+        is_old = opened is not None and self._clock() - opened.opened_at >= FORGET_AFTER
         if is_failing and is_old:
             del self._open_mirrors[run]
         if read_root_task(run) == task and self._is_finished(run, task, is_failing=is_failing):
@@ -224,7 +222,7 @@ class RootTasks:
             self._open_mirrors.pop(run, None)
 
     def _needs_attempt(self, opened: _OpenMirror, task: StorageTask) -> bool:
-        return task != opened.task or self._clock() - opened.completed_at >= CHECK_PERIOD
+        return task != opened.task or self._clock() - opened.completed_at >= RETRY_PERIOD
 
     def _open(self, run: Run, task: StorageTask) -> _OpenMirror | None:
         """Open the root and the mirror of a task; return None if that fails."""
@@ -246,7 +244,7 @@ class RootTasks:
         if not is_failing:
             return True
         age = self._age_of_task(run)
-        if age is not None and age < GIVE_UP_AFTER:
+        if age is not None and age < DAY:
             return False
         log.error(
             "the mirror %s of %s still lacks checkpoints a day after the run has ended, and is "

@@ -58,17 +58,19 @@ from shardwise.parts.memory.states import (
     SaveStates,
     request_rescue,
 )
+from shardwise.parts.memory.times import (
+    ANSWER_TIMEOUT,
+    IDLE_CONNECTION_TIMEOUT,
+    LONGEST_POLL_PAUSE,
+    LONGEST_WAIT,
+    SHUTDOWN_TIMEOUT,
+    TRANSFER_TIMEOUT,
+)
 
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
-FIRST_REQUEST_TIMEOUT, HANDSHAKE_TIMEOUT = 5.0, 5.0
-IDLE_TIMEOUT = 90.0
-SHUTDOWN_TIMEOUT = 2.0
-POLL_PERIOD = 0.02
-STALL_TIMEOUT = 30.0
 SEND_SIZE = 1 << 23
 RUN_PATH = "/runs/{run:[0-9a-f]{16}}"
-LONGEST_WAIT = 60.0
 _NO_REGULAR_FILE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
 _STRANGERS = web.AppKey("strangers", dict[asyncio.Transport, None])
 """The connections over which no client has presented the secret yet, oldest first."""
@@ -138,7 +140,7 @@ async def serve_connections(
     listener: socket.socket,
     *,
     tls: ssl.SSLContext | None = None,
-    idle_timeout: float = IDLE_TIMEOUT,
+    idle_timeout: float = IDLE_CONNECTION_TIMEOUT,
     most: int = MOST_CONNECTIONS,
 ) -> AsyncIterator[None]:
     """Serve an application while the block runs.
@@ -165,11 +167,11 @@ async def serve_connections(
     )
     await runner.setup()
     server = await asyncio.get_running_loop().create_server(
-        lambda: _Acceptor(runner, most, min(FIRST_REQUEST_TIMEOUT, idle_timeout)),
+        lambda: _Acceptor(runner, most, min(ANSWER_TIMEOUT, idle_timeout)),
         sock=listener,
         backlog=BACKLOG,
         ssl=tls,
-        ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT,
+        ssl_handshake_timeout=None if tls is None else ANSWER_TIMEOUT,
     )
     try:
         yield
@@ -370,7 +372,7 @@ async def _attempts(request: web.Request) -> AsyncIterator[None]:
     deadline = loop.time() + min(_number_in(request, "wait"), LONGEST_WAIT)
     yield
     while (seconds_left := deadline - loop.time()) > 0 and not _is_closed(request):
-        await asyncio.sleep(min(seconds_left, POLL_PERIOD))
+        await asyncio.sleep(min(seconds_left, LONGEST_POLL_PAUSE))
         yield
 
 
@@ -407,7 +409,7 @@ async def _send_bytes(request: web.Request, file: BinaryIO, low: int, high: int)
     while low < high and transport is not None:
         sending = loop.sendfile(transport, file, low, min(SEND_SIZE, high - low))
         try:
-            sent = await asyncio.wait_for(sending, STALL_TIMEOUT)
+            sent = await asyncio.wait_for(sending, TRANSFER_TIMEOUT)
         except (OSError, RuntimeError, asyncio.TimeoutError):  # RuntimeError: already closed
             sent = 0
         if sent == 0:

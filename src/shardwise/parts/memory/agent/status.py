@@ -22,11 +22,11 @@ from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.redundancy.placement import groups_of_node, plan_protection
 from shardwise.parts.memory.remote.lost_agents import why_no_answer
 from shardwise.parts.memory.spawn import running_agent
+from shardwise.parts.memory.times import ANSWER_TIMEOUT
 from shardwise.parts.memory.view import SnapshotView
 from shardwise.parts.tiers.record import MirrorRecord
 
 SHOWN_STAGES = ("commit", "protect", "persist")
-ANSWER_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

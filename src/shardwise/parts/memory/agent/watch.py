@@ -22,11 +22,8 @@ from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.remote.client import AgentClient
 from shardwise.parts.memory.spawn import running_agent
+from shardwise.parts.memory.times import LONGEST_ATTEMPT, OBSERVE_PERIOD, UPKEEP_PERIOD
 
-REFRESH_SECONDS = 1.0
-ANSWER_TIMEOUT = 2.0
-LONGEST_AGE = 10.0
-"""Seconds after which an answer no longer counts."""
 NODES_AT_ONCE = 32
 
 
@@ -61,7 +58,7 @@ class ProgressWatch:
     def _read_run(self, run: Run, own: str) -> RunProgress:
         others = {each.node: each for each in self._nodes_of(run) if each.node != own}
         self._ask(run, list(others.values()))
-        oldest = self._clock() - LONGEST_AGE
+        oldest = self._clock() - UPKEEP_PERIOD
         answered = [(own, read_progress(run))]
         with self._lock:
             for node in others:
@@ -74,7 +71,7 @@ class ProgressWatch:
         """Ask nodes until the time of a refresh is over."""
         if not nodes:
             return
-        deadline = Deadline(REFRESH_SECONDS)
+        deadline = Deadline(OBSERVE_PERIOD)
         never = -float("inf")
         nodes.sort(key=lambda info: self._asked_at.get((run.name, info.node), never))
 
@@ -86,8 +83,8 @@ class ProgressWatch:
             with suppress(StoreError):
                 client = AgentClient(
                     info,
-                    connect_timeout=ANSWER_TIMEOUT,
-                    read_timeout=ANSWER_TIMEOUT,
+                    connect_timeout=LONGEST_ATTEMPT,
+                    read_timeout=LONGEST_ATTEMPT,
                     tls=self._tls,
                 )
                 with closing(client):

@@ -21,8 +21,8 @@ from shardwise.parts.memory.redundancy.placement import Protection
 from shardwise.parts.memory.redundancy.rebuild import Rebuilder
 from shardwise.parts.memory.remote.snapshot_nodes import Nodes
 from shardwise.parts.memory.seal import map_file
+from shardwise.parts.memory.times import READ_TIMEOUT
 
-NODE_TIMEOUT = 10.0
 LOCAL, OTHERS, DECODED = "local memory", "other nodes", "decoded"
 CountBytes = Callable[[str, int], None]
 """`count_bytes(origin, nbytes)` adds to the statistics of an origin."""
@@ -100,7 +100,7 @@ class AssembledStore(ReadOnlyStore):
         # Parts of the files may be in the memory of other nodes.
         self.traits = replace(self._local.traits, is_node_local=False, mapped=mapped)
         infos = list(locations.nodes.values())
-        self._nodes = Nodes(self._place, infos, node, NODE_TIMEOUT, tls)
+        self._nodes = Nodes(self._place, infos, node, READ_TIMEOUT, tls)
         self._failures: dict[str, str] = {}  # by node: its first read that failed, and why
         self._bytes_by_origin = dict.fromkeys((LOCAL, OTHERS, DECODED), 0)
         self._count_lock = threading.Lock()

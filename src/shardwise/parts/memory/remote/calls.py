@@ -29,12 +29,13 @@ from shardwise.parts.memory.records import PendingManifest, SubtreeReply
 from shardwise.parts.memory.remote.client import Discarded
 from shardwise.parts.memory.remote.snapshot_nodes import FinalError, Nodes
 from shardwise.parts.memory.replies import Replies, combine_replies
+from shardwise.parts.memory.times import (
+    LONGEST_ATTEMPT,
+    LONGEST_REPLY_WAIT,
+    SHORT_PATIENCE,
+    SHORTEST_ATTEMPT,
+)
 
-SHORTEST_REPLY_WAIT, LONGEST_REPLY_WAIT = 0.2, 5.0
-"""Seconds. An agent that is called waits so long for its reply before it answers without one."""
-LONGEST_SILENCE = 5.0
-"""Seconds of silence after which the nodes below a node are called too; less if `wait` is short."""
-SHORTEST_TIMEOUT = 1.0  # seconds, for a single request
 MOST_THREADS = 32
 
 
@@ -62,12 +63,12 @@ class StageCall:
     @property
     def silence(self) -> float:
         """Seconds of silence after which the nodes below a node are called too."""
-        return min(LONGEST_SILENCE, self.wait / 4)
+        return min(SHORT_PATIENCE, self.wait / 4)
 
     @property
     def timeout(self) -> float:
         """Seconds until a single request fails, besides the time that it asks the node to wait."""
-        return max(self.silence, SHORTEST_TIMEOUT)
+        return max(self.silence, LONGEST_ATTEMPT)
 
 
 ReceivedCall = tuple[str, float]
@@ -201,7 +202,7 @@ class Caller:
                     self._nodes.refuse_abandoned()
                     # With more nodes than threads, none of them may occupy a thread for long.
                     is_crowded = len(jobs) + len(to_ask) > MOST_THREADS
-                    seconds = SHORTEST_REPLY_WAIT if is_crowded else LONGEST_REPLY_WAIT
+                    seconds = SHORTEST_ATTEMPT if is_crowded else LONGEST_REPLY_WAIT
                     for each in to_ask:
                         jobs[pool.submit(self._ask_once, each, seconds)] = each
                     to_ask = []

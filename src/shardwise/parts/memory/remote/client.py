@@ -27,8 +27,8 @@ from shardwise.parts.memory.files import LARGEST_RECORD, PLAIN_NAME
 from shardwise.parts.memory.home import FilesOfSnapshots
 from shardwise.parts.memory.progress import NodeProgress, RankProgress
 from shardwise.parts.memory.records import AgentInfo, Failing, Outcomes
+from shardwise.parts.memory.times import LONGEST_ATTEMPT, SHORTEST_ATTEMPT
 
-SHORTEST_ATTEMPT, LONGEST_ATTEMPT = 0.2, 1.0  # seconds
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _SNAPSHOT = re.compile(r"step-[0-9]+-[0-9a-f]{16}")

@@ -14,16 +14,17 @@ from shardwise.parts.memory.options import Memory, Tls
 from shardwise.parts.memory.records import AgentInfo, Failing
 from shardwise.parts.memory.remote.client import AgentClient
 from shardwise.parts.memory.spawn import running_agent
+from shardwise.parts.memory.times import (
+    ANSWER_TIMEOUT,
+    CHECK_PERIOD,
+    FORGET_AFTER,
+    GONE_AFTER,
+    SHORT_PATIENCE,
+    SHORTEST_TIMEOUT,
+)
 
 # All in seconds.
-CHECK_PERIOD = 0.5
-GONE_TIMEOUT = 10.0
-REQUEST_PERIOD = 5.0
-REQUEST_TIMEOUT = 5.0
-SHORTEST_TIMEOUT = 0.1
 # An agent that is silent for a shorter time is not lost: on a busy machine, answers take seconds.
-SHORTEST_SILENCE = 5.0
-LONGEST_COPY = 600.0
 
 
 class AgentWatch:
@@ -31,7 +32,7 @@ class AgentWatch:
 
     The agent tells this rank what becomes of the other nodes, too. The wait ends if the agent does
     not answer, or fails to work on the save, for `Memory(wait=…)` seconds. A silence shorter than
-    `SHORTEST_SILENCE` never ends it.
+    `SHORT_PATIENCE` never ends it.
 
     Args:
         home: the directories of this node. The agent may be replaced by another.
@@ -57,7 +58,7 @@ class AgentWatch:
         self._agent_seen_at = now  # when this node had an agent
         self._answered_at = now
         self._save_seen_at = now  # when this node had a pending manifest
-        self._request_period = min(REQUEST_PERIOD, options.wait / 4)
+        self._request_period = min(ANSWER_TIMEOUT, options.wait / 4)
 
     def check(self, seconds_left: float | None) -> None:
         """Check the agent if the last check was long enough ago.
@@ -76,14 +77,14 @@ class AgentWatch:
         home = self._home
         if home.has_agent():
             self._agent_seen_at = now
-        elif now - self._agent_seen_at > GONE_TIMEOUT:
+        elif now - self._agent_seen_at > GONE_AFTER:
             raise StoreError(
                 f"the agent of {home} is gone; the next save starts another, which resumes its "
                 f"work (its log: {home.log_path})"
             )
         self._check_pending(now)
         if now - self._last_request > self._request_period:
-            timeout = REQUEST_TIMEOUT
+            timeout = ANSWER_TIMEOUT
             if seconds_left is not None:
                 timeout = max(SHORTEST_TIMEOUT, min(timeout, seconds_left / 2))
             self._check_answer(timeout)
@@ -97,7 +98,7 @@ class AgentWatch:
         answer = _list_failing(info, options.tls, timeout)
         now = self._clock()
         if isinstance(answer, str):
-            if now - self._answered_at > max(options.wait, SHORTEST_SILENCE):
+            if now - self._answered_at > max(options.wait, SHORT_PATIENCE):
                 raise StoreError(
                     f"the agent of node {info.node} (process {info.process} of {info.host}) has "
                     f"not answered for {now - self._answered_at:.0f} s: {answer}. If it is "
@@ -124,7 +125,7 @@ class AgentWatch:
         place, own = self._place, self._rank
         is_staged = place.has(data_file(own, place.save_id))
         is_copying = place.has(records.rank_record(own)) and not is_staged
-        if place.has(records.PENDING) or (is_copying and now - self._start < LONGEST_COPY):
+        if place.has(records.PENDING) or (is_copying and now - self._start < FORGET_AFTER):
             self._save_seen_at = now
         elif now - self._save_seen_at > 2 * self._options.wait + 1:
             raise StoreError(

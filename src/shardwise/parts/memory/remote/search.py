@@ -25,11 +25,13 @@ from shardwise.parts.memory.redundancy.placement import Protection, plan_protect
 from shardwise.parts.memory.redundancy.rebuild import find_unreadable_files
 from shardwise.parts.memory.remote.assembled import SnapshotLocations
 from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.times import (
+    CONNECT_TIMEOUT,
+    FIRST_CONNECT_TIMEOUT,
+    LONGEST_WAIT,
+    READ_TIMEOUT,
+)
 
-CONNECT_TIMEOUT = 0.5
-RECONNECT_TIMEOUT = 5.0  # for a node that has answered before
-READ_TIMEOUT = 10.0
-SEARCH_TIMEOUT = 60.0  # for all requests of a search together
 MOST_REQUESTS = 64
 MOST_READERS = 3
 """How many nodes are asked at most for the nodes of a snapshot."""
@@ -75,7 +77,7 @@ class Search:
         tls: certificates for the connections; None if they are unencrypted.
         lineage: the lineage of the run. Superseded snapshots are skipped.
         only: the names of the files that are searched; None for all files of a snapshot.
-        deadline: when all requests end. By default, `SEARCH_TIMEOUT` seconds from now.
+        deadline: when all requests end. By default, `LONGEST_WAIT` seconds from now.
 
     Attributes:
         nodes: the files of each node that answered, or did not need to be asked.
@@ -100,7 +102,7 @@ class Search:
         self._tls = tls
         self._lineage = lineage
         self._only = only
-        self._deadline = deadline or Deadline(SEARCH_TIMEOUT)
+        self._deadline = deadline or Deadline(LONGEST_WAIT)
         self._silent: dict[str, StoreError] = {}  # nodes that did not answer in time
         self._asked: dict[tuple[str, str], AgentInfo] = {}
         self._manifests: dict[tuple[str, SnapshotDirectory], Manifest] = {}
@@ -150,7 +152,7 @@ class Search:
                     if info.node not in names and (info.node, info.url) not in self._asked:
                         self._asked[info.node, info.url] = info
                         with suppress(StoreError):  # the URL or the token is invalid
-                            client = self._make_client(info, CONNECT_TIMEOUT)
+                            client = self._make_client(info, FIRST_CONNECT_TIMEOUT)
                             abort_unanswered.callback(client.abort)
                             pending[pool.submit(self._list_files, client, info, follows)] = info
                 if not pending:
@@ -221,7 +223,7 @@ class Search:
             return place.read_file(name)
         if node in self._silent:
             raise self._silent[node]
-        client = self._make_client(self.infos[node], RECONNECT_TIMEOUT)
+        client = self._make_client(self.infos[node], CONNECT_TIMEOUT)
         try:
             with closing(client):
                 return client.read(self._run.name, place.name, name, limit=LARGEST_RECORD)

@@ -13,10 +13,8 @@ from shardwise.parts.memory.home import ABANDONED_MARKER, SnapshotDirectory
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.remote.client import AgentClient
+from shardwise.parts.memory.times import CONNECT_TIMEOUT, LOOK_PERIOD, RETRY_PAUSE, TRANSFER_TIMEOUT
 
-RETRY_PAUSE = 0.2
-ABANDONED_PERIOD = 0.05
-CONNECT_TIMEOUT, READ_TIMEOUT = 5.0, 30.0
 MOST_NODES_SHOWN = 8
 T = TypeVar("T")
 
@@ -52,7 +50,7 @@ class Nodes:
         wait: float,
         tls: Tls | None = None,
         *,
-        timeout: float = READ_TIMEOUT,
+        timeout: float = TRANSFER_TIMEOUT,
     ) -> None:
         self._place = place
         self.this_node = this_node
@@ -67,7 +65,7 @@ class Nodes:
 
     def _abort_when_abandoned(self) -> None:
         """Abort all requests once the snapshot is abandoned, as a restore waits for their end."""
-        while not self._closed.wait(ABANDONED_PERIOD):
+        while not self._closed.wait(LOOK_PERIOD):
             if self._place.has(ABANDONED_MARKER):
                 self._abandoned.set()
                 self.abort()

@@ -22,12 +22,9 @@ from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.records import AgentInfo
 from shardwise.parts.memory.remote.lost_agents import why_no_answer
 from shardwise.parts.memory.spawn import ensure_agent, log_tail, running_agent
+from shardwise.parts.memory.times import ANSWER_TIMEOUT, MOST_STARTS, OBSERVE_PERIOD, START_PERIOD
 from shardwise.parts.ranks.connections import own_address
 
-CHECK_PERIOD = 1.0
-REQUEST_PERIOD = 5.0
-ANSWER_TIMEOUT = 5.0
-MOST_STARTS, START_PERIOD = 5, 60.0
 log = logging.getLogger("shardwise")
 
 
@@ -150,7 +147,7 @@ class AgentSupervisor:
     def stop(self) -> None:
         """Stop the thread. Further calls do nothing."""
         self._stopping.set()
-        self._thread.join(CHECK_PERIOD + ANSWER_TIMEOUT)
+        self._thread.join(OBSERVE_PERIOD + ANSWER_TIMEOUT)
 
     def look_after_agent(self) -> None:
         """Check the agent once. Failures are logged, never raised: the training must continue."""
@@ -159,7 +156,7 @@ class AgentSupervisor:
                 self._restart()
                 return
             self._failure = ""
-            if time.monotonic() - self._last_request > REQUEST_PERIOD:
+            if time.monotonic() - self._last_request > ANSWER_TIMEOUT:
                 self._send_request()
                 self._last_request = time.monotonic()
         except Exception as error:  # any error: an agent that fails must not end the training
@@ -212,6 +209,6 @@ class AgentSupervisor:
 
 
 def _check_repeatedly(reference: weakref.ref[AgentSupervisor], stopping: threading.Event) -> None:
-    while not stopping.wait(CHECK_PERIOD) and (supervisor := reference()) is not None:
+    while not stopping.wait(OBSERVE_PERIOD) and (supervisor := reference()) is not None:
         supervisor.look_after_agent()
         del supervisor  # while this thread waits, nothing else may keep the object

@@ -18,10 +18,10 @@ import torch
 
 from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.store.store import Buffer
+from shardwise.parts.memory.times import DEVICE_PAUSE
 from shardwise.parts.memory.trainer.copying import Fill
 
 _LOWEST_PRIORITY = 0  # for torch, negative priorities are higher
-_POLL_PERIOD = 0.0005  # seconds
 _CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for all devices
 
 
@@ -75,7 +75,7 @@ class TorchAccelerator:
             event.synchronize()
             return
         while not event.query():
-            time.sleep(_POLL_PERIOD)
+            time.sleep(DEVICE_PAUSE)
 
     def lock_pages(self, address: int, nbytes: int, device: torch.device) -> bool:
         """Page-lock memory of this process. Warn and return False if that fails."""

@@ -26,14 +26,13 @@ from shardwise.kernel.engine.group import Group
 from shardwise.kernel.engine.rounds import Round, unite
 from shardwise.kernel.errors import LostRankError
 from shardwise.parts.memory.identity import served_address
+from shardwise.parts.memory.times import CHECK_PERIOD, NODE_LOST_AFTER
 from shardwise.parts.memory.trainer.agents import Membership
 from shardwise.parts.ranks.connections import Address, close_in_forked_children, listen
 
-CHECK_PERIOD = 0.3  # seconds
 # How long to wait for a node's answer, at first and when the node is asked again. If it does not
 # answer the second time either, it is lost. This time is long enough for the system to send a lost
 # packet again.
-FIRST_TIMEOUT, SECOND_TIMEOUT = 0.3, 1.2  # seconds
 CONNECTIONS_AT_ONCE = 128
 MOST_WATCHED = 32
 K = TypeVar("K")
@@ -73,7 +72,7 @@ class NodeWatch:
         watched = choose_watched([info.node for info in membership.nodes], own_node)
         others = {node: addresses[node] for node in watched if node in addresses}
         # A node that cannot be reached now, for example through a firewall, cannot be watched.
-        unreachable = _why_unreachable(others, SECOND_TIMEOUT)
+        unreachable = _why_unreachable(others, NODE_LOST_AFTER)
         self._first_ranks = {n: address for n, address in others.items() if n not in unreachable}
 
     def _listen(self, own_node: str) -> Address | None:
@@ -115,14 +114,14 @@ class NodeWatch:
         Raises:
             LostRankError: names the lost nodes and their ranks.
         """
-        silent = _why_unreachable(self._first_ranks, FIRST_TIMEOUT)
+        silent = _why_unreachable(self._first_ranks, CHECK_PERIOD)
         if not silent:
             return
         urls = {info.node: urlsplit(info.url) for info in self._membership.nodes}
         asked = {(node, "first rank"): self._first_ranks[node] for node in silent}
         for node in silent:
             asked[node, "agent"] = urls[node].hostname or "", urls[node].port or 0
-        reasons = _why_unreachable(asked, SECOND_TIMEOUT)
+        reasons = _why_unreachable(asked, NODE_LOST_AFTER)
         lost = [node for node in silent if {(node, "first rank"), (node, "agent")} <= set(reasons)]
         if lost:
             raise LostRankError(

@@ -20,12 +20,11 @@ from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.states import RecordCache, read_state
+from shardwise.parts.memory.times import NOTICE_PERIOD, POLL_PAUSE, RETRY_PERIOD
 from shardwise.parts.memory.trainer.copying import CopyProgress
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
 
-PAUSE, LONGEST_PAUSE = 0.001, 0.005
 MOST_ENDED = 64
-RETRY_CHECK_PERIOD, RETRY_LOG_PERIOD = 2.0, 60.0
 log = logging.getLogger("shardwise")
 
 
@@ -212,9 +211,9 @@ class PendingSave:
         """
         watch = AgentWatch(self.home, self.options, self.rank, self.place)
         deadline = Deadline(timeout)
-        notice = Deadline(RETRY_CHECK_PERIOD)
+        notice = Deadline(NOTICE_PERIOD)
         check_nodes = None if self.watch is None else self.watch.make_throttled_check()
-        for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
+        for _ in deadline.attempts(pause=POLL_PAUSE):
             done = self.outcome(stage)
             if done is not None:
                 return done
@@ -231,7 +230,7 @@ class PendingSave:
                 why = self.why_retrying(stage)
                 if why:
                     log.warning("step %d: %s has %s", self.place.step, stage, why)
-                notice = Deadline(RETRY_LOG_PERIOD if why else RETRY_CHECK_PERIOD)
+                notice = Deadline(RETRY_PERIOD if why else NOTICE_PERIOD)
             try:
                 watch.check(None if timeout is None else deadline.seconds_left())
             except StoreError as error:

@@ -27,12 +27,11 @@ from shardwise.parts.memory.registry import (
 from shardwise.parts.memory.remote.assembled import AssembledStore, SnapshotLocations
 from shardwise.parts.memory.remote.search import NodeFiles, Search, list_own_files
 from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.memory.times import LONGEST_POLL_PAUSE, SHORT_PATIENCE
 
 if TYPE_CHECKING:
     from shardwise.parts.memory.trainer.snapshots import Snapshots
 
-COMMIT_TIMEOUT = 5.0
-POLL_PAUSE = 0.01
 FoundSnapshots = Generator[tuple[SnapshotLocations, AssembledStore | None], None, None]
 """Snapshots, newest first: where the files of each are, and the files."""
 
@@ -198,14 +197,14 @@ def _complete_saves(counts: dict[str, tuple[int, int]]) -> set[str]:
 
 
 def _wait_for_commits(run: Run, saves: set[str]) -> None:
-    """Wait, at most `COMMIT_TIMEOUT` seconds, until agents have committed these saves.
+    """Wait, at most `SHORT_PATIENCE` seconds, until agents have committed these saves.
 
     A save counts as committed once its manifest is on this node. This does not wait for other
     nodes, because a node may be lost.
     """
     cache = RecordCache()
 
-    for _ in Deadline(COMMIT_TIMEOUT).attempts(pause=POLL_PAUSE):
+    for _ in Deadline(SHORT_PATIENCE).attempts(pause=LONGEST_POLL_PAUSE):
         if not any(
             each.place.save_id in saves
             and each.staged

@@ -18,12 +18,12 @@ from shardwise.parts.memory.files import opened, regular_files
 from shardwise.parts.memory.home import Run
 from shardwise.parts.memory.records import RankPart, rank_record
 from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.memory.times import DELETION_TIMEOUT
 from shardwise.parts.memory.trainer.device import CopyStreams
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
 PAGE_SIZE = mmap.PAGESIZE
 STAT_BLOCK = 512  # the unit of st_blocks, in bytes
-DELETION_TIMEOUT = 1.5  # seconds to wait for files that agents have deleted
 
 
 @dataclass(frozen=True, slots=True)

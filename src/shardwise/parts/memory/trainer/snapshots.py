@@ -35,6 +35,7 @@ from shardwise.parts.memory.reclaim import (
 )
 from shardwise.parts.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
 from shardwise.parts.memory.spawn import ensure_agent, running_agent
+from shardwise.parts.memory.times import SHORT_PATIENCE
 from shardwise.parts.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
 from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
@@ -43,8 +44,6 @@ from shardwise.parts.memory.trainer.rings import HeldTable, Ring, join_ring
 from shardwise.parts.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.parts.tiers.options import StorageTask
 
-COPY_OF_FAILED_RANK = 5.0
-"""Seconds for which a rank that has failed waits for its copy, before its agent takes over."""
 log = logging.getLogger("shardwise")
 
 _Note = tuple[bool, AgentInfo | None]
@@ -246,7 +245,7 @@ class Snapshots:
                 self._finish()
             self.fence()
             # Agents wait for a copy only while its rank holds its lock.
-            self._staging.wait_for_copy(COPY_OF_FAILED_RANK if failed else self._options.wait)
+            self._staging.wait_for_copy(SHORT_PATIENCE if failed else self._options.wait)
             if not failed:
                 self._rank_lock.release()
         finally:

@@ -28,6 +28,7 @@ from shardwise.parts.memory.reclaim import (
 )
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, RingFile
 from shardwise.parts.memory.redundancy.placement import parity_file_size
+from shardwise.parts.memory.times import LONGEST_POLL_PAUSE, POLL_PAUSE
 from shardwise.parts.memory.trainer.copying import CopyProgress, Fill, Slack, copy_range
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
@@ -36,7 +37,6 @@ from shardwise.parts.memory.trainer.slots import Slot, Slots
 
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
-PAUSE, LONGEST_PAUSE = 0.002, 0.05
 BYTES_BETWEEN_RECORDS = 32 << 20
 """How much of a durable save is copied until its record says so again, for the agent."""
 log = logging.getLogger("shardwise")
@@ -412,7 +412,7 @@ class Staging:
     ) -> Slot:
         deadline = Deadline(self._options.wait)
         check_nodes = None if self.watch is None else self.watch.make_throttled_check()
-        for _ in deadline.attempts(pause=PAUSE, longest_pause=LONGEST_PAUSE):
+        for _ in deadline.attempts(pause=POLL_PAUSE, longest_pause=LONGEST_POLL_PAUSE):
             slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
             if slot is not None:
                 return slot
