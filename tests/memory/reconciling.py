@@ -16,6 +16,7 @@ from shardwise.parts.memory.files import listen_to_bell
 from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.observe import Observer, read_run_view
 from shardwise.parts.memory.reclaim import remove_if_unused
+from shardwise.parts.memory.records import RESCUE
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates
 
@@ -53,7 +54,7 @@ class Attendant:
                 remove_if_unused(self.home, action.run)
             elif action.kind == decide.LOOK_UP_ROOT:
                 look_up_root(action, self.observer)
-            elif action.kind == decide.RESCUE:
+            elif action.kind == RESCUE:
                 self.rescue(action)
         return actions
 

@@ -144,9 +144,9 @@ def test_an_agent_may_reply_after_longer_than_the_limit(shared: Served) -> None:
 def test_outcomes_and_rescues(tmp_path: Path) -> None:
     with serve(tmp_path) as one, calling(running_agent(one.port)) as client:
         with pytest.raises(FileNotFoundError):
-            client.request_rescue(RUN, STEP, "näme & co")
+            client.call(RUN, STEP, "rescue", "näme & co", patience=0.0, wait=0.0)
         one.fill(PENDING, b"{}")
-        client.request_rescue(RUN, STEP, "näme & co")
+        client.call(RUN, STEP, "rescue", "näme & co", patience=0.0, wait=0.0)
         assert read_state(one.place).rescue == "näme & co"
         found = client.read_outcomes(RUN, 0, 20.0)
         assert found.saves == {SAVE: {}}

@@ -385,7 +385,7 @@ def test_a_rank_that_ends_after_its_copy_is_not_lost(
     record = copy.copy_of_another_rank()
     part = read_record(record, RankPart)
     assert part is not None
-    parts, names = {1: part}, copy.place.list_names()
+    parts, names = [part], copy.place.list_names()
     assert copying_ranks(copy.place, parts, names) == {1: False}
     monkeypatch.setattr(
         "shardwise.parts.memory.observe.is_rank_alive",

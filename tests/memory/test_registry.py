@@ -203,7 +203,7 @@ def test_the_token_of_a_run_is_for_reading_that_run_alone(tmp_path: Path) -> Non
             client.list_failing,
             lambda: client.list_files("f" * 16),
             lambda: client.call(RUN, snapshot, "persist", "n", patience=1.0, wait=0.0),
-            lambda: client.request_rescue(RUN, snapshot, "n"),
+            lambda: client.call(RUN, snapshot, "rescue", "n", patience=0.0, wait=0.0),
         )
         for refused in refusals:
             with pytest.raises(StoreError, match="the agent refused this token"):

@@ -464,17 +464,17 @@ def test_calls_for_freed_snapshots_are_forgotten(served: Served) -> None:
 
 
 def test_a_rescue_is_requested_of_whoever_has_the_pending_manifest(served: Served) -> None:
-    path = f"/runs/{RUN}/{STEP}/rescue?node=n%C3%A4me"
+    path = f"/runs/{RUN}/{STEP}/rescue?top=n%C3%A4me"
     assert served.ask("POST", path)[0] == 404
     assert not served.step.exists()
     served.fill(DATA, b"")
     assert served.ask("POST", path)[0] == 404
     assert not served.wakes
     served.fill(PENDING, b"{}")
-    assert served.ask("POST", path)[:2] == (204, b"")
+    assert served.ask("POST", path)[:2] == (202, b"")
     assert served.wakes
     assert read_state(served.place).rescue == "näme"
-    assert served.ask("POST", path.partition("?")[0])[0] == 204
+    assert served.ask("POST", path.partition("?")[0])[0] == 202
     assert read_state(served.place).rescue
 
 

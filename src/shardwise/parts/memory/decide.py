@@ -41,7 +41,7 @@ from itertools import islice
 
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import Run, SnapshotDirectory
-from shardwise.parts.memory.records import DATA_SUFFIXES, STAGES, AgentInfo
+from shardwise.parts.memory.records import DATA_SUFFIXES, RESCUE, STAGES, AgentInfo
 from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UNTIL_UNFOLLOWED, UPKEEP_PERIOD
 from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 
@@ -53,7 +53,7 @@ RUN_RESUMED = "the run was resumed from an older step"
 NOTHING_TO_RESTORE = "it has neither data nor a pending manifest"
 NO_TRAINER = "no trainer of the run has been on this node for a long time"
 
-FREE, RESCUE = "free", "rescue"
+FREE = "free"
 FREE_RUN, LOOK_UP_ROOT, ROOT_TASK = "free run", "look up root", "root task"
 FOLLOW, FINISH_FREEING = "follow", "finish freeing"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,7 @@ def read_snapshot(
 
 
 def copying_ranks(
-    place: SnapshotDirectory, parts: Mapping[int, RankPart], names: Collection[str]
+    place: SnapshotDirectory, parts: Iterable[RankPart], names: Collection[str]
 ) -> dict[int, bool]:
     """Return the ranks that have not staged their file yet, and whether each of them is alive.
 
@@ -148,17 +148,14 @@ def copying_ranks(
         parts: the records of the ranks of this node.
         names: the names of the files of the snapshot, listed before.
     """
-    copying = [
-        rank
-        for rank, part in parts.items()
-        if part.file is not None and not part.failure and part.file.name not in names
-    ]
+    files = [part.file for part in parts if part.file is not None and not part.failure]
+    copying = [file for file in files if file.name not in names]
     # Look for the process first: if the rank then ends, it has already moved its file.
-    alive = {rank: is_rank_alive(place.run, rank) for rank in copying}
+    alive = {file: is_rank_alive(place.run, file.rank) for file in copying}
     return {
-        rank: is_alive
-        for rank, is_alive in alive.items()
-        if is_alive or not place.has(parts[rank].file.name)  # type: ignore[union-attr]
+        file.rank: is_alive
+        for file, is_alive in alive.items()
+        if is_alive or not place.has(file.name)
     }
 
 
@@ -174,11 +171,11 @@ class _SnapshotReader:
 
     def read_snapshot(self) -> SnapshotView:
         ranks = sorted(records.rank_in_name(n) for n in self.names if records.is_rank_record(n))
-        found = {rank: self._read(records.rank_record(rank), RankPart) for rank in ranks}
-        parts = {rank: part for rank, part in found.items() if part is not None}
+        found = (self._read(records.rank_record(rank), RankPart) for rank in ranks)
+        parts = [part for part in found if part is not None]
         pending = self._read(PENDING, PendingManifest)
         state = read_state(self.place, self.cache)
-        files = [part.file.name for part in parts.values() if part.file is not None]
+        files = [part.file.name for part in parts if part.file is not None]
         staged = [name for name in files if name in self.names]
         times = [self._modified_at(name) for name in staged]
         unsealed = tuple(name for name in staged if name not in state.entries)
@@ -194,7 +191,7 @@ class _SnapshotReader:
         return SnapshotView(
             place=self.place,
             names=self.names,
-            parts=tuple(parts.values()),
+            parts=tuple(parts),
             unsealed=unsealed,
             pending=pending,
             leads=leads,
@@ -211,15 +208,15 @@ class _SnapshotReader:
             seconds_staged=0.0 if staged_at is None else time.time() - staged_at,
         )
 
-    def _leads(self, pending: PendingManifest | None, parts: Mapping[int, RankPart]) -> bool:
+    def _leads(self, pending: PendingManifest | None, parts: Sequence[RankPart]) -> bool:
         """Return whether this node leads the save, also if its pending manifest is damaged."""
         if pending is not None:
             return pending.leader == self.node
-        return PENDING in self.names and not any(part.above for part in parts.values())
+        return PENDING in self.names and not any(part.above for part in parts)
 
     def _stages(
         self,
-        parts: Mapping[int, RankPart],
+        parts: Sequence[RankPart],
         pending: PendingManifest | None,
         state: SaveState,
         *,
@@ -227,7 +224,7 @@ class _SnapshotReader:
         is_copying: bool,
     ) -> dict[str, StageState]:
         """Return the stages of all nodes."""
-        requested = {stage for each in parts.values() for stage in each.stages}
+        requested = {stage for each in parts for stage in each.stages}
         waiting = requested | ({"commit", "protect"} if pending is not None else set())
         commit = state.outcomes.get("commit")
         is_committed = commit is not None and not commit.failure

@@ -31,6 +31,8 @@ DATA_SUFFIXES = (".safetensors", ".bin")
 """The suffixes of data files, copies and parity."""
 STAGES = ("commit", "protect", "persist")
 """The stages of a save. Each ends on all nodes with an outcome."""
+RESCUE = "rescue"
+"""The request to persist a save that was for memory only, after a trainer was lost."""
 REMOVE_OLD = "retain"
 """The stage that follows `persist` and removes old checkpoints. Only closing a run waits for it."""
 PENDING, STATE = "pending.json", "save.json"

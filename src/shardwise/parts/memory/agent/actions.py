@@ -38,6 +38,7 @@ from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.reclaim import free_replaced, free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
+    RESCUE,
     AgentInfo,
     PendingManifest,
     RankPart,
@@ -268,7 +269,7 @@ class Follower:
                     if node == self.node:
                         request_rescue(self.states, place, node)
                     else:
-                        nodes.retry(lambda node=node: nodes.request_rescue(node))  # type: ignore[misc]
+                        nodes.call(node, RESCUE, self.node, patience=0.0, wait=0.0)
                 except OSError as error:
                     log.warning("node %s: %s", node, error)
                     continue

@@ -100,7 +100,7 @@ class IncomingFile:
         place, rank = self._place, records.rank_in_name(self._name)
         deadline = Deadline(self._wait)
         while not deadline.has_passed():
-            ranks = _ranks_that_copy(place)  # look at the ranks before their files
+            ranks = copying_ranks(place, place.parts(), place.list_names())  # before their files
             is_own_lost = not is_rank_alive(place.run, rank)
             yield
             place.refuse_abandoned()
@@ -117,13 +117,3 @@ class IncomingFile:
             "copies its part of the save, has ended or is too slow; see their logs, or pass a "
             "larger Memory(wait=…)"
         )
-
-
-def _ranks_that_copy(place: SnapshotDirectory) -> dict[int, bool]:
-    names = place.list_names()
-    parts = {}
-    for name in filter(records.is_rank_record, names):
-        with suppress(StoreError):  # only its own file waits for it
-            if (part := read_record(place.path / name, RankPart)) is not None:
-                parts[records.rank_in_name(name)] = part
-    return copying_ranks(place, parts, names)

@@ -39,7 +39,7 @@ from shardwise.parts.memory.identity import (
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.reclaim import finish_freeing, finish_removals, remove_if_unused
-from shardwise.parts.memory.records import STAGES, AgentInfo, schema
+from shardwise.parts.memory.records import RESCUE, STAGES, AgentInfo, schema
 from shardwise.parts.memory.registry import Registration
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.times import (
@@ -129,7 +129,7 @@ def _make_performers(
         **dict.fromkeys(STAGES, leader.perform),
         **{on_this_node(stage): follower.answer for stage in STAGES},
         decide.FOLLOW: follower.follow,
-        decide.RESCUE: follower.rescue,
+        RESCUE: follower.rescue,
         decide.ROOT_TASK: lambda action: tasks.perform(action.run),
         decide.FREE: partial(free, states=follower.states),
         decide.FINISH_FREEING: lambda action: finish_freeing(action.run),

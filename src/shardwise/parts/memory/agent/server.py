@@ -47,6 +47,7 @@ from shardwise.parts.memory.identity import METRICS_SCOPE, info_for_run, make_ru
 from shardwise.parts.memory.progress import read_progress
 from shardwise.parts.memory.records import (
     PENDING,
+    RESCUE,
     STAGES,
     Failing,
     Outcomes,
@@ -128,7 +129,6 @@ def create_app(served: Served) -> web.Application:
     app.router.add_get(f"{RUN_PATH}/progress", handlers.list_progress)
     app.router.add_get(f"{RUN_PATH}/outcomes", handlers.list_outcomes)
     app.router.add_get(f"{RUN_PATH}/{{snapshot}}/{{name}}", handlers.send_file)
-    app.router.add_post(f"{RUN_PATH}/{{snapshot}}/rescue", handlers.rescue)
     app.router.add_post(f"{RUN_PATH}/{{snapshot}}/{{stage}}", handlers.call)
     app.on_response_prepare.append(_hide_versions)
     return app
@@ -250,9 +250,15 @@ class _Handlers:
         """Have this node do its part of a stage, and reply when it is done, or after a while."""
         self._require_secret(request, "calling a node")
         served, place, stage = self._served, self._snapshot_of(request), request.match_info["stage"]
-        if stage not in STAGES:
-            raise web.HTTPBadRequest(text=f"{stage} is not one of {', '.join(STAGES)}")
+        if stage not in (*STAGES, RESCUE):
+            raise web.HTTPBadRequest(text=f"{stage} is not one of {', '.join(STAGES)}, {RESCUE}")
         received = request.query.get("top", ""), _number_in(request, "patience")
+        if stage == RESCUE and self._has(place) and place.has(PENDING):
+            await asyncio.to_thread(request_rescue, served.states, place, received[0])
+            served.wake()
+            return web.Response(status=202)
+        if stage == RESCUE:
+            raise web.HTTPNotFound(text=f"this node has no pending manifest of {place.name}")
         async for _ in _attempts(request):
             if _is_discarded(place):
                 raise web.HTTPGone
@@ -266,19 +272,6 @@ class _Handlers:
         if not self._has(place):
             raise web.HTTPNotFound(text=f"this node does not have {place.name} yet")
         return web.Response(status=202)
-
-    async def rescue(self, request: web.Request) -> web.Response:
-        """Request that this node persists a snapshot."""
-        self._require_secret(request, "requesting a rescue")
-        place, node = self._snapshot_of(request), request.query.get("node", "")
-        if not self._has(place):
-            raise web.HTTPNotFound(text=f"this node does not have {place.name}")
-        try:
-            await asyncio.to_thread(request_rescue, self._served.states, place, node)
-        except OSError as error:
-            raise web.HTTPNotFound(text=f"cannot rescue {place.name}: {error}") from error
-        self._served.wake()
-        return web.Response(status=204)
 
     async def send_file(self, request: web.Request) -> web.StreamResponse:
         place, name = self._snapshot_of(request), request.match_info["name"]

@@ -165,11 +165,6 @@ class AgentClient:
 
         return self._request("POST", path, read, wait=wait)
 
-    def request_rescue(self, run: str, snapshot: str, node: str) -> None:
-        """Request that the node persists a snapshot, because a trainer was lost on another node."""
-        path = f"{_url_path(run, snapshot, 'rescue')}?node={quote(node, safe='')}"
-        self._request("POST", path, HTTPResponse.read)
-
     def read(self, run: str, snapshot: str, name: str, *, limit: int) -> bytes:
         """Return the contents of a small file.
 

@@ -112,15 +112,6 @@ class Nodes:
             place.run.name, place.name, stage, top, patience=patience, wait=wait
         )
 
-    def request_rescue(self, node: str) -> None:
-        """Request from another node that it persists the snapshot.
-
-        Raises:
-            StoreError: the node does not answer.
-        """
-        place = self._place
-        self._client(node).request_rescue(place.run.name, place.name, self.this_node)
-
     def retry(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Call it again while other nodes do not answer.
 
