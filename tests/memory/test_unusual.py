@@ -236,3 +236,20 @@ def save_unevenly(root: str, shm: str) -> None:
 
 def test_one_rank_may_save_nothing_at_first(gang: Gang, tmp_path: Path, shm: Path) -> None:
     gang.run(save_unevenly, str(tmp_path / "root"), str(shm), world=2)
+
+
+def test_snapshots_of_another_version_are_refused_and_kept(tmp_path: Path, shm: Path) -> None:
+    """That version had one directory for all saves of a step."""
+    with sw.Checkpointer(tmp_path / "root", save_every=100, memory=memory(shm)) as cp:
+        handle = cp.save(1, {"t": torch.zeros(1)})
+        assert handle is not None
+        handle.result(20.0)
+        cp.close(wait=False)
+    (run,) = shm.glob("*/runs/*")
+    (run / "step-00000001").mkdir()
+    with pytest.raises(sw.StoreError, match=r"another version .*step-00000001.*agent clear --run"):
+        sw.Checkpointer(tmp_path / "root", memory=memory(shm))
+    sw.NodeAgent(shm).clear([run.name])
+    assert not run.exists()
+    with sw.Checkpointer(tmp_path / "root", memory=memory(shm)):
+        pass

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise.kernel.errors import StoreError
 from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import reclaim, records
@@ -20,6 +21,7 @@ from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set
 from shardwise.parts.memory.files import lock_directory, write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.rank_liveness import RankLock, is_rank_alive
+from shardwise.parts.memory.reclaim import remove_if_unused
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, SaveState
 from shardwise.parts.memory.states import SaveStates
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
@@ -238,3 +240,13 @@ def test_a_mirror_that_never_answers_is_given_up_a_day_after_the_run(tmp_path: P
     shutil.rmtree(run.task_path.parent)
     tasks.perform(run)
     assert not home.runs_with_tasks()
+
+
+def test_snapshots_of_another_version_are_not_removed_for_nobodys(tmp_path: Path) -> None:
+    """That version had one directory for all saves of a step."""
+    home = Home(tmp_path)
+    run = home.run(new_run_id())
+    (run.path / "step-00000001").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"another version .*step-00000001"):
+        remove_if_unused(home, run)
+    assert (run.path / "step-00000001").exists()

@@ -245,6 +245,21 @@ class Run:
         step = None if match is None else step_of_directory(match[1])
         return None if match is None or step is None else SnapshotDirectory(self, step, match[2])
 
+    def refuse_other_version(self) -> None:
+        """Raise if another version of shardwise has left snapshots of this run on the node.
+
+        Raises:
+            StoreError: says what to do with them.
+        """
+        with suppress(FileNotFoundError):
+            steps = [each for each in _list_directories(self.path) if step_of_directory(each)]
+            if steps:
+                raise StoreError(
+                    f"{self.path} has snapshots of another version of shardwise "
+                    f"({', '.join(steps)}), which this version cannot read: restore them with that "
+                    f"version, or remove them with `shardwise agent clear --run {self.name}`"
+                )
+
     def freed_directories(self) -> list[Path]:
         """Return the directories of snapshots whose files are being freed."""
         with suppress(FileNotFoundError):

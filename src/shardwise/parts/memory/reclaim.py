@@ -230,7 +230,11 @@ def remove_if_unused(home: Home, run: Run) -> None:
     """Remove a run that has neither trainers nor snapshots.
 
     A trainer that starts at the same time locks the directory first, or creates it again.
+
+    Raises:
+        StoreError: the run has snapshots of another version of shardwise.
     """
+    run.refuse_other_version()
     with lock_directory(run.path, shared=False) as locked:
         if locked and not run.snapshots() and not has_trainers(run):
             _remove_run(home, run)

@@ -86,6 +86,7 @@ class Snapshots:
         self.is_first_of_node = node_of.index(self.node) == group.rank
         self.tls = options.tls
         with Round(group, "taking the locks of ranks"):
+            self.run.refuse_other_version()
             self._rank_lock = RankLock(self.run, group.rank)
             if not self._rank_lock.has_taken_over:
                 forget_copies(self.run, group.rank)
