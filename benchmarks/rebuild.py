@@ -92,14 +92,16 @@ def ways_of(
     for rank in range(world):
         (home,) = nodes[rank].iterdir()
         name = (home / "node").read_text(encoding="utf-8")
-        (snapshot,) = home.glob(f"runs/*/step-{step:08d}")
+        (snapshot,) = home.glob(f"runs/*/step-{step:08d}-*")
         held |= {(name, path.name): touched(path) for path in snapshot.iterdir()}
         if rank == OWNER:
             owner, directory = name, snapshot
     (file,) = (name for of, name in held if of == owner and name.endswith(".safetensors"))
     (run,) = Home(nodes[OWNER]).runs()
     (place,) = (each for each in run.snapshots() if each.step == step)
-    (pending,) = place.pending_manifests()
+    pending = place.read_pending()
+    if pending is None:
+        raise RuntimeError(f"{place.path} has no pending manifest")
     manifest = decode_manifest(place.read_file(MANIFEST))
     protection = plan_protection(pending, manifest.files)
     lost = held[owner, file]
