@@ -69,7 +69,7 @@ def lose(bench: Bench, nodes: Nodes, cleanup: ExitStack, name: str) -> None:
         cleanup.enter_context(off(urlsplit(info.url).port or 0))
     elif name is PENDING:
         (run,) = nodes[bench.rank].glob("*/runs/*")
-        (run / "step-99999999").mkdir()  # as left by an interrupted save
+        (run / f"step-99999999-{9:016x}").mkdir()  # as left by an interrupted save
     dist.barrier()
 
 
