@@ -24,6 +24,7 @@ from shardwise.parts.memory.decide import (
     ROOT_TASK,
     UNTIL_FREED,
     UNTIL_FREED_IF_STORED,
+    UNTIL_UNFOLLOWED,
     Action,
     RunAction,
     decide_run,
@@ -118,6 +119,7 @@ def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
 
 
 DONE, WAITING = StageState.DONE, StageState.WAITING
+ASKED = ("commit", "protect", "persist")
 PROTECTED = {"commit": DONE, "protect": DONE}
 COMMITTED = {"commit": DONE, "protect": WAITING}
 
@@ -145,6 +147,22 @@ def test_one_that_was_never_committed_goes_when_a_newer_one_is() -> None:
     assert freed(run_of(first)) == []
     assert freed(run_of(first, snapshot(2, **COMMITTED))) == []
     assert freed(run_of(first, snapshot(2, **PROTECTED))) == [1]
+
+
+@pytest.mark.parametrize(("seconds", "is_freed"), [(120.0, False), (122.0, True)])
+def test_one_whose_commit_takes_long_goes_while_a_rank_waits_for_its_slot(
+    seconds: float, is_freed: bool
+) -> None:
+    """The directory of the rank's save exists, and nothing is staged there."""
+    first, second, third = (
+        snapshot(n, commit=WAITING, protect=WAITING, committed=False, has_file=n < 3)
+        for n in (1, 2, 3)
+    )
+    second = replace(second, seconds_staged=seconds)
+    for run in (run_of(first, second), run_of(first, second, third)):
+        found = [Action(FREE, first.place, decide.UNCOMMITTABLE)] if is_freed else []
+        assert decide_run(run, 0.0) == found
+    assert freed(run_of(replace(first, seconds_staged=seconds), third)) == []
 
 
 def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
@@ -202,6 +220,28 @@ def test_a_failed_save_of_a_step_leaves_the_earlier_one_in_place() -> None:
     failed = snapshot(1, number=2, commit=StageState.FAILED, committed=False)
     assert freed_saves(earlier, failed) == []
     assert kept_snapshots(run_of(earlier, failed)) == {earlier.place}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_restore_of_a_step_that_was_saved_twice_keeps_what_it_can_be_restored_from(
+    durable: bool,
+) -> None:
+    """Without a manifest here, another node may have it, and this node a part of the snapshot."""
+    first, second = (
+        snapshot(2, number=n, asked=ASKED, durable=durable, commit=WAITING, committed=False)
+        for n in (1, 2)
+    )
+    committed = replace(first, names=first.names | {MANIFEST})
+    newer = replace(second, names=second.names | {MANIFEST})
+    for snapshots, expected in (
+        ((committed, second), [second.place]),
+        ((first, newer), [first.place]),
+        ((first, second), []),
+        ((committed, newer), []),
+        ((first,), []),
+    ):
+        run = run_of(*snapshots)
+        assert find_superseded(run, 2, Lineage(RUN.name), ["here"], 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -306,9 +346,16 @@ def test_nodes_above_are_asked_only_while_a_stage_is_open(
     assert decide_run(run_of(left), 0.0) == []
 
 
-# Histories: saves are made, fail and end in any order, and the agent does what it decides.
+def test_nodes_above_are_not_asked_once_a_run_has_had_no_trainer_for_long() -> None:
+    one = snapshot(1, leads=False, commit=DONE, protect=WAITING)
+    parts = [replace_struct(each, above=[AgentInfo("a", "", "")]) for each in one.parts]
+    run = run_of(replace(one, parts=tuple(parts)), unattended_since=0.0)
+    for seconds, follows in ((UNTIL_UNFOLLOWED - 1, True), (UNTIL_UNFOLLOWED, False)):
+        actions = decide_run(run, seconds)
+        assert (RunAction(FOLLOW, RUN, newest=one.place.name) in actions) == follows
 
-ASKED = ("commit", "protect", "persist")
+
+# Histories: saves are made, fail and end in any order, and the agent does what it decides.
 
 
 @dataclass
