@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,14 @@ from shardwise.kernel.manifest.manifest import (
     encode_manifest,
     lay_out_file,
 )
-from shardwise.parts.memory import records
+from shardwise.parts.memory import decide, records
+from shardwise.parts.memory.agent import actions
 from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.files import encode_record, write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.home import AGENT_LOCK, Home, SnapshotDirectory
 from shardwise.parts.memory.node_tree import NodeTree, tree_of_nodes, tree_of_stage
+from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -48,14 +52,16 @@ from shardwise.parts.memory.remote.client import Discarded
 from shardwise.parts.memory.replies import MOST_REASONS, Replies, combine_replies
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import read_state, request_rescue
+from shardwise.parts.memory.trainer.pending_saves import PendingSave
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples, mostly_long
 from tests.memory.reconciling import agent_in_threads
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.tools.agents import until
 
-SAVE = "c" * 16
 STEP = 10
+SAVE = f"{STEP:016x}"
+STAGES = ("commit", "protect", "persist")
 
 
 def pending_of(
@@ -370,72 +376,115 @@ class Cluster:
     stack: list[ExitStack]
     followers: list[Follower]
 
-    def place(self, index: int) -> SnapshotDirectory:
-        return SnapshotDirectory(self.homes[index].run(RUN), STEP, SAVE)
+    def place(self, index: int, step: int = STEP) -> SnapshotDirectory:
+        return SnapshotDirectory(self.homes[index].run(RUN), step, f"{step:016x}")
+
+    def start(self, index: int) -> None:
+        """Start the agent of a node that has only a server so far."""
+        follower, home = self.followers[index], self.homes[index]
+        self.stack[index].enter_context(agent_in_threads(home, f"n{index}", follower))
 
     def stage(self, root: Path, fan_out: int, wait: float, *, durable: bool = True) -> None:
         """Write what the ranks leave to the agents."""
-        names = [data_file(rank, SAVE) for rank in range(len(self.homes))]
-        for rank in range(1, len(self.homes)):
-            self._stage_file(rank, fan_out)
+        for rank in reversed(range(len(self.homes))):
+            self.stage_file(rank, fan_out=fan_out)
+        self.lead(root, fan_out=fan_out, wait=wait, durable=durable, copies=1)
+
+    def lead(
+        self,
+        root: Path,
+        step: int = STEP,
+        *,
+        ranks: Sequence[int] | None = None,
+        fan_out: int = 2,
+        wait: float = 8.0,
+        durable: bool = False,
+        copies: int = 0,
+        damage: Callable[[bytes], bytes] = lambda data: data,
+    ) -> None:
+        """Write what rank 0 leaves to the agent that leads the save; these ranks have files."""
+        place = self.place(0, step)
+        ranks = range(len(self.homes)) if ranks is None else ranks
         manifest = Manifest(
-            save_id=SAVE,
-            step=STEP,
+            save_id=place.save_id,
+            step=step,
             created="now",
-            world_size=len(names),
+            world_size=len(self.homes),
             files=(),
             objects=(),
             tensors=Raw(b"[]"),
         )
         pending = PendingManifest(
-            save_id=SAVE,
-            step=STEP,
+            save_id=place.save_id,
+            step=step,
             manifest=encode_manifest(manifest).decode(),
-            files=[(name, info.node) for name, info in zip(names, self.infos, strict=True)],
+            files=[(data_file(rank, place.save_id), self.infos[rank].node) for rank in ranks],
             nodes=self.infos,
             leader=self.infos[0].node,
             storage=StorageTask(root=str(root)),
+            saved_at=float(step),
             durable=durable,
-            copies=1,
+            copies=copies,
             group=4,
             fan_out=fan_out,
             wait=wait,
         )
-        self._stage_file(0, fan_out)
-        write_record(self.place(0).path / records.PENDING, pending)
+        write_record(place.path / records.PENDING, damage(encode_record(pending)))
         self.homes[0].wake()
 
-    def _stage_file(self, rank: int, fan_out: int) -> None:
-        header, entry = lay_out_file(SAVE, rank, (b"{}", 0))
-        place = self.place(rank)
+    def stage_file(
+        self,
+        rank: int,
+        step: int = STEP,
+        *,
+        fan_out: int = 2,
+        stages: tuple[str, ...] = STAGES,
+        snapshots_to_keep: int = 2,
+        has_file: bool = True,
+        damage: Callable[[bytes], bytes] = lambda data: data,
+    ) -> None:
+        """Write what the rank of a node leaves to its agent."""
+        place = self.place(rank, step)
+        header, entry = lay_out_file(place.save_id, rank, (b"{}", 0))
         place.path.mkdir(parents=True, exist_ok=True)
         infos = {info.node: info for info in self.infos}
         tree = tree_of_nodes(self.infos[0].node, infos, fan_out)
         part = RankPart(
-            file=entry,
+            file=entry if has_file else None,
             slot=f"r{rank:05}-0.slot",
-            snapshots_to_keep=2,
-            stages=("commit", "protect", "persist"),
+            snapshots_to_keep=snapshots_to_keep,
+            stages=stages,
             epoch=0,
             above=[infos[node] for node in tree.above(self.infos[rank].node)],
         )
-        write_record(place.path / records.rank_record(rank), part)
-        (place.path / entry.name).write_bytes(header.ljust(entry.size, b"\0"))
+        write_record(place.path / records.rank_record(rank), damage(encode_record(part)))
+        if has_file:
+            (place.path / entry.name).write_bytes(header.ljust(entry.size, b"\0"))
         self.homes[rank].wake()
 
-    def outcome(self, index: int, stage: str) -> StageOutcome | None:
-        return read_state(self.place(index)).outcomes.get(stage)
+    def outcome(self, index: int, stage: str, step: int = STEP) -> StageOutcome | None:
+        return read_state(self.place(index, step)).outcomes.get(stage)
+
+    def failure(self, index: int, stage: str, step: int = STEP) -> str:
+        """Wait until a stage has ended; return why it failed, or nothing."""
+        until(lambda: self.outcome(index, stage, step), 5.0)
+        outcome = self.outcome(index, stage, step)
+        assert outcome is not None
+        return outcome.failure
 
 
 @contextmanager
-def cluster(tmp_path: Path, count: int) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path, count: int, *, without_agent: Collection[int] = ()
+) -> Iterator[Cluster]:
     with ExitStack() as all_nodes:
         homes, infos, stacks, followers = [], [], [], []
         for index in range(count):
             home = Home(tmp_path / f"n{index}")
             own = all_nodes.enter_context(ExitStack())
             follower = Follower(f"n{index}", MappedFiles())
-            own.enter_context(agent_in_threads(home, f"n{index}", follower))
+            if index not in without_agent:
+                own.enter_context(agent_in_threads(home, f"n{index}", follower))
             served = own.enter_context(
                 serve(home.path, wake=home.wake, calls=follower.calls, states=follower.states)
             )
@@ -517,3 +566,130 @@ def test_another_node_persists_a_snapshot_when_the_leader_is_lost(tmp_path: Path
         assert all(nodes.outcome(index, "persist") is None for index in (1, 2, 3, 5))
         published = (tmp_path / "root" / "step-00000010" / MANIFEST).read_bytes()
         assert [each.rank for each in decode_manifest(published).files] == list(range(6))
+
+
+# What fails or is late concerns one save, and no other.
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    """A function that damages a record which contains these bytes once."""
+
+    def damage(data: bytes) -> bytes:
+        assert data.count(old) == 1
+        return data.replace(old, new)
+
+    return damage
+
+
+@pytest.mark.parametrize("name", [MANIFEST, records.PENDING])
+def test_a_damaged_manifest_on_the_node_above_fails_its_save_and_no_other(
+    tmp_path: Path, name: str
+) -> None:
+    """The rank of node 1 has no file, so node 0 needs node 1 for nothing."""
+    with cluster(tmp_path, 2, without_agent=[1]) as nodes:
+        nodes.stage_file(0)
+        nodes.stage_file(1, has_file=False)
+        if name == MANIFEST:
+            nodes.lead(tmp_path / "root", ranks=[0])
+            assert nodes.failure(0, "protect") == ""
+            path = nodes.place(0).manifest_path
+            path.write_bytes(replaced(b"world", b"wOrld")(path.read_bytes()))
+        else:
+            damage = replaced(b'"durable"', b'"Durable"')
+            nodes.lead(tmp_path / "root", ranks=[0], damage=damage)
+            assert "pending manifest" in nodes.failure(0, "commit")
+        nodes.start(1)
+        assert "manifest" in (failure := nodes.failure(1, "commit"))
+        assert "damaged" in failure
+        for index in (0, 1):
+            nodes.stage_file(index, STEP + 1, stages=("commit", "protect"))
+        nodes.lead(tmp_path / "root", STEP + 1)
+        for stage in ("commit", "protect"):
+            assert [nodes.failure(index, stage, STEP + 1) for index in (0, 1)] == ["", ""]
+
+
+def test_a_call_that_comes_before_the_pending_manifest_fetches_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 follows an older save, and hears of what is new there only once in a while."""
+    monkeypatch.setattr(actions, "OUTCOMES_WAIT", 4.0)
+    with cluster(tmp_path, 2) as nodes:
+        for index in (0, 1):
+            nodes.stage_file(index)
+        nodes.lead(tmp_path / "root")
+        assert nodes.failure(1, "protect") == ""
+        nodes.stage_file(0, STEP + 1, stages=("commit", "protect"))
+        nodes.lead(tmp_path / "root", STEP + 1)
+        time.sleep(0.3)
+        nodes.stage_file(1, STEP + 1, stages=("commit", "protect"))
+        started = time.monotonic()
+        assert nodes.failure(0, "commit", STEP + 1) == ""
+        assert time.monotonic() - started < 2.0
+        assert nodes.outcome(1, "persist") is None
+        assert nodes.failure(1, "protect", STEP + 1) == ""
+        nodes.followers[0].states.end(nodes.place(0), {"persist": StageOutcome()})
+        assert nodes.failure(1, "persist") == ""
+
+
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_a_damaged_record_of_a_rank_fails_the_commit_at_once(
+    tmp_path: Path, has_earlier: bool
+) -> None:
+    """The record names the nodes above. From an earlier save, its node knows them as well."""
+    why = "rank-00001.json: the record is damaged"
+    with cluster(tmp_path, 2) as nodes:
+        if has_earlier:
+            for index in (0, 1):
+                nodes.stage_file(index, stages=("commit", "protect"))
+            nodes.lead(tmp_path / "root")
+            assert nodes.failure(1, "protect") == ""
+        nodes.stage_file(0, STEP + 1)
+        nodes.stage_file(1, STEP + 1, damage=replaced(b'"commit"', b'"cOmmit"'))
+        nodes.lead(tmp_path / "root", STEP + 1, wait=60.0)
+        assert why in nodes.failure(0, "commit", STEP + 1)
+        if has_earlier:
+            assert why in nodes.failure(1, "commit", STEP + 1)
+
+
+def test_a_rank_that_hears_late_of_a_save_never_sees_its_commit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is in storage, and node 0 has freed it before node 1 hears of it."""
+
+    def write_and_pause(path: Path, record: object) -> None:
+        write_record(path, record)
+        time.sleep(0.05)  # so the rank sees each state of the save
+
+    with cluster(tmp_path, 2, without_agent=[1]) as nodes, nodes.homes[1].lock(AGENT_LOCK):
+        nodes.stage_file(0, snapshots_to_keep=1)
+        nodes.stage_file(1, has_file=False)
+        nodes.lead(tmp_path / "root", ranks=[0], durable=True)
+        assert nodes.failure(0, "persist") == ""
+        nodes.stage_file(0, STEP + 1, snapshots_to_keep=1)
+        nodes.lead(tmp_path / "root", STEP + 1, ranks=[0])
+        until(lambda: not nodes.place(0).path.exists(), 5.0)
+        monkeypatch.setattr("shardwise.parts.memory.states.write_record", write_and_pause)
+        options = Memory(dir=str(tmp_path / "n1"), wait=5.0)
+        save = PendingSave(nodes.homes[1], options, 1, nodes.place(1), STAGES, logs_failures=False)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(save.wait_until_ended)
+            nodes.start(1)
+            assert waits.result(5.0)
+
+
+def test_nobody_is_asked_for_a_run_that_has_had_no_trainer_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "UNTIL_UNFOLLOWED", 0.2)
+    monkeypatch.setattr(decide, "UNTIL_UNFOLLOWED", 0.2)
+    with cluster(tmp_path, 2) as nodes:
+        nodes.stack[0].close()
+        trainer = RankLock(nodes.homes[1].run(RUN), 1)
+        nodes.stage_file(1)
+        heard_at = nodes.followers[1].states.heard_at
+        until(lambda: RUN in heard_at, 5.0)
+        asked_since = dict(heard_at)
+        time.sleep(0.4)
+        assert heard_at == asked_since
+        trainer.release()
+        until(lambda: not heard_at, 5.0)

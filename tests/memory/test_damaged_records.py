@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.parts.memory.agent.root_tasks import (
 )
 from shardwise.parts.memory.files import decode_record, encode_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.reclaim import free
 from shardwise.parts.memory.records import (
     AgentInfo,
     Failing,
@@ -35,12 +37,13 @@ from shardwise.parts.memory.records import (
     SubtreeReply,
 )
 from shardwise.parts.memory.remote import lost_agents
+from shardwise.parts.memory.remote.client import AgentClient
 from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.spawn import running_agent
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
 from tests.memory.test_client import dripping
-from tests.memory.test_server import TOKEN, serve
+from tests.memory.test_server import RUN, TOKEN, serve
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import signal_agents
 
@@ -227,6 +230,22 @@ def test_a_damaged_state_fails_the_stages_and_is_written_again(tmp_path: Path) -
     assert decode_record(path.read_bytes(), SaveState, "it") == found
     assert found.parts == {"protect": OUTCOME}
     assert "the record is damaged: altered" in found.outcomes["commit"].failure
+
+
+def test_what_an_agent_that_was_killed_left_does_not_hide_outcomes(tmp_path: Path) -> None:
+    """It was killed while it wrote how a save that it had freed before has ended."""
+    states, run = SaveStates(), Home(tmp_path).run(RUN)
+    for step, save_id in enumerate((SAVE, "f" * 16)):
+        place = SnapshotDirectory(run, step, save_id)
+        place.path.mkdir(parents=True)
+        states.end(place, {"commit": OUTCOME})
+    assert free(place, lock=states.lock)
+    (place.ended_path.parent / ".aaaaaaaaaaaaaaaa.json.0badf00d").touch()
+    with serve(Home(tmp_path).path, states=states) as served:
+        client = AgentClient(AgentInfo("a", f"http://127.0.0.1:{served.port}", TOKEN))
+        with closing(client):
+            found = client.read_outcomes(RUN, 0, 0.0)
+    assert found.saves == {each: {"commit": OUTCOME} for each in (SAVE, place.save_id)}
 
 
 def test_a_damaged_task_of_a_root_is_set_aside(

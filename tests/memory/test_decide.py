@@ -30,7 +30,7 @@ from shardwise.parts.memory.decide import (
 )
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart
-from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED
+from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UNTIL_UNFOLLOWED
 from shardwise.parts.memory.view import RootView, RunView, SnapshotView, StageState
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
@@ -117,6 +117,7 @@ def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
 
 
 DONE, WAITING = StageState.DONE, StageState.WAITING
+ASKED = ("commit", "protect", "persist")
 PROTECTED = {"commit": DONE, "protect": DONE}
 COMMITTED = {"commit": DONE, "protect": WAITING}
 
@@ -144,6 +145,22 @@ def test_one_that_was_never_committed_goes_when_a_newer_one_is() -> None:
     assert freed(run_of(first)) == []
     assert freed(run_of(first, snapshot(2, **COMMITTED))) == []
     assert freed(run_of(first, snapshot(2, **PROTECTED))) == [1]
+
+
+@pytest.mark.parametrize(("seconds", "is_freed"), [(120.0, False), (122.0, True)])
+def test_one_whose_commit_takes_long_goes_while_a_rank_waits_for_its_slot(
+    seconds: float, is_freed: bool
+) -> None:
+    """The directory of the rank's save exists, and nothing is staged there."""
+    first, second, third = (
+        snapshot(n, commit=WAITING, protect=WAITING, committed=False, has_file=n < 3)
+        for n in (1, 2, 3)
+    )
+    second = replace(second, seconds_staged=seconds)
+    for run in (run_of(first, second), run_of(first, second, third)):
+        found = [Action(FREE, first.place, decide.UNCOMMITTABLE)] if is_freed else []
+        assert decide_run(run, 0.0) == found
+    assert freed(run_of(replace(first, seconds_staged=seconds), third)) == []
 
 
 def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
@@ -201,6 +218,28 @@ def test_a_failed_save_of_a_step_leaves_the_earlier_one_in_place() -> None:
     failed = snapshot(1, number=2, commit=StageState.FAILED, committed=False)
     assert freed_saves(earlier, failed) == []
     assert kept_snapshots(run_of(earlier, failed)) == {earlier.place}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_restore_of_a_step_that_was_saved_twice_keeps_what_it_can_be_restored_from(
+    durable: bool,
+) -> None:
+    """Without a manifest here, another node may have it, and this node a part of the snapshot."""
+    first, second = (
+        snapshot(2, number=n, asked=ASKED, durable=durable, commit=WAITING, committed=False)
+        for n in (1, 2)
+    )
+    committed = replace(first, names=first.names | {MANIFEST})
+    newer = replace(second, names=second.names | {MANIFEST})
+    for snapshots, expected in (
+        ((committed, second), [second.place]),
+        ((first, newer), [first.place]),
+        ((first, second), []),
+        ((committed, newer), []),
+        ((first,), []),
+    ):
+        run = run_of(*snapshots)
+        assert find_superseded(run, 2, Lineage(RUN.name), ["here"], 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -305,9 +344,45 @@ def test_nodes_above_are_asked_only_while_a_stage_is_open(
     assert decide_run(run_of(left), 0.0) == []
 
 
-# Histories: saves are made, fail and end in any order, and the agent does what it decides.
+def test_nodes_above_are_not_asked_once_a_run_has_had_no_trainer_for_long() -> None:
+    one = snapshot(1, leads=False, commit=DONE, protect=WAITING)
+    parts = [replace_struct(each, above=[AgentInfo("a", "", "")]) for each in one.parts]
+    run = run_of(replace(one, parts=tuple(parts)), unattended_since=0.0)
+    for seconds, follows in ((UNTIL_UNFOLLOWED - 1, True), (UNTIL_UNFOLLOWED, False)):
+        actions = decide_run(run, seconds)
+        assert (RunAction(FOLLOW, RUN, newest=one.place.name) in actions) == follows
 
-ASKED = ("commit", "protect", "persist")
+
+def test_a_node_that_leads_now_does_not_ask_the_nodes_that_were_above_it() -> None:
+    """They would answer with their copy of its own pending manifest, which has no manifest."""
+    before = snapshot(1, leads=False, commit=DONE, protect=DONE)
+    parts = [replace_struct(each, above=[AgentInfo("a", "", "")]) for each in before.parts]
+    before = replace(before, parts=tuple(parts))
+    begun = replace(snapshot(2, leads=False, committed=False, commit=WAITING), pending=None)
+    for copying in (True, False):
+        assert decide_run(run_of(before, replace(begun, is_copying=copying)), 0.0) == []
+
+
+def test_the_last_save_of_a_run_is_not_rescued_as_well() -> None:
+    """Its ranks have requested to persist it; only the leader's pending manifest says so too."""
+    for asked, count in ((("commit", "protect"), 1), (ASKED, 0)):
+        last = snapshot(1, asked=asked, leads=False, **PROTECTED)
+        actions = decide_run(run_of(last, lost_ranks=(0,)), 0.0)
+        assert [each.kind for each in actions].count(RESCUE) == count
+
+
+def test_a_rescued_save_stays_until_it_or_a_newer_one_is_persisted() -> None:
+    """Its ranks have not requested to persist it, so no record of theirs says that it is."""
+    newer = [snapshot(step, **PROTECTED) for step in (2, 3, 4)]
+    for persist, freed_steps in ((StageState.RUNNING, [2, 3]), (DONE, [1, 2])):
+        rescued = snapshot(1, **PROTECTED, persist=persist)
+        assert freed(run_of(rescued, *newer)) == freed_steps
+    stored = replace(newer[-1], stages={**newer[-1].stages, "persist": DONE})
+    rescued = snapshot(1, **PROTECTED, persist=StageState.RUNNING)
+    assert 1 in freed(run_of(rescued, *newer[:-1], stored))
+
+
+# Histories: saves are made, fail and end in any order, and the agent does what it decides.
 
 
 @dataclass

@@ -22,8 +22,16 @@ from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest, lock_f
 from shardwise.kernel.store.local import LocalStore
 from shardwise.parts.lineage import Lineage, new_run_id
 from shardwise.parts.memory import records
+from shardwise.parts.memory.agent import actions
 from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
-from shardwise.parts.memory.decide import ROOT_TASK, RunAction, decide_run
+from shardwise.parts.memory.decide import (
+    FREE,
+    ROOT_TASK,
+    UNCOMMITTABLE,
+    Action,
+    RunAction,
+    decide_run,
+)
 from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.reclaim import discard_superseded, free
@@ -408,6 +416,28 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
     assert stages.wait_for("persist", 10.0).failure == ""
     states.end(place, {"persist": StageOutcome()})
     assert stages.wait_for("retain", 10.0).failure == ""
+
+
+def test_a_rank_that_waits_for_what_is_freed_uncommitted_gets_an_error(shm: Path) -> None:
+    """Its agent frees it because newer snapshots need its memory, and nobody commits it later."""
+    home = Home(shm)
+    place = SnapshotDirectory(home.run("0" * 16), 1, "f" * 16)
+    place.path.mkdir(parents=True)
+    save = PendingSave(home, sw.Memory(wait=10.0), 0, place, ("commit",), logs_failures=False)
+    assert save.outcome("commit") is None
+    assert actions.free(Action(FREE, place, UNCOMMITTABLE), SaveStates())
+    assert not place.path.exists()
+    with pytest.raises(StoreError, match=r"step 1: the stage 'commit' of .* takes too long"):
+        save.wait_for("commit", 10.0)
+
+
+def test_a_commit_that_has_failed_before_is_freed_with_its_own_failure(shm: Path) -> None:
+    place = SnapshotDirectory(Home(shm).run("0" * 16), 1, "f" * 16)
+    place.path.mkdir(parents=True)
+    states, failed = SaveStates(), StageOutcome(failure="a node is lost")
+    states.end(place, {"commit": failed})
+    assert actions.free(Action(FREE, place, UNCOMMITTABLE), states)
+    assert read_state(place).outcomes == {"commit": failed}
 
 
 def close_though_one_fails(cluster: Cluster) -> tuple[str, str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from shardwise.kernel.engine.buffers import HUGE_PAGE
 from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
+from shardwise.parts.memory import states as states_module
+from shardwise.parts.memory.agent import actions
+from shardwise.parts.memory.decide import FREE, NO_TRAINER, REPLACED, Action
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import (
     ENDED_DIRECTORY,
@@ -553,3 +557,32 @@ def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(tmp_path
     with patch("os.scandir", scan):
         assert free(place)
     assert sorted(os.listdir(ended)) == ["0.json", "2.json"]
+
+
+@pytest.mark.parametrize("why", [REPLACED, NO_TRAINER], ids=["replaced", "no trainer"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(states_module, "regular_files"), (SnapshotDirectory, "state_path")],
+    ids=["listed", "found"],
+)
+def test_outcomes_of_a_save_that_is_freed_meanwhile_are_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, why: str
+) -> None:
+    """Whatever is read last before the agent frees it in another thread."""
+    place, states = leave_committed(run, 5, "commit", "protect"), SaveStates()
+    freeing = threading.Thread(target=actions.free, args=(Action(FREE, place, why), states))
+    original = getattr(owner, name)
+
+    def read_and_free(of: Any) -> object:
+        found = original(of)
+        if freeing.ident is None:
+            freeing.start()
+            freeing.join(0.1)
+        return found
+
+    monkeypatch.setattr(owner, name, read_and_free)
+    while_freed = states.read_outcomes(run)
+    freeing.join(10.0)
+    assert not place.path.exists()
+    assert while_freed.saves[place.save_id].keys() == {"commit", "protect"}
+    assert states.read_outcomes(run).saves == while_freed.saves

@@ -727,29 +727,36 @@ def test_what_could_not_be_staged_is_told_to_the_agent(trial: Trial) -> None:
     assert part.failure == copying.failure
 
 
+def seconds_waited(trial: Trial, place: SnapshotDirectory) -> float:
+    """Until an agent watch gives a save up; all of an hour if it does not."""
+    now = 0.0
+    watch = AgentWatch(trial.home, sw.Memory(wait=60.0), 0, place, lambda: now)
+    while now < 3600:
+        now += 1
+        try:
+            watch.check(None)
+        except sw.StoreError:
+            break
+    return now
+
+
 def test_a_save_that_the_leader_was_never_given_is_not_waited_for(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 was killed before it wrote a pending manifest, or had no memory for any record."""
-    now = [0.0]
     monkeypatch.setattr(Home, "has_agent", lambda home: True)
     place = trial.place()
     place.path.mkdir(parents=True)
-
-    def seconds_waited() -> float:
-        """Until it is given up; all of an hour if it is not."""
-        start = now[0]
-        watch = AgentWatch(trial.home, sw.Memory(wait=60.0), 0, place, lambda: now[0])
-        while now[0] - start < 3600:
-            now[0] += 1
-            try:
-                watch.check(None)
-            except sw.StoreError:
-                break
-        return now[0] - start
-
-    assert 121 < seconds_waited() < 130
+    assert 121 < seconds_waited(trial, place) < 130
     (place.path / records.rank_record(0)).touch()
-    assert 600 < seconds_waited() < 730
+    assert 600 < seconds_waited(trial, place) < 730
     (place.path / records.PENDING).touch()
-    assert seconds_waited() == 3600
+    assert seconds_waited(trial, place) == 3600
+
+
+def test_a_save_whose_directory_is_gone_is_not_waited_for(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was freed, and so many saves after it that nobody knows how it ended."""
+    monkeypatch.setattr(Home, "has_agent", lambda home: True)
+    assert 121 < seconds_waited(trial, trial.place()) < 130

@@ -142,14 +142,16 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
 def follows(snapshot: SnapshotView) -> bool:
     """Return whether this node waits for the outcome of a stage that other nodes know first."""
     is_unclear = snapshot.is_unreadable and not snapshot.state_of("commit").has_ended
-    is_open = snapshot.is_copying or is_unclear or bool(snapshot.open_stages)
+    waits = snapshot.is_copying or StageState.WAITING in map(
+        snapshot.state_of, snapshot.open_stages
+    )
+    is_open = is_unclear or (waits and bool(snapshot.above))
     return is_open and not snapshot.leads and not snapshot.is_abandoned
 
 
 def agents_above(snapshots: Sequence[SnapshotView]) -> list[AgentInfo]:
     """Return the agents above this node in the tree of the run, as the newest snapshot says."""
-    parts = (part for each in reversed(snapshots) for part in each.parts)
-    return next((part.above for part in parts if part.above), [])
+    return next((each.above for each in reversed(snapshots) if each.above), [])
 
 
 def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
@@ -161,7 +163,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
     if newest is None or newest.is_abandoned:
         return
     pending = newest.pending
-    is_wanted = pending is not None and pending.rescue and not pending.durable
+    is_wanted = pending is not None and pending.rescue and not newest.is_durable
     if is_wanted and newest.state_of("rescue") is StageState.NOT_REQUESTED:
         yield Action(RESCUE, newest.place, why)
 
@@ -186,9 +188,8 @@ def is_uncommittable(snapshot: SnapshotView, newest: SnapshotView) -> bool:
     """
     if snapshot.is_committed or snapshot.must_be_persisted:
         return False
-    is_durable = any("persist" in part.stages for part in snapshot.staged)
     wait = max(part.wait for part in snapshot.staged)
-    is_late = newest.seconds_staged > 2 * wait + 1 and not is_durable
+    is_late = newest.seconds_staged > 2 * wait + 1 and not snapshot.is_durable
     return is_late or snapshot.state_of("commit") is StageState.FAILED
 
 
@@ -331,5 +332,4 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
 
 def _is_finished(snapshot: SnapshotView) -> bool:
     """Return whether a snapshot is committed, and no stage is open."""
-    is_rescued = snapshot.state_of("persist") is StageState.RUNNING
-    return snapshot.is_committed and not is_rescued and not snapshot.open_stages
+    return snapshot.is_committed and not snapshot.open_stages

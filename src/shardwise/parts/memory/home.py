@@ -252,7 +252,8 @@ class Run:
             StoreError: says what to do with them.
         """
         with suppress(FileNotFoundError):
-            steps = [each for each in _list_directories(self.path) if step_of_directory(each)]
+            names = _list_directories(self.path)
+            steps = [each for each in names if step_of_directory(each) is not None]
             if steps:
                 raise StoreError(
                     f"{self.path} has snapshots of another version of shardwise "

@@ -167,6 +167,16 @@ class SaveStates:
 
         self.change(place, change)
 
+    def fail_commit(self, place: SnapshotDirectory, why: str) -> bool:
+        """Record that a commit has failed, unless it has ended; return whether it has failed."""
+        failed = StageOutcome(failure=why, ended_at=time.time())
+
+        def change(state: SaveState) -> SaveState:
+            return msgspec.structs.replace(state, outcomes={"commit": failed, **state.outcomes})
+
+        self.change(place, change)
+        return bool(read_state(place).outcomes["commit"].failure)
+
     def read_outcomes(self, run: Run) -> Outcomes:
         """Return the outcomes of the saves in memory, and of the last saves that were freed."""
         with self.lock:  # no snapshot leaves its directory meanwhile

@@ -15,7 +15,7 @@ from enum import Enum
 from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
-from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState
+from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, SaveState
 
 
 class StageState(Enum):
@@ -112,19 +112,32 @@ class SnapshotView:
         return self.stages.get(stage, StageState.NOT_REQUESTED)
 
     @property
+    def above(self) -> list[AgentInfo]:
+        """The agents above this node in the tree of the save, as its ranks know them."""
+        return next((part.above for part in self.parts if part.above), [])
+
+    @property
     def open_stages(self) -> frozenset[str]:
-        """The stages that have not ended, of the ranks of this node that do not copy any more."""
+        """The stages that have not ended, of the ranks of this node that do not copy any more.
+
+        A save that is persisted although no rank has requested it, by a rescue, is open too.
+        """
         staged = self.staged
         parts = [each for each in self.parts if not each.file or each.failure or each in staged]
         requested = {stage for each in parts for stage in each.stages}
-        return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
+        running = {"persist"} if self.state_of("persist") is StageState.RUNNING else set[str]()
+        return frozenset(s for s in requested | running if not self.state_of(s).has_ended)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether ranks wait until storage has the save."""
+        is_pending = self.pending is not None and self.pending.durable
+        return is_pending or any("persist" in part.stages for part in self.parts)
 
     @property
     def must_be_persisted(self) -> bool:
         """Whether this node must persist the save, even if newer saves are persisted already."""
-        durable = self.leads and self.pending is not None and self.pending.durable
-        is_open = self.state_of("persist") is StageState.RUNNING or "persist" in self.open_stages
-        return durable and is_open
+        return self.leads and self.is_durable and "persist" in self.open_stages
 
 
 def on_this_node(stage: str) -> str:

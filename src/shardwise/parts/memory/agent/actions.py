@@ -335,7 +335,8 @@ class Follower:
             for snapshot in followed:
                 place = snapshot.place
                 with suppress(StoreError):  # it is asked again
-                    if snapshot.pending is None:
+                    # Where nothing is above, the pending manifest comes from a rank.
+                    if snapshot.pending is None and snapshot.above:
                         self._copy_pending(place, [info])
                 self._record_outcomes(place, found.saves.get(place.save_id, {}), info)
             versions[info.url] = found.version
@@ -461,9 +462,8 @@ def _find_entry(place: SnapshotDirectory, data_file: str, cache: RecordCache) ->
 
 def free(action: Action, states: SaveStates) -> bool:
     """Free the memory of a snapshot; return False if it is in use."""
-    if action.why == UNCOMMITTABLE and "commit" not in read_state(action.place).outcomes:
-        failed = StageOutcome(failure=action.why, ended_at=time.time())
-        states.end(action.place, {"commit": failed})  # ranks may wait for it
+    if action.why == UNCOMMITTABLE and not states.fail_commit(action.place, action.why):
+        return True  # it was committed meanwhile
     if action.why in (REPLACED, UNCOMMITTABLE):
         return free_replaced(action.place, states.lock)
     if is_free := free_unattended(action.place, states.lock):
