@@ -19,16 +19,17 @@ follows the commit. FOLLOW asks the nodes above how the stages of all nodes have
 requests that a save for memory only is persisted, after a trainer was lost or the run has ended.
 
 A stage is NOT_REQUESTED, WAITING, RUNNING, DONE or FAILED (`view.StageState`). Only RUNNING stages
-have an action.
+have an action; and RESCUE, if nobody has requested it.
 
 A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
 with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
 newest snapshots, until there is one snapshot for each slot. FREE removes all other snapshots that
-are older than the newest committed snapshot.
+are older than the newest committed snapshot, and those that can never be committed.
 
-The snapshots of a run without trainers on this node are freed in three cases: the run's root says
-that the run was resumed from an older step, the newest snapshot is in storage too, or a day has
-passed. LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
+The snapshots of a run without trainers on this node are freed in these cases: the run's root says
+that the run was resumed from an older step; the newest snapshot is in storage too, or the root is
+gone or belongs to another run; a restore cannot use what is left here; or a day has passed.
+LOOK_UP_ROOT reads the root. FREE_RUN removes a run without snapshots.
 
 ROOT_TASK copies new checkpoints of a run's root to its mirror, or removes old checkpoints.
 """
@@ -104,7 +105,6 @@ class RunAction:
 AnyAction = Action | RunAction
 
 
-# All in seconds without trainers of the run on this node, unless noted otherwise.
 STAGES_WITH_WORK = ("seal", *STAGES, *map(on_this_node, STAGES))
 """The stages on which a node has work to do, as it seals, leads a save, or is called by others."""
 

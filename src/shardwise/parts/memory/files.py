@@ -63,13 +63,8 @@ def decode_record(data: bytes, record_type: type[T], label: object) -> T:
         ) from error
 
 
-def read_record(
-    path: Path, record_type: type[T], decode: Callable[[bytes, type[T], object], T] = decode_record
-) -> T | None:
+def read_record(path: Path, record_type: type[T]) -> T | None:
     """Return a record, or None if the file does not exist.
-
-    Args:
-        decode: decodes the file, like `decode_record`.
 
     Raises:
         StoreError: the file is not a record of this type, or not a regular file.
@@ -79,7 +74,7 @@ def read_record(
             data = file.read(LARGEST_RECORD)
     except FileNotFoundError:
         return None
-    return decode(data, record_type, path)
+    return decode_record(data, record_type, path)
 
 
 @contextmanager

@@ -4,11 +4,14 @@
   agent.json  agent.lock  agent.bell  agent.log  agent.secret  agent.port  node
   roots/<run>.json                    what the agent does in the root: mirror it, remove old steps
   runs/<run>/run.json                 the root and the nodes of the run
-  runs/<run>/free/r00003-<id>.slot    a free slot of rank 3
+  runs/<run>/trainers/                locks that the ranks hold while they live
+  runs/<run>/free/                    free files: slots of rank 3 (`r00003-<id>.slot`) and of its
+                                      ring (`k00003-<id>.slot`), and spares of the agent
   runs/<run>/ended/<save>.json        the state of a save that is no longer in memory
   runs/<run>/step-00000010-<save>/    a snapshot; `records.py` describes its records
     r00003-<save>.safetensors         a data file of a rank of this node
-  runs/<run>/freed-<save>/            a snapshot that is being freed
+    abandoned                         nobody needs the snapshot: it is freed whatever its stages are
+  runs/<run>/freed-<id>/              a snapshot that is being freed
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ an exclusive lock of the snapshot's directory, so that no snapshot is freed whil
 First, the directory of the snapshot is renamed. From then on, the snapshot does not exist. If the
 process is then killed, `finish_freeing` returns the slots in the renamed directory to the pool.
 
-Functions `free…` fail if a snapshot is in use. Functions `discard…` mark snapshots as abandoned,
-and wait until the agent releases them.
+Functions `free…` return False if a snapshot is in use. Functions `discard…` mark snapshots as
+abandoned, and wait until the agent releases them.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
 
 
 def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
-    """Free a snapshot of a run without trainers on this node, and all its free slots.
+    """Free a snapshot of a run without trainers on this node, and all free slots of the run.
 
-    Return False if the snapshot is in use. Then it is marked as abandoned, which ends its actions.
+    Mark it as abandoned first, which ends its actions. Return False if it is in use.
     """
     place.abandon()
     if not free(place, lock=lock):

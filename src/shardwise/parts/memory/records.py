@@ -5,7 +5,8 @@
     save.json         `SaveState`: how far the save is, written by the agent of the node
     manifest.json     written by the agent when the snapshot is committed
 
-A record is a small JSON file. One process writes it, atomically. The records on a node determine
+A record is a JSON file. One process writes it, atomically. All are small, except the pending
+manifest of a save with many tensors on the node of rank 0. The records on a node determine
 what the agent does next. So if an agent is killed, the next agent continues the work.
 """
 
@@ -303,7 +304,7 @@ class Failing(msgspec.Struct, frozen=True):
 
 @cache
 def schema() -> str:
-    """Return a digest of the fields and the encoding of all records.
+    """Return a digest of the fields, descriptions and encoding of the records and replies here.
 
     Versions of shardwise with the same digest can read each other's records.
     """

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from shardwise.kernel.errors import StoreError
-from shardwise.parts.memory.files import decode_record, read_record, regular_files, write_record
+from shardwise.parts.memory.files import read_record, regular_files, write_record
 from shardwise.parts.memory.home import ENDED_DIRECTORY, Run, SnapshotDirectory
 from shardwise.parts.memory.records import (
     PENDING,
@@ -43,18 +43,10 @@ class RecordCache:
         self._records: dict[tuple[Path, type], tuple[tuple[int, int, int], object]] = {}
         self._used: set[tuple[Path, type]] = set()
 
-    def read(
-        self,
-        path: Path,
-        record_type: type[T],
-        decode: Callable[[bytes, type[T], object], T] = decode_record,
-    ) -> T | StoreError | None:
+    def read(self, path: Path, record_type: type[T]) -> T | StoreError | None:
         """Return a record, or the error if it is damaged; None if the file does not exist.
 
         The field `manifest` of a `PendingManifest` is emptied, because its text can be large.
-
-        Args:
-            decode: decodes the file, like `decode_record`.
         """
         try:
             status = os.lstat(path)
@@ -65,7 +57,7 @@ class RecordCache:
         known = self._records.get(key)
         if known is None or known[0] != version:
             try:
-                record: T | StoreError | None = read_record(path, record_type, decode)
+                record: T | StoreError | None = read_record(path, record_type)
             except StoreError as error:
                 record = error
             if record is None:

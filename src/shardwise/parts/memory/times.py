@@ -1,4 +1,4 @@
-"""All limits, periods and pauses of snapshots in memory, in seconds, besides `Memory(wait=…)`."""
+"""The limits, periods and pauses of snapshots in memory, in seconds, besides `Memory(wait=…)`."""
 
 from __future__ import annotations
 

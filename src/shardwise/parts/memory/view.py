@@ -28,11 +28,6 @@ class StageState(Enum):
     FAILED = "failed"
 
     @property
-    def is_open(self) -> bool:
-        """Whether the stage was requested and has not ended."""
-        return self in (StageState.WAITING, StageState.RUNNING)
-
-    @property
     def has_ended(self) -> bool:
         """Whether the stage is done or has failed."""
         return self in (StageState.DONE, StageState.FAILED)

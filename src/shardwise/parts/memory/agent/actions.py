@@ -65,8 +65,6 @@ from shardwise.parts.tiers.copying import FileCopier
 log = logging.getLogger("shardwise.agent")
 FILES_AT_ONCE = 2
 MOST_RESCUERS = 32
-Done = tuple[int, dict[int, FileEntry]]
-"""The bytes that a node processed; and, in a commit, the entries of its files by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,9 +459,9 @@ def _find_entry(place: SnapshotDirectory, data_file: str, cache: RecordCache) ->
 
 
 def free(action: Action, states: SaveStates) -> bool:
-    """Free the memory of a snapshot; return False if it is in use."""
+    """Free a snapshot, unless it was committed meanwhile; return False if it is in use."""
     if action.why == UNCOMMITTABLE and not states.fail_commit(action.place, action.why):
-        return True  # it was committed meanwhile
+        return True
     if action.why in (REPLACED, UNCOMMITTABLE):
         return free_replaced(action.place, states.lock)
     if is_free := free_unattended(action.place, states.lock):

@@ -33,7 +33,9 @@ NICENESS = 10
 log = logging.getLogger("shardwise.agent")
 
 Performer = Callable[..., object]
-"""A function that performs an action. If it returns False, it is called again later."""
+"""A function that performs an action.
+
+If one that frees a snapshot, or works on a whole run, returns False, it is called again later."""
 
 
 class Agent:

@@ -76,7 +76,6 @@ class Leader:
 
         done = try_stage(follower.states, place, stage, follower.node, work)
         follower.states.end(place, {stage: done})
-        place.run.wake_agent()
 
 
 @dataclass(frozen=True, slots=True)

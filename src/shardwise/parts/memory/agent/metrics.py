@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwise.parts.memory.agent.status import (
-    SHOWN_STAGES,
     MirrorStatus,
     RunStatus,
     memory_of,
@@ -17,6 +16,7 @@ from shardwise.parts.memory.agent.status import (
 )
 from shardwise.parts.memory.home import Home
 from shardwise.parts.memory.progress import read_progress
+from shardwise.parts.memory.records import STAGES
 
 METRICS_PATH = "/metrics"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -79,7 +79,7 @@ def _samples_of_run(run: RunStatus) -> Iterator[_Sample]:
     yield _Sample("run_bytes", run.bytes, (label,))
     yield _Sample("run_slots", run.slots_used, (label, ("state", "used")))
     yield _Sample("run_slots", run.slots_free, (label, ("state", "free")))
-    for stage in SHOWN_STAGES:
+    for stage in STAGES:
         labels = label, ("stage", stage)
         lag = run.lag[stage]
         statuses = [getattr(each, stage) for each in run.snapshots]

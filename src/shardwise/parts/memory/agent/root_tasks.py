@@ -34,7 +34,6 @@ from shardwise.parts.memory.times import DAY, FORGET_AFTER, RETRY_PERIOD
 from shardwise.parts.tiers.mirroring import Mirroring
 from shardwise.parts.tiers.options import StorageTask
 
-# All in seconds.
 MOST_STORES = 16
 log = logging.getLogger("shardwise.agent")
 

@@ -1,6 +1,6 @@
 """Serves a node's snapshots to other nodes over HTTP, and receives their calls.
 
-Other nodes can write nothing here.
+Other nodes send no data. They only call this node to do its part of a stage, or to persist a save.
 All files are below the directory of the node. No name in a request can lead outside it, not even
 through a link.
 """

@@ -18,15 +18,13 @@ from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.observe import read_snapshots
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.rank_liveness import has_trainers, is_training
-from shardwise.parts.memory.records import AgentInfo
+from shardwise.parts.memory.records import STAGES, AgentInfo
 from shardwise.parts.memory.redundancy.placement import groups_of_node, plan_protection
 from shardwise.parts.memory.remote.lost_agents import why_no_answer
 from shardwise.parts.memory.spawn import running_agent
 from shardwise.parts.memory.times import ANSWER_TIMEOUT
 from shardwise.parts.memory.view import SnapshotView
 from shardwise.parts.tiers.record import MirrorRecord
-
-SHOWN_STAGES = ("commit", "protect", "persist")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +240,7 @@ def _run_status(run: Run, node: str) -> RunStatus:
         slots_used=sum(len(each.staged) for each in views),
         slots_free=len(free),
         bytes_free=sum(free),
-        lag={stage: _lag_of_stage(snapshots, stage) for stage in SHOWN_STAGES},
+        lag={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
         snapshots=snapshots,
     )
 

@@ -23,9 +23,6 @@ from shardwise.parts.memory.times import (
     SHORTEST_TIMEOUT,
 )
 
-# All in seconds.
-# An agent that is silent for a shorter time is not lost: on a busy machine, answers take seconds.
-
 
 class AgentWatch:
     """Watches the agent of this node during one wait for a save.

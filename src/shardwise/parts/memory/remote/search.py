@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
-from typing import TypeVar
 
 import msgspec
 
@@ -37,7 +36,6 @@ MOST_READERS = 3
 """How many nodes are asked at most for the nodes of a snapshot."""
 MOST_FILES_SHOWN = 3
 NOT_COMMITTED = "not committed"
-T = TypeVar("T")
 
 
 @prepare_decoding

@@ -4,8 +4,10 @@ The first rank of each node listens on a port. The operating system accepts conn
 long as the process lives, even if it is suspended. This rank also restarts the agent of its node.
 So a node is lost if neither its first rank nor its agent accepts a connection.
 
-In a large run, each node watches only `MOST_WATCHED` others, and is watched by as many. Whoever
-notices that a node is lost ends its wait, and with it the next step that all ranks take together.
+In a large run, each rank that waits watches only `MOST_WATCHED` other nodes, the same for all ranks
+of its node. Each node is watched by as many. If a node does not accept a connection twice in a row,
+it is lost. Whoever notices that a node is lost ends its wait, and with it the next step that all
+ranks take together.
 """
 
 from __future__ import annotations
@@ -30,9 +32,6 @@ from shardwise.parts.memory.times import CHECK_PERIOD, NODE_LOST_AFTER
 from shardwise.parts.memory.trainer.agents import Membership
 from shardwise.parts.ranks.connections import Address, close_in_forked_children, listen
 
-# How long to wait for a node's answer, at first and when the node is asked again. If it does not
-# answer the second time either, it is lost. This time is long enough for the system to send a lost
-# packet again.
 CONNECTIONS_AT_ONCE = 128
 MOST_WATCHED = 32
 K = TypeVar("K")

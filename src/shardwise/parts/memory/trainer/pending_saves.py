@@ -356,7 +356,7 @@ class PendingSaves:
         last.wait_for("commit", None)
         if last.copying is not None:
             last.copying.wait(last.options.wait)  # then only this thread writes the record
-        stages = ("commit", "protect", "persist")
+        stages = records.STAGES
         name = records.rank_record(last.rank)
         _change(last.place, name, RankPart, {"stages": stages})
         if leads:

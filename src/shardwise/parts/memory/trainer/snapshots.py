@@ -33,7 +33,7 @@ from shardwise.parts.memory.reclaim import (
     refuse_older_step,
     remove_other_runs,
 )
-from shardwise.parts.memory.records import MOST_FAN_OUT, AgentInfo, PendingManifest
+from shardwise.parts.memory.records import MOST_FAN_OUT, STAGES, AgentInfo, PendingManifest
 from shardwise.parts.memory.spawn import ensure_agent, running_agent
 from shardwise.parts.memory.times import SHORT_PATIENCE
 from shardwise.parts.memory.trainer.agents import AgentSupervisor, choose_interface, join_run
@@ -45,11 +45,6 @@ from shardwise.parts.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.parts.tiers.options import StorageTask
 
 log = logging.getLogger("shardwise")
-
-_Note = tuple[bool, AgentInfo | None]
-"""Whether a rank has a slot for a snapshot; and the agent of its node, if others know another one.
-
-So the notes of most ranks are equal, and the ranks send each other few of them."""
 
 
 class Snapshots:
@@ -354,7 +349,7 @@ class Snapshots:
             durable: whether to persist the snapshot.
         """
         place = SnapshotDirectory(self.run, planned.request.step or 0, planned.save_id)
-        stages = ("commit", "protect", "persist") if durable else ("commit", "protect")
+        stages = STAGES if durable else STAGES[:2]
         is_first = self._group.rank == 0
         source, ring, rings = self._join_ring(planned)
         manifest = None
