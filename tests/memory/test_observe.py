@@ -456,7 +456,7 @@ def test_an_older_save_of_a_step_does_not_replace_a_newer_one_in_storage(
         state = SaveState(outcomes={"commit": StageOutcome()})
         write_record(staging / records.STATE, state)
         staging.rename(older.path)
-        older.run.wake_agent()
+        Home(shm).wake()
         until(lambda: "persist" in read_state(older).outcomes)
     assert sw.open(tmp_path / "root" / "step-00000001")["t"] == 1
 

@@ -26,13 +26,14 @@ from hypothesis import strategies as st
 from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory.agent import server
 from shardwise.parts.memory.agent.server import create_app, serve_connections
-from shardwise.parts.memory.files import encode_record, read_record, write_record
+from shardwise.parts.memory.files import decode_record, encode_record, read_record, write_record
 from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.identity import make_run_token
 from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
     STAGES,
+    AgentInfo,
     Failing,
     Outcomes,
     PendingManifest,
@@ -523,6 +524,36 @@ def test_records_with_secrets_are_for_agents(served: Served, name: str) -> None:
     path, token = f"/runs/{RUN}/{STEP}/{name}", make_run_token(TOKEN, RUN)
     assert served.ask("GET", path)[:2] == (200, b"{}")
     assert served.ask("GET", path, token=token)[0] == 403
+
+
+def test_a_pending_manifest_is_sent_without_the_text_that_only_its_leader_needs(
+    served: Served,
+) -> None:
+    pending = PendingManifest(
+        save_id=SAVE,
+        step=1,
+        manifest="a long text",
+        files=[(DATA, "a")],
+        nodes=[AgentInfo("a", "http://127.0.0.1:1", "secret")],
+        leader="a",
+        storage=StorageTask(root="/"),
+    )
+    path, token = served.step / "pending.json", make_run_token(TOKEN, RUN)
+    served.fill("pending.json", b"")
+
+    def ask(token: str = TOKEN) -> PendingManifest:
+        body = served.ask("GET", f"/runs/{RUN}/{STEP}/pending.json", token=token)[1]
+        return decode_record(body, PendingManifest, "body")
+
+    for durable in (False, True, False):
+        sent = msgspec.structs.replace(pending, durable=durable)
+        write_record(path, sent)
+        assert ask() == ask() == msgspec.structs.replace(sent, manifest="")
+        (node,) = ask(token).nodes
+        assert node.token == make_run_token("secret", RUN)
+        assert not ask(token).manifest
+    path.write_bytes(path.read_bytes()[:-9])
+    assert served.ask("GET", f"/runs/{RUN}/{STEP}/pending.json")[0] == 500
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", ".x", "a/b", "a\n", ""])

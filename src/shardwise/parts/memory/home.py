@@ -68,9 +68,9 @@ MOST_EARLIER_NODES = 16
 ENDED_DIRECTORY = "ended"
 FREED_PREFIX = "freed-"
 ABANDONED_MARKER = "abandoned"
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
-_SNAPSHOT = re.compile(r"(step-[0-9]+)-([0-9a-f]{16})")
-SnapshotName = Annotated[str, msgspec.Meta(pattern=rf"\A{_SNAPSHOT.pattern}\Z")]
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+SNAPSHOT_NAME = re.compile(r"(step-[0-9]+)-([0-9a-f]{16})")
+SnapshotName = Annotated[str, msgspec.Meta(pattern=rf"\A{SNAPSHOT_NAME.pattern}\Z")]
 FilesOfSnapshots = dict[SnapshotName, dict[Annotated[str, msgspec.Meta(pattern=PLAIN_NAME)], Count]]
 """For each snapshot of a run, by the name of its directory, the name and size of each file."""
 T = TypeVar("T")
@@ -127,13 +127,13 @@ class Home:
 
     def runs(self) -> list[Run]:
         """Return the runs on this node, by id. Directories that are no runs are left out."""
-        names = sorted(filter(_RUN_ID.fullmatch, _list_directories(self.path / "runs")))
+        names = sorted(filter(RUN_ID.fullmatch, _list_directories(self.path / "runs")))
         return [Run(self.path / "runs" / name) for name in names]
 
     def runs_with_tasks(self) -> list[Run]:
         """Return the runs with a task in their root, by id."""
         names = (path.stem for path in (self.path / TASKS_DIRECTORY).glob("[!.]*.json"))
-        return [self.run(name) for name in sorted(filter(_RUN_ID.fullmatch, names))]
+        return [self.run(name) for name in sorted(filter(RUN_ID.fullmatch, names))]
 
     def run(self, run: str) -> Run:
         """Return the run with this id.
@@ -141,7 +141,7 @@ class Home:
         Raises:
             StoreError: `run` is not a run id.
         """
-        if not _RUN_ID.fullmatch(run):
+        if not RUN_ID.fullmatch(run):
             raise StoreError(
                 f"{run!r} is not a run id: expected 16 hexadecimal digits, as `shardwise agent "
                 "status` shows them"
@@ -203,10 +203,6 @@ class Run:
         """The file with the agent's task in the root. It may outlive the run."""
         return self.path.parents[1] / TASKS_DIRECTORY / f"{self.name}.json"
 
-    def wake_agent(self) -> None:
-        """Wake the agent of this node, if one runs."""
-        ring_bell(self.path.parents[1] / BELL_FILE)
-
     def info(self) -> RunInfo | None:
         """Return the root and the nodes of the run; None without a readable record."""
         with suppress(StoreError):
@@ -244,7 +240,7 @@ class Run:
 
     def snapshot(self, name: str) -> SnapshotDirectory | None:
         """Return the snapshot with a directory of this name; None if it is no such name."""
-        match = _SNAPSHOT.fullmatch(name)
+        match = SNAPSHOT_NAME.fullmatch(name)
         step = None if match is None else step_of_directory(match[1])
         return None if match is None or step is None else SnapshotDirectory(self, step, match[2])
 

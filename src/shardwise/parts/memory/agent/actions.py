@@ -356,7 +356,7 @@ class Follower:
             with suppress(FileNotFoundError):
                 data = self._read(info, place, PENDING)
                 pending = decode_record(data, PendingManifest, f"{PENDING} of node {info.node}")
-                write_record(place.path / PENDING, msgspec.structs.replace(pending, manifest=""))
+                write_record(place.path / PENDING, pending)
                 self.states.tell()
                 return
 

@@ -218,6 +218,8 @@ class _Handlers:
     def __init__(self, served: Served) -> None:
         self._served = served
         self._outcomes: dict[Run, Outcomes] = {}
+        self._pending: tuple[object, bytes] = (None, b"")
+        self._pending_lock = asyncio.Lock()
 
     async def list_failing(self, request: web.Request) -> web.Response:
         return _json(self._served.list_failing())
@@ -284,10 +286,20 @@ class _Handlers:
         if file is None:
             raise web.HTTPNotFound
         with file:
-            if not knows_secret and name == PENDING:
-                body = await asyncio.to_thread(_without_secrets, file, place.run.name, name)
-                return web.Response(body=body)
+            if name == PENDING:
+                run = "" if knows_secret else place.run.name
+                return web.Response(body=await self._read_pending(file, run))
             return await _send_file(request, file)
+
+    async def _read_pending(self, file: BinaryIO, run: str) -> bytes:
+        """Return what other nodes need of a pending manifest; the last one from memory."""
+        status = os.fstat(file.fileno())
+        version = status.st_ino, status.st_mtime_ns, status.st_size, run
+        async with self._pending_lock:  # many nodes ask at once
+            if self._pending[0] != version:
+                body = await asyncio.to_thread(_encode_for_others, file, run)
+                self._pending = version, body
+            return self._pending[1]
 
     def _require_secret(self, request: web.Request, what: str) -> None:
         if not _presents(request, self._served.token):
@@ -411,15 +423,19 @@ async def _send_bytes(request: web.Request, file: BinaryIO, low: int, high: int)
         low += sent
 
 
-def _without_secrets(file: BinaryIO, run: str, name: str) -> bytes:
-    """Return a pending manifest, with a token of the run in place of each agent's secret."""
+def _encode_for_others(file: BinaryIO, run: str) -> bytes:
+    """Return a pending manifest without the text of the manifest, which only its leader needs.
+
+    Args:
+        run: the run whose tokens replace the secrets of the agents; "" keeps the secrets.
+    """
     size = min(os.fstat(file.fileno()).st_size, LARGEST_RECORD)
     try:
-        pending = decode_record(file.read(size), PendingManifest, name)
+        pending = decode_record(file.read(size), PendingManifest, PENDING)
     except StoreError as error:
-        raise web.HTTPInternalServerError(text=f"the record {name} is damaged") from error
-    nodes = [info_for_run(info, run) for info in pending.nodes]
-    return encode_record(msgspec.structs.replace(pending, nodes=nodes))
+        raise web.HTTPInternalServerError(text=f"the record {PENDING} is damaged") from error
+    nodes = [info_for_run(info, run) if run else info for info in pending.nodes]
+    return encode_record(msgspec.structs.replace(pending, nodes=nodes, manifest=""))
 
 
 def _open_file(home: Path, run: str, step: str, name: str) -> BinaryIO | None:

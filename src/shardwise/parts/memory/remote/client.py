@@ -24,14 +24,12 @@ from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.files import LARGEST_RECORD, PLAIN_NAME
-from shardwise.parts.memory.home import FilesOfSnapshots
+from shardwise.parts.memory.home import RUN_ID, SNAPSHOT_NAME, FilesOfSnapshots
 from shardwise.parts.memory.progress import NodeProgress, RankProgress
 from shardwise.parts.memory.records import AgentInfo, Failing, Outcomes
 from shardwise.parts.memory.times import LONGEST_ATTEMPT, SHORTEST_ATTEMPT
 
 LARGEST_LIST, LONGEST_EXPLANATION = 1 << 26, 500  # bytes
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
-_SNAPSHOT = re.compile(r"step-[0-9]+-[0-9a-f]{16}")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _CLOSED_BY_AGENT = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 NO_AGENT = "not an agent of this version of shardwise; install one version on all nodes"
@@ -395,11 +393,11 @@ def _parse_url(info: AgentInfo) -> tuple[str, int, bool]:
 
 def _url_path(run: str, snapshot: str = "", name: str = "") -> str:
     """Return the URL path of a run, or of a file or stage of one of its snapshots."""
-    if not _RUN_ID.fullmatch(run):
+    if not RUN_ID.fullmatch(run):
         raise StoreError(f"{run!r} is not a run id: expected 16 hexadecimal digits")
     if not snapshot:
         return f"/runs/{run}"
-    if not re.match(PLAIN_NAME, name) or not _SNAPSHOT.fullmatch(snapshot):
+    if not re.match(PLAIN_NAME, name) or not SNAPSHOT_NAME.fullmatch(snapshot):
         raise StoreError(f"{name!r} of {snapshot!r} is not a file of a snapshot of run {run}")
     return f"/runs/{run}/{snapshot}/{name}"
 
