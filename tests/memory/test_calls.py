@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import (
     AgentInfo,
+    Outcomes,
     PendingManifest,
     RankPart,
     StageOutcome,
@@ -51,8 +52,9 @@ from shardwise.parts.memory.remote.calls import (
 from shardwise.parts.memory.remote.client import Discarded
 from shardwise.parts.memory.replies import MOST_REASONS, Replies, combine_replies
 from shardwise.parts.memory.seal import MappedFiles
-from shardwise.parts.memory.states import read_state, request_rescue
+from shardwise.parts.memory.states import SaveStates, read_state, request_rescue
 from shardwise.parts.memory.trainer.pending_saves import PendingSave
+from shardwise.parts.memory.view import SnapshotView
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples, mostly_long
 from tests.memory.reconciling import agent_in_threads
@@ -693,3 +695,38 @@ def test_nobody_is_asked_for_a_run_that_has_had_no_trainer_for_long(
         assert heard_at == asked_since
         trainer.release()
         until(lambda: not heard_at, 5.0)
+
+
+def test_a_commit_that_has_ended_does_not_fail_afterwards(tmp_path: Path) -> None:
+    """The agent may decide that a snapshot is late just before its commit ends."""
+    states, run = SaveStates(), Home(tmp_path).run("0" * 16)
+    for number, ended in enumerate(({"commit": StageOutcome()}, {})):
+        place = SnapshotDirectory(run, 1, f"{number:016x}")
+        place.path.mkdir(parents=True)
+        states.end(place, ended)
+        assert states.fail_commit(place, "it is late") == (not ended)
+        assert read_state(place).outcomes["commit"].failure == ("" if ended else "it is late")
+
+
+class _OutcomesOnly:
+    """A node above that knows nothing yet; nobody may read its files."""
+
+    def read_outcomes(self, run: str, version: int, wait: float) -> Outcomes:
+        return Outcomes(1, 0.0, {})
+
+
+@pytest.mark.parametrize("knows_above", [True, False])
+def test_a_pending_manifest_is_copied_only_from_a_node_that_ranks_of_the_save_have_named(
+    tmp_path: Path, knows_above: bool
+) -> None:
+    """If the record of its rank is damaged, this node may lead the save itself."""
+    info = AgentInfo("above", "http://127.0.0.1:1", "")
+    follower = Follower("here", MappedFiles(), clients={info: _OutcomesOnly()})  # type: ignore[dict-item]
+    part = RankPart(file=None, snapshots_to_keep=2, stages=STAGES, epoch=0, above=[info])
+    place = SnapshotDirectory(Home(tmp_path).run("0" * 16), 1, "0" * 16)
+    view = SnapshotView(
+        place=place, parts=(part,) * knows_above, is_unreadable=not knows_above, stages={}
+    )
+    context = pytest.raises(AttributeError, match="read") if knows_above else nullcontext()
+    with context:
+        follower._ask_above(place.run, [info], [view], {})

@@ -100,7 +100,7 @@ class Saver:
         """Allocate the memory of saves, and return the bytes for this rank."""
         return 0
 
-    def request_mirroring(self, task: Any) -> None:
+    def request_mirroring(self, task: StorageTask) -> None:
         """Have the agent of this node mirror the root. One rank may call this."""
 
     def fence(self) -> None:
