@@ -51,7 +51,7 @@ LAYERS_OF_MEMORY = (
     ("remote",),
     ("reclaim",),
     ("decide", "progress", "registry", "spawn"),
-    ("observe",),
+    ("observe", "pool"),
     ("view",),
     ("identity", "node_tree", "rank_liveness", "replies", "seal", "states"),
     ("home", "redundancy"),

@@ -19,6 +19,7 @@ from shardwise.kernel.plan.save import PieceTable
 from shardwise.kernel.state.local_state import Fragment
 from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory.home import Home
+from shardwise.parts.memory.pool import rank_owner
 from shardwise.parts.memory.trainer.copying import BYTES_AT_ONCE
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.slots import Slots
@@ -36,28 +37,32 @@ def streams(cuda: torch.device) -> CopyStreams:
 
 @pytest.fixture
 def slots(shm: Path, streams: CopyStreams) -> Iterator[Slots]:
-    slots = Slots(Home(shm).run(new_run_id()), "r00000-", "staged", 1, streams)
+    slots = Slots(Home(shm).run(new_run_id()), rank_owner(0), 1, streams)
     yield slots
     slots.close()
 
 
-def test_a_slot_is_page_locked_until_it_is_unmapped(slots: Slots) -> None:
+def test_a_slot_is_page_locked_until_it_is_unmapped(slots: Slots, shm: Path) -> None:
     slots.prepare(NBYTES)
-    slot = slots.take(NBYTES)
+    path = shm / "taken"
+    slot = slots.take(path, NBYTES)
     assert slot is not None
-    assert not torch.from_numpy(slot.buffer).is_pinned()
-    slot = slots.take(NBYTES, device_bytes=NBYTES)
+    assert not torch.from_numpy(slot).is_pinned()
+    slots.give(path)
+    slot = slots.take(path, NBYTES, device_bytes=NBYTES)
     assert slot is not None
-    tensor = torch.from_numpy(slot.buffer)
+    tensor = torch.from_numpy(slot)
     assert tensor.is_pinned()
     assert tensor[-4096:].is_pinned()
     slots.close()
     assert not tensor.is_pinned()
 
 
-def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: torch.device) -> None:
+def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(
+    slots: Slots, shm: Path, cuda: torch.device
+) -> None:
     slots.prepare(NBYTES, device_bytes=NBYTES)
-    slot = slots.take(NBYTES, device_bytes=NBYTES)
+    slot = slots.take(shm / "taken", NBYTES, device_bytes=NBYTES)
     assert slot is not None
     source = torch.randint(256, (NBYTES,), dtype=torch.uint8, device=cuda)
     pinned = torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
@@ -71,7 +76,7 @@ def test_copies_to_a_slot_are_as_fast_as_to_pinned_memory(slots: Slots, cuda: to
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    target = torch.from_numpy(slot.buffer)
+    target = torch.from_numpy(slot)
     seconds = {name: min(copy(each) for _ in range(5)) for name, each in
                (("slot", target), ("pinned", pinned))}  # fmt: skip
     print({name: f"{NBYTES / each / 1e9:.1f} GB/s" for name, each in seconds.items()})
@@ -92,7 +97,7 @@ def test_a_thread_that_waits_for_copies_keeps_no_core_busy(
 
 
 def test_small_tensors_take_little_memory_of_the_device(
-    slots: Slots, streams: CopyStreams, cuda: torch.device
+    slots: Slots, shm: Path, streams: CopyStreams, cuda: torch.device
 ) -> None:
     """They are joined there before they are copied, a part at a time."""
     count = 20_000
@@ -102,26 +107,26 @@ def test_small_tensors_take_little_memory_of_the_device(
     pieces = PieceTable(1024 * np.arange(count + 1), [*range(count)], [box] * count)
     source = FileSource(pieces, fragments)
     slots.prepare(count * 1024, device_bytes=count * 1024)
-    slot = slots.take(count * 1024, device_bytes=count * 1024)
+    slot = slots.take(shm / "taken", count * 1024, device_bytes=count * 1024)
     assert slot is not None
     reserved = torch.cuda.memory_reserved(cuda)
     streams.begin([cuda])
-    streams.make_fill(source, wait=False)(0, count * 1024, slot.buffer)
+    streams.make_fill(source, wait=False)(0, count * 1024, slot)
     streams.record_copies()
     streams.wait_for_copies()
-    assert torch.equal(torch.from_numpy(slot.buffer), whole.cpu().view(-1))
+    assert torch.equal(torch.from_numpy(slot), whole.cpu().view(-1))
     assert torch.cuda.memory_reserved(cuda) - reserved <= 4 << 20
 
 
 def test_memory_that_is_locked_already_is_warned_of_and_leaves_no_error(
-    slots: Slots, cuda: torch.device
+    slots: Slots, shm: Path, cuda: torch.device
 ) -> None:
     """The runtime keeps errors, and a later launch would raise it."""
     slots.prepare(1 << 20, device_bytes=1 << 20)
-    slot = slots.take(1 << 20, device_bytes=1 << 20)
+    slot = slots.take(shm / "taken", 1 << 20, device_bytes=1 << 20)
     assert slot is not None
     accelerator = TorchAccelerator()
-    address = int(slot.buffer.ctypes.data)
+    address = int(slot.ctypes.data)
     with pytest.warns(RuntimeWarning, match="could not be page-locked"):
         assert not accelerator.lock_pages(address, 1 << 20, cuda)
     values = torch.arange(1000, device=cuda)

@@ -50,7 +50,7 @@ def test_the_last_step_is_saved_at_the_end(
     assert torch.equal(target["model"].weight, model.weight)  # type: ignore[union-attr]
     assert target["done"] == 30
     assert sw.open(tmp_path / "root").metrics == {"loss": 1 / 30}
-    assert not list(shm.glob("**/*.slot"))  # the memory is given back
+    assert not list(shm.glob("**/free/*"))  # the memory is given back
 
 
 def test_the_snapshot_that_is_persisted_is_of_its_step(tmp_path: Path, shm: Path) -> None:
@@ -134,4 +134,4 @@ def test_the_nodes_persist_the_last_snapshot_together(
     found = sw.open(root)
     assert torch.equal(found["t"][...], reference(3))
     found.verify()
-    assert not list(shm.glob("**/*.slot"))
+    assert not list(shm.glob("**/free/*"))

@@ -49,7 +49,7 @@ def home(tmp_path: Path) -> Home:
     write_record(home.info_path, AgentInfo("here-1", "http://127.0.0.1:1", "secret", 1, "rack-7"))
     run = home.run(new_run_id())
     run.free_directory.mkdir(parents=True)
-    (run.free_directory / "r00000-aa.slot").write_bytes(bytes(500))
+    (run.free_directory / "rank-00000-aa").write_bytes(bytes(8192))
     now = time.time()
     outcomes: dict[int, dict[str, str]] = {
         1: {"commit": "", "protect": "", "persist": ""},
@@ -112,7 +112,7 @@ def test_all_that_is_known_is_told(run: Run, home: Home) -> None:
     assert shown["bytes"] > 6700
     assert shown["bytes_left"] > 0
     (one,) = shown["runs"]
-    assert (one["slots_used"], one["slots_free"], one["bytes_free"]) == (3, 1, 500)
+    assert (one["slots_used"], one["slots_free"], one["bytes_free"]) == (3, 1, 8192)
     first, second, third = one["snapshots"]
     assert [(each["step"], each["bytes"]) for each in one["snapshots"]] == [
         (1, 1000),
@@ -156,7 +156,7 @@ def test_it_speaks_to_people_too(run: Run, home: Home) -> None:
     assert "committed 2 (1 step, 30.0 s behind)" in ran.out
     assert "step 3: persist: failed 4 times" in ran.out
     assert "there-2" in ran.out
-    assert "3 slots used, 1 free (500 B)" in ran.out
+    assert "3 slots used, 1 free (8.00 KiB)" in ran.out
 
 
 def test_a_snapshot_without_copies_or_parity_is_not_called_protected(run: Run, home: Home) -> None:

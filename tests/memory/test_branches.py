@@ -25,6 +25,7 @@ from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.identity import read_or_create_node_name
 from shardwise.parts.memory.observe import read_snapshot
+from shardwise.parts.memory.pool import rank_owner
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import discard_superseded
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
@@ -68,7 +69,6 @@ def leave(
     if epoch is not None:  # or nothing says when it was saved
         part = RankPart(
             file=file,
-            slot=f"r00000-{step}.slot",
             snapshots_to_keep=2,
             stages=stages,
             epoch=epoch,
@@ -120,7 +120,7 @@ def went(*steps: int) -> Lineage:
 
 def has_free(run: Run) -> bool:
     """Whether rank 0 finds a slot."""
-    return Slots(run, 0, 3).has_free()
+    return Slots(run, rank_owner(0), 3).has_free()
 
 
 def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
@@ -206,7 +206,7 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     file = FileEntry(f"r00000-{again.save_id}.safetensors", 0, 4, 0, 0, 0, 0)
     again.path.mkdir()
     (again.path / file.name).write_bytes(b"data")
-    part = RankPart(file=file, slot="again.slot", snapshots_to_keep=2, stages=(), epoch=1)
+    part = RankPart(file=file, snapshots_to_keep=2, stages=(), epoch=1)
     write_record(again.path / records.rank_record(0), part)
     assert not is_superseded(read_snapshot(again), went(6))
     discard_superseded(run, 7, went(6), [HERE], 2)
@@ -226,7 +226,7 @@ def an_idle_node(run: Run, root: Path, *steps: int) -> LocalStore:
     for step in (7, 8):
         leave(run, step, ended=("commit", "protect"))
     run.free_directory.mkdir()
-    (run.free_directory / "r00000-1.slot").write_bytes(b"free")
+    (run.free_directory / "rank-00000-1").write_bytes(b"free")
     return store
 
 
@@ -326,7 +326,7 @@ def test_what_will_never_be_committed_gives_its_slot_back(run: Run) -> None:
     aged(run, 7, 122.0)
     assert free_decided(run)
     assert steps(run) == [1, 5, 7]
-    assert len(list(run.free_directory.glob("r00000-*.slot"))) == 4
+    assert len(list(run.free_directory.glob("rank-00000-*"))) == 4
 
 
 LINGER, LONGEST = UNTIL_FREED_IF_STORED, DAY
@@ -350,7 +350,7 @@ class Node:
         """Whether nothing of any run is left, a little later."""
         self._agent.after(UPKEEP_PERIOD)
         home = self._agent.home
-        return not home.runs() and not list(home.path.glob("**/*.slot"))
+        return not home.runs() and not list(home.path.glob("**/free/*"))
 
 
 def test_what_storage_has_leaves_memory_half_an_hour_after_the_run(

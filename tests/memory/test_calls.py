@@ -453,7 +453,6 @@ class Cluster:
         tree = tree_of_nodes(self.infos[0].node, infos, fan_out)
         part = RankPart(
             file=entry if has_file else None,
-            slot=f"r{rank:05}-0.slot",
             snapshots_to_keep=snapshots_to_keep,
             stages=stages,
             epoch=0,

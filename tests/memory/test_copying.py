@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from shardwise.kernel.manifest.manifest import FileEntry, data_file, step_direct
 from shardwise.kernel.store import LocalStore, WritableFile
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
+from shardwise.parts.memory.agent.incoming import IncomingFile
 from shardwise.parts.memory.decide import Action
 from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import SnapshotDirectory
@@ -189,16 +191,13 @@ class Copy:
 
     def has_written(self, buckets: int) -> bool:
         """Whether storage has so many buckets, in a file that is not complete yet."""
-        path = self.trial.run.free_directory
         size = buckets * BUCKET
-        copied = {each.read_bytes()[:size] for each in path.glob("r00000-*.slot")}
+        copied = {self.slot().read_bytes()[:size]}
         return any(each.read_bytes()[:size] in copied - {bytes(size)} for each in self.stored())
 
     def slot(self) -> Path:
         """The slot that is being filled."""
-        part = read_record(self.place.path / records.rank_record(0), RankPart)
-        assert part is not None
-        found = self.trial.run.free_directory / part.slot
+        found = self.place.temporary_path(FILE)
         assert found.exists()
         return found
 
@@ -344,6 +343,21 @@ def test_a_copy_that_failed_leaves_its_slot_to_who_reads_it(copy: Copy) -> None:
     lock.release()
 
 
+def test_a_slot_that_is_larger_than_its_file_is_not_read_yet(copy: Copy) -> None:
+    """The rank has taken it, and makes it smaller."""
+    copy.place.path.mkdir(parents=True)
+    entry = FileEntry(FILE, 0, 10, 0, 0, 0, 0)
+    part = RankPart(file=entry, snapshots_to_keep=2, stages=("commit",), epoch=0)
+    write_record(copy.place.path / records.rank_record(0), part)
+    copy.place.temporary_path(FILE).write_bytes(bytes(4096))
+    lock = RankLock(copy.trial.run, 0)
+    cutting = threading.Timer(0.1, os.truncate, [copy.place.temporary_path(FILE), 10])
+    cutting.start()
+    assert len(IncomingFile(copy.place, FILE, 10.0, MappedFiles()).data) == 10
+    cutting.join()
+    lock.release()
+
+
 def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) -> None:
     lock = RankLock(copy.trial.run, 0)
     copying = copy.begin()
@@ -360,22 +374,6 @@ def test_the_next_process_of_a_rank_forgets_a_copy_that_was_begun(copy: Copy) ->
     copy.may_go_on.set()
     copying.wait(BOUND)
     lock.release_as_lost()
-
-
-def test_a_slot_that_no_agent_followed_is_used_again(copy: Copy) -> None:
-    """So the restart of a rank allocates no memory anew."""
-    slot = copy.trial.run.free_directory / "r00000-0.slot"
-    copy.place.path.mkdir(parents=True)
-    slot.parent.mkdir(parents=True, exist_ok=True)
-    slot.touch()
-    entry = FileEntry(FILE, 0, 0, 0, 0, 0, 0)
-    marker = copy.place.path / records.rank_record(0)
-    stages = ("commit", "protect")
-    part = RankPart(file=entry, slot=slot.name, snapshots_to_keep=2, stages=stages, epoch=0)
-    write_record(marker, part)
-    forget_copies(copy.trial.run, 0)
-    assert slot.exists()
-    assert not marker.exists()
 
 
 def test_a_rank_that_ends_after_its_copy_is_not_lost(

@@ -52,9 +52,9 @@ SAVE = "0123456789abcdef"
 FILE = f"r00000-{SAVE}.safetensors"
 AGENT = AgentInfo("a", "http://127.0.0.1:1", "t")
 MADE = RingFile("rank-00000.made-0.bin", FILE, {FILE: (0, 8)}, {FILE: b"sums"})
+ENTRY = FileEntry(FILE, 0, 8, 0, 0, 0, 0)
 PART = RankPart(
-    file=FileEntry(FILE, 0, 8, 0, 0, 0, 0),
-    slot="r00000-0.slot",
+    file=ENTRY,
     snapshots_to_keep=2,
     stages=("commit", "persist"),
     epoch=0,
@@ -110,9 +110,9 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
     ("record", "wrong"),
     [
         (PART, {"stages": ("cOmmit",)}),
-        (PART, {"slot": "../slot"}),
-        (PART, {"snapshots_to_keep": -1}),
+        (PART, {"slots": -1}),
         (PART, {"copied": -1}),
+        (PART, {"file": msgspec.structs.replace(ENTRY, name=f"../{FILE}")}),
         (PART, {"made": (msgspec.structs.replace(MADE, file="../slot"),)}),
         (PART, {"made": (msgspec.structs.replace(MADE, name="manifest.json"),)}),
         (PENDING, {"save_id": "another"}),
@@ -134,7 +134,7 @@ def test_each_flipped_bit_is_noticed(record: msgspec.Struct) -> None:
 def test_values_that_no_trainer_and_no_agent_writes_are_damage(
     record: msgspec.Struct, wrong: dict[str, Any]
 ) -> None:
-    encoded = encode_record(msgspec.structs.replace(record, **wrong))
+    encoded = encode_record({**msgspec.to_builtins(record), **wrong})
     with pytest.raises(StoreError, match=r"^it: the record is damaged: "):
         decode_record(encoded, type(record), "it")
 

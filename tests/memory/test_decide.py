@@ -80,7 +80,6 @@ def snapshot(
         parts=(
             RankPart(
                 file=entry if has_file else None,
-                slot=f"r00000-{step}.slot",
                 snapshots_to_keep=slots,
                 stages=asked,
                 epoch=epoch,

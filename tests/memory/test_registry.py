@@ -163,7 +163,7 @@ def test_an_entry_tells_when_its_node_last_took_part(tmp_path: Path) -> None:
     place.path.mkdir()
     registration.update()
     entry = FileEntry(name, 0, 0, 0, 0, 0, 0)
-    part = RankPart(file=entry, slot="slot", snapshots_to_keep=2, stages=(), epoch=7)
+    part = RankPart(file=entry, snapshots_to_keep=2, stages=(), epoch=7)
     write_record(place.path / rank_record(0), part)
     (place.path / name).touch()
     registration.update()

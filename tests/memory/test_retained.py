@@ -196,7 +196,7 @@ def test_old_checkpoints_that_cannot_go_are_told_of_when_the_run_is_closed(
     ):
         cp.close()
     assert cp.steps() == [1]
-    assert not list(shm.glob("**/*.slot"))
+    assert not list(shm.glob("**/free/*"))
 
 
 def test_what_cannot_go_is_told_though_the_last_snapshot_is_for_memory_only(

@@ -27,19 +27,17 @@ from shardwise.parts.memory.home import (
     Run,
     SnapshotDirectory,
 )
+from shardwise.parts.memory.pool import AGENT, PAGE_SIZE, Pool, rank_owner, ring_owner
 from shardwise.parts.memory.reclaim import (
     bytes_needed_for_others,
     bytes_stored_for_others,
-    delete_smallest_spares,
     discard,
     finish_freeing,
     free,
-    list_spares,
-    reuse_spare,
 )
 from shardwise.parts.memory.records import PendingManifest, RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.states import SaveStates, read_state
-from shardwise.parts.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.copying import FileCopier
 from shardwise.parts.tiers.options import StorageTask
 from tests.memory.reconciling import free_decided
@@ -83,45 +81,51 @@ def steps_of(run: Run) -> list[int]:
     return [each.step for each in run.snapshots()]
 
 
+def slots_of(run: Run, count: int, rank: int = 0) -> Slots:
+    """The slots of a rank for its own data."""
+    return Slots(run, rank_owner(rank), count)
+
+
 def test_a_slot_is_the_same_memory_again(run: Run) -> None:
-    slots = Slots(run, 3, 1)
+    slots = slots_of(run, 1, rank=3)
     slots.prepare(10_000)
-    first = slots.take(10_000)
-    assert first is not None
-    first.buffer[:] = 7
-    assert first.path.read_bytes() == b"\7" * 10_000
     place = place_of(run, 1)
     target = record(place, part_of(place, rank=3), 3)
-    inode = os.stat(first.path).st_ino
-    first.path.rename(target)
-    assert slots.take(10_000) is None
+    first = slots.take(target, 10_000)
+    assert first is not None
+    first[:] = 7
+    assert target.read_bytes() == b"\7" * 10_000
+    inode = os.stat(target).st_ino
+    again = place_of(run, 2)
+    target = record(again, part_of(again, rank=3), 3)
+    assert slots.take(target, 10_000) is None
     assert free(place)
-    again = slots.take(12_000)
-    assert again is not None
-    assert os.stat(again.path).st_ino == inode
-    again.buffer[:] = 8
-    assert again.path.read_bytes() == b"\10" * 12_000
+    second = slots.take(target, 12_000)
+    assert second is not None
+    assert os.stat(target).st_ino == inode
+    second[:] = 8
+    assert target.read_bytes() == b"\10" * 12_000
 
 
 def test_slots_in_use_count(run: Run) -> None:
-    slots = Slots(run, 0, 3)
+    """Also those that are being filled."""
+    slots = slots_of(run, 3)
     assert slots.prepare(1000) > 0
-    taken = slots.take(1000)
-    assert taken is not None
     place = place_of(run, 1)
-    taken.path.rename(record(place, part_of(place)))
+    name = record(place, part_of(place)).name
+    assert slots.take(place.temporary_path(name), 1000) is not None
+    assert slots.prepare(1000) == 0
+    place.temporary_path(name).rename(place.path / name)
     assert slots.prepare(1000) == 0
     assert len(list(run.free_directory.iterdir())) == 2
 
 
 def test_slots_of_a_snapshot_that_is_being_freed_count(run: Run) -> None:
     """They will be free in a moment, or a little later if a process was killed meanwhile."""
-    slots = Slots(run, 0, 2)
+    slots = slots_of(run, 2)
     slots.prepare(1000)
-    taken = slots.take(1000)
-    assert taken is not None
     place = place_of(run, 1)
-    taken.path.rename(record(place, part_of(place)))
+    assert slots.take(record(place, part_of(place)), 1000) is not None
     place.path.rename(run.path / "freed-0123456789abcdef")
     assert slots.prepare(1000) == 0
     finish_freeing(run)
@@ -131,42 +135,44 @@ def test_slots_of_a_snapshot_that_is_being_freed_count(run: Run) -> None:
 
 def test_slots_for_others_count_apart(run: Run) -> None:
     place = place_of(run, 1)
-    claimed, kept = (RingFile(f"m{n}.bin", f"r{n}.bin", {}) for n in (1, 2))
+    claimed, kept = (RingFile(f"rank-00000.made-{n}.bin", f"r{n}.bin", {}) for n in (1, 2))
     record(place, part_of(place, made=(claimed, kept))).touch()
-    own, others = Slots(run, 0, 2), Slots(run, 0, 3, for_others=True)
+    own, others = slots_of(run, 2), Slots(run, ring_owner(0), 4)
+    (place.path / ".rank-00000.made-0.bin").touch()  # the rank fills it
     (place.path / ".r1.bin").touch()  # the agent has renamed it, and adds what it lacks
-    (place.path / "m2.bin").touch()
+    (place.path / kept.file).touch()
     own.prepare(1000)
     others.prepare(1000)
-    names = sorted(each.name[:7] for each in run.free_directory.iterdir())
-    assert names == ["k00000-", "r00000-"]
+    names = sorted(each.name[:11] for each in run.free_directory.iterdir())
+    assert names == ["rank-00000-", "ring-00000-"]
 
 
 def test_ranks_do_not_take_each_others(run: Run) -> None:
-    mine, other = (Slots(run, rank, n) for rank, n in ((1, 1), (11, 0)))
+    mine, other = (slots_of(run, n, rank) for rank, n in ((1, 1), (11, 0)))
     mine.prepare(100)
     assert not other.has_free()
-    assert other.take(100) is None
+    assert other.take(run.path / "to", 100) is None
 
 
 def test_a_slot_that_is_lost_is_made_up_for(run: Run) -> None:
     """Such as one whose note was damaged, so that nobody knew what it is called."""
-    slots = Slots(run, 0, 2)
+    slots = slots_of(run, 2)
     slots.prepare(1000)
     for path in run.free_directory.iterdir():
         path.unlink()
     assert slots.has_free()
-    taken = slots.take(1000)
+    place = place_of(run, 1)
+    taken = slots.take(path := record(place, part_of(place)), 1000)
     assert taken is not None
-    taken.buffer[:] = 5
-    assert taken.path.read_bytes() == b"\5" * 1000
+    taken[:] = 5
+    assert path.read_bytes() == b"\5" * 1000
     assert slots.prepare(1000) > 0
-    assert len(list(run.free_directory.iterdir())) == 2
+    assert len(list(run.free_directory.iterdir())) == 1
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(run: Run) -> None:
     with pytest.raises(sw.StoreError, match=r"3 slots of [\d,]+ bytes .* need [\d,]+ more"):
-        Slots(run, 0, 3).prepare(1 << 50)
+        slots_of(run, 3).prepare(1 << 50)
     assert not list(run.free_directory.iterdir())
 
 
@@ -180,7 +186,7 @@ def full(fd: int, offset: int, length: int) -> None:
 def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(run, 0, 1)
+    slots = slots_of(run, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(sw.StoreError, match="make the file system larger"):
@@ -191,33 +197,36 @@ def test_a_slot_that_cannot_be_allocated_is_as_it_was(
     size = slot.stat().st_size
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
-        for grow in (slots.prepare, slots.take):
-            with pytest.raises(sw.StoreError, match="make the file system larger"):
-                grow(3 * HUGE_PAGE)
-            assert slot.stat().st_size == size
-    taken = slots.take(1000)
+        with pytest.raises(sw.StoreError, match="make the file system larger"):
+            slots.prepare(3 * HUGE_PAGE)
+        assert slot.stat().st_size == size
+        with pytest.raises(sw.StoreError, match="make the file system larger"):
+            slots.take(run.path / "to", 3 * HUGE_PAGE)
+    (slot,) = run.free_directory.iterdir()
+    assert slot.stat().st_size == size
+    taken = slots.take(run.path / "to", 1000)
     assert taken is not None
-    taken.buffer[:] = 1
+    taken[:] = 1
 
 
 def test_a_slot_whose_pages_were_not_all_given_gets_them(run: Run) -> None:
     """Whoever allocated it was killed."""
     run.free_directory.mkdir(parents=True)
-    slot = run.free_directory / "r00000-00000000.slot"
+    slot = run.free_directory / "rank-00000-00000000"
     slot.touch()
     os.truncate(slot, 4 << 20)
-    slots = Slots(run, 0, 1)
+    slots = slots_of(run, 1)
     assert slots.prepare(1000) > 0
     found = slot.stat()
     assert found.st_blocks * 512 >= found.st_size
     os.truncate(slot, 0)
     os.truncate(slot, 4 << 20)
-    assert slots.take(100_000) is not None
-    assert slot.stat().st_blocks * 512 >= 100_000
+    assert slots.take(run.path / "to", 100_000) is not None
+    assert (run.path / "to").stat().st_blocks * 512 >= 100_000
 
 
 def test_memory_for_others_has_to_be_left(run: Run) -> None:
-    slots = Slots(run, 0, 2)
+    slots = slots_of(run, 2)
     said = r"stores for others needs [\d,]{16,} more, and 2 slots .* need [\d,]{7,} more"
     with pytest.raises(sw.StoreError, match=said):
         slots.prepare(1000, leave_free=1 << 50)
@@ -232,7 +241,7 @@ def test_memory_for_others_has_to_be_left(run: Run) -> None:
 def test_memory_that_agents_let_go_of_is_waited_for(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(run, 0, 1)
+    slots = slots_of(run, 1)
     found = iter([0, 0])
     monkeypatch.setattr(slots, "_available_bytes", lambda: next(found, 1 << 40))
     assert slots.prepare(1000) > 0
@@ -407,7 +416,7 @@ def test_what_is_left_of_a_step_that_was_saved_again_is_removed(run: Run) -> Non
     assert free_decided(run)
     assert run.snapshots() == [new]
     (slot,) = run.free_directory.iterdir()
-    assert slot.name.startswith("r00000-")
+    assert slot.name.startswith("rank-00000-")
     assert slot.read_bytes() == b"of before "
     assert not free_decided(run)
 
@@ -445,7 +454,7 @@ def test_a_step_that_is_retired_while_slots_are_counted_counts_for_nothing(
 ) -> None:
     gone = SnapshotDirectory(run, 7, f"{7:016x}")
     monkeypatch.setattr(Run, "snapshots", lambda self: [gone])
-    assert Slots(run, 0, 2).prepare(1000) > 0
+    assert slots_of(run, 2).prepare(1000) > 0
     assert len(list(run.free_directory.iterdir())) == 2
 
 
@@ -463,28 +472,31 @@ def test_what_has_become_of_a_save_is_known_after_its_memory_is_free(run: Run) -
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_what_was_freed_in_part_is_freed_to_the_end(run: Run, is_damaged: bool) -> None:
-    """Slots go back to their ranks; if it is not known whose they are, others take their memory."""
+    """Files go back to their owners; if it is not known whose they are, to the agent."""
     place = leave_committed(run, 1)
     made = RingFile("rank-00000.made-0.bin", "p.bin", {}), RingFile("gone.bin", "q.bin", {})
     record(place, part_of(place, made=made))
-    for name, size in (("p.bin", 1), ("rank-00000.made-0.bin", 2), (".q.bin", 3), ("c.bin", 4)):
+    files = {"p.bin": 1, "rank-00000.made-0.bin": 2, ".q.bin": 3, "c.bin": 4, "r0.bin": 5}
+    for name, size in (*files.items(), (".rank-00000.made-1.bin", 6), (".parity-0-0.bin", 7)):
         (place.path / name).write_bytes(bytes(size))
     if is_damaged:
         (place.path / records.rank_record(0)).write_bytes(b"damaged")
     (place.path / "a directory").mkdir()
     place.path.rename(run.path / "freed-0123456789abcdef")
-    spares = [(".spare", size) for size in (1, 2, 3, 4, 10)]
-    slots = [(".spare", 1), (".spare", 4), *(("k00000-.slot", size) for size in (2, 3))]
-    slots.append(("r00000-.slot", 10))
     assert run.snapshots() == []
+    expected = {AGENT: {1, 4, 5, 7}, ring_owner(0): {2, 3, 6}, rank_owner(0): {10}}
+    if is_damaged:
+        expected = {AGENT: {1, 2, 3, 4, 5, 6, 7, 10}, ring_owner(0): set(), rank_owner(0): set()}
     for _ in range(2):
         finish_freeing(run)
         assert run.freed_directories() == []
-        kinds = sorted(
-            (each.name[: each.name.find("-") + 1] + each.suffix, each.stat().st_size)
-            for each in run.free_directory.iterdir()
-        )
-        assert kinds == (spares if is_damaged else slots)
+        found = {owner: sizes_of(run, owner) for owner in expected}
+        assert found == {owner: sorted(sizes) for owner, sizes in expected.items()}
+
+
+def sizes_of(run: Run, owner: str) -> list[int]:
+    """The sizes of the free files of an owner."""
+    return sorted(path.stat().st_size for _, path in Pool(run.free_directory).files(owner))
 
 
 def leave_made(run: Run, step: int, *made: tuple[str, int]) -> None:
@@ -501,41 +513,46 @@ def test_what_was_made_for_others_is_spare_when_it_is_retired(run: Run) -> None:
     leave_made(run, 1, ("r00001", 300), (".r00002", 20))
     leave_made(run, 2, ("r00001", 300), ("r00002", 20))
     assert free_decided(run)
-    assert [size for size, _ in list_spares(run)] == [20, 300]
-    (slot,) = run.free_directory.glob("*.slot")
-    assert slot.name.startswith("r00000-")
-    assert bytes_stored_for_others(run) == 2 * 320
+    assert sizes_of(run, AGENT) == [20, 300]
+    assert sizes_of(run, rank_owner(0)) == [10]
     leave_made(run, 3)
     assert free_decided(run)
-    assert not list_spares(run)  # nothing is made for others any more
+    assert sizes_of(run, AGENT) == []  # nothing is made for others any more
     assert bytes_stored_for_others(run) == 0
 
 
-def leave_spares(run: Run, *sizes: int) -> None:
-    """Memory that the agent has made something for others in before."""
-    run.free_directory.mkdir(parents=True)
-    for size in sizes:
-        (run.free_directory / f"{size:08x}.spare").write_bytes(bytes(size))
+def leave_free(run: Run, owner: str, *pages: int) -> None:
+    """Free files of so many pages."""
+    for number in pages:
+        Pool(run.free_directory).new_path(owner).write_bytes(bytes(number * PAGE_SIZE))
 
 
 def test_the_least_that_is_large_enough_is_taken_or_else_the_largest(run: Run) -> None:
-    leave_spares(run, 10, 500, 300)
-    to = run.path / "to"
-    for wanted, taken in ((200, 300), (600, 500), (600, 10)):
-        reuse_spare(run, wanted, to)
-        assert to.stat().st_size == taken
-        reuse_spare(run, wanted, to)  # there is one already
+    leave_free(run, AGENT, 1, 5, 3)
+    leave_free(run, rank_owner(0), 2)
+    pool, to = Pool(run.free_directory), run.path / "to"
+    for wanted, taken in ((2, 3), (6, 5), (6, 1)):
+        assert pool.take(AGENT, wanted * PAGE_SIZE, to)
+        assert to.stat().st_size == taken * PAGE_SIZE
         to.unlink()
-    reuse_spare(run, 1, to)
+    assert not pool.take(AGENT, 1, to)
     assert not to.exists()
 
 
-def test_the_largest_stay(run: Run) -> None:
-    leave_spares(run, 10, 500, 300)
-    delete_smallest_spares(run, 5)
-    assert len(list_spares(run)) == 3
-    delete_smallest_spares(run, 1)
-    assert [size for size, _ in list_spares(run)] == [500]
+def test_the_largest_of_the_agent_stay_and_those_of_some_ranks(run: Run) -> None:
+    leave_free(run, AGENT, 1, 5, 3)
+    for rank in (1, 11):
+        leave_free(run, rank_owner(rank), rank)
+        leave_free(run, ring_owner(rank), rank)
+    pool = Pool(run.free_directory)
+    pool.shrink([1, 11], 5)
+    assert len(pool.files()) == 7
+    pool.shrink([1], 2)
+    sizes = [(path.name[:10], path.stat().st_size // PAGE_SIZE) for _, path in pool.files()]
+    assert [size for name, size in sizes if name.startswith(AGENT)] == [3, 5]
+    assert {name for name, _ in sizes if not name.startswith(AGENT)} == {"rank-00001", "ring-00001"}
+    pool.shrink()
+    assert pool.files() == []
 
 
 def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def close_properly(root: str, shm: str) -> None:
 def test_a_run_that_ends_well_gives_its_memory_back(gang: Gang, tmp_path: Path, shm: Path) -> None:
     gang.run(close_properly, str(tmp_path / "root"), str(shm), world=2)
     assert sw.open(tmp_path / "root" / "step-00000002").step == 2
-    assert not list(shm.glob("**/*.slot"))
+    assert not list(shm.glob("**/free/*"))
     assert not list(shm.glob("**/*.safetensors"))
 
 

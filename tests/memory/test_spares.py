@@ -28,8 +28,8 @@ def made_for_others(shm: str, root: str, options: dict[str, int]) -> list[set[in
             (run,) = Path(memory.dir).glob("*/runs/*")
             own = f"r{dist.get_rank():05d}-"
             files = [*run.glob("step-*/*.safetensors"), *run.glob("step-*/*.bin")]
-            files = [path for path in files if not path.name.startswith(own)]
-            found.append({path.stat().st_ino for path in [*files, *run.glob("free/*.spare")]})
+            files = [path for path in files if not path.name.lstrip(".").startswith(own)]
+            found.append({path.stat().st_ino for path in [*files, *run.glob("free/agent-*")]})
     cp.close(wait=False)
     return found
 

@@ -32,18 +32,20 @@ from shardwise.kernel.manifest.manifest import (
 )
 from shardwise.kernel.plan.save import PieceTable
 from shardwise.kernel.state.local_state import Fragment
+from shardwise.kernel.store.store import Buffer
 from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_snapshot
+from shardwise.parts.memory.pool import PAGE_SIZE, Pool, rank_owner
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.records import PendingManifest, RankPart
 from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.trainer import device as device_module
 from shardwise.parts.memory.trainer.copying import CopyProgress, Slack
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
-from shardwise.parts.memory.trainer.slots import PAGE_SIZE, Slots
+from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.memory.trainer.staging import SnapshotPart, Staging
 from shardwise.parts.memory.view import StageState
 
@@ -267,7 +269,7 @@ class Trial:
 
     def staged(self, content: FileSource, step: int = 1) -> list[int] | None:
         """The tensors of a step as one byte each; None if there is no file yet."""
-        found = list(self.place(step).path.glob("*.safetensors"))
+        found = list(self.place(step).path.glob("r*.safetensors"))
         if not found:
             return None
         data = found[0].read_bytes()[content.entry.data_at : content.entry.objects_at]
@@ -551,54 +553,65 @@ def slots(tmp_path: Path) -> tuple[Slots, Simulated]:
     streams = CopyStreams(accelerator)  # type: ignore[arg-type]
     streams.begin([CARD])
     run = Home(tmp_path).run(new_run_id())
-    return Slots(run, 0, 1, streams), accelerator
+    return Slots(run, rank_owner(0), 1, streams), accelerator
+
+
+def take_again(slots: Slots, path: Path, nbytes: int, device_bytes: int) -> Buffer:
+    """Return the slot to the pool, if it was taken, and take it."""
+    slots.give(path)
+    slot = slots.take(path, nbytes, device_bytes=device_bytes)
+    assert slot is not None
+    return slot
 
 
 def test_slots_are_locked_once_and_unlocked_before_they_are_unmapped(
-    slots: tuple[Slots, Simulated],
+    slots: tuple[Slots, Simulated], tmp_path: Path
 ) -> None:
     own, accelerator = slots
     own.prepare(10_000)
     assert not accelerator.locked, "nobody asked"
     own.prepare(10_000, device_bytes=8000)
     for nbytes in (10_000, 9000, 10_000, 9000):
-        slot = own.take(nbytes, device_bytes=8000)
-        assert slot is not None
-        assert slot.buffer.ctypes.data in accelerator.locked
+        slot = take_again(own, tmp_path / "taken", nbytes, 8000)
+        assert slot.ctypes.data in accelerator.locked
     assert accelerator.asked_to_lock == 1
     own.close()
     assert not accelerator.locked
 
 
-def test_a_slot_that_was_cut_is_locked_up_to_its_end(slots: tuple[Slots, Simulated]) -> None:
+def test_a_slot_that_was_cut_is_locked_up_to_its_end(
+    slots: tuple[Slots, Simulated], tmp_path: Path
+) -> None:
     """The state was on the host first. The mapping is longer than the file, which CUDA refuses."""
     own, accelerator = slots
     own.prepare(1_000_000)
     for device_bytes in (0, 10_000):
-        slot = own.take(10_000, device_bytes=device_bytes)
-        assert slot is not None
-    assert accelerator.locked == {slot.buffer.ctypes.data: 3 * PAGE_SIZE}
+        slot = take_again(own, tmp_path / "taken", 10_000, device_bytes)
+    assert accelerator.locked == {slot.ctypes.data: 3 * PAGE_SIZE}
     own.close()
 
 
-def test_pages_that_a_file_has_lost_are_not_copied_to(slots: tuple[Slots, Simulated]) -> None:
+def test_pages_that_a_file_has_lost_are_not_copied_to(
+    slots: tuple[Slots, Simulated], tmp_path: Path
+) -> None:
     """A file that was cut and grew has other pages there than those that a device knows."""
     own, accelerator = slots
     own.prepare(50_000, device_bytes=50_000)
     for nbytes, times in ((10_000, 1), (10_100, 1), (50_000, 2), (40_000, 2), (50_000, 3)):
-        slot = own.take(nbytes, device_bytes=nbytes)
-        assert slot is not None
+        slot = take_again(own, tmp_path / "taken", nbytes, nbytes)
         assert accelerator.asked_to_lock == times
-        assert list(accelerator.locked) == [slot.buffer.ctypes.data]
-        slot.buffer[:] = times
-        assert slot.path.read_bytes() == bytes([times]) * nbytes
+        assert list(accelerator.locked) == [slot.ctypes.data]
+        slot[:] = times
+        assert (tmp_path / "taken").read_bytes() == bytes([times]) * nbytes
 
 
-def test_what_cannot_be_locked_is_asked_for_once(slots: tuple[Slots, Simulated]) -> None:
+def test_what_cannot_be_locked_is_asked_for_once(
+    slots: tuple[Slots, Simulated], tmp_path: Path
+) -> None:
     own, accelerator = slots
     accelerator.can_lock = False
     own.prepare(10_000, device_bytes=10_000)
-    assert own.take(10_000, device_bytes=10_000) is not None
+    assert own.take(tmp_path / "taken", 10_000, device_bytes=10_000) is not None
     assert accelerator.asked_to_lock == 1
     own.close()
 
@@ -706,7 +719,7 @@ def test_a_part_on_a_cuda_device(tmp_path: Path) -> None:
             trial.staging.raise_failure()
             assert trial.staged(content, step) == [step]
             (data,) = trial.place(step).path.glob("*.safetensors")
-            data.rename(trial.run.free_directory / f"r00000-{step:08x}.slot")
+            Pool(trial.run.free_directory).give(rank_owner(0), data)
     finally:
         trial.staging.close()
 

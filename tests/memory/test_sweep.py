@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,13 @@ from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.pool import ring_owner
 from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
 from shardwise.parts.memory.records import RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.redundancy.placement import make_ring_group
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer.rings import Ring, protect_ring
-from shardwise.parts.memory.trainer.slots import Slot, Slots
+from shardwise.parts.memory.trainer.slots import Slots
 from tests.breadth import mostly_long
 from tests.memory.test_staging import SIZE, Trial, content_of
 
@@ -132,13 +133,8 @@ def stage(directory: Path, run: str, *steps: int) -> None:
 def keep(directory: Path, run: str, *steps: int) -> None:
     """Make copies of the file of rank 1 from the replicas of rank 0."""
     here = Home(directory).run(run)
-    slots = Slots(here, 0, SLOTS, for_others=True)
+    slots = Slots(here, ring_owner(0), SLOTS)
     slots.prepare(KEPT)
-
-    def take(nbytes: int, besides: Collection[str]) -> Slot:
-        slot = slots.take(nbytes, excluding=besides)
-        assert slot is not None
-        return slot
 
     def fill(low: int, high: int, out: Buffer) -> None:
         out[:] = 7
@@ -155,8 +151,12 @@ def keep(directory: Path, run: str, *steps: int) -> None:
         place.path.mkdir()
         added: list[RingFile] = []
 
+        def take(name: str, nbytes: int, place: SnapshotDirectory = place) -> Buffer:
+            slot = slots.take(place.temporary_path(name), nbytes)
+            assert slot is not None
+            return slot
+
         def add(
-            slot: Slot,
             made: RingFile,
             place: SnapshotDirectory = place,
             added: list[RingFile] = added,
@@ -166,7 +166,7 @@ def keep(directory: Path, run: str, *steps: int) -> None:
                 file=None, snapshots_to_keep=2, stages=("commit",), epoch=0, made=tuple(added)
             )
             write_record(place.path / records.rank_record(0), part)
-            slot.path.rename(place.path / made.file)
+            place.temporary_path(made.file).rename(place.path / made.file)
 
         ring = Ring(tuple(files), group, 0, place.save_id)
         with ThreadPoolExecutor(1) as pool:

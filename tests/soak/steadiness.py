@@ -98,8 +98,8 @@ class Steadiness:
     def _look_at(self, node: Path) -> None:
         """Compare the files of a node with their limits."""
         counts = {
-            "slots": (["free/*.slot", "step-*/r*.safetensors"], MOST_SLOTS),
-            "parities": (["free/*.spare", "step-*/parity-*.bin"], MOST_STEPS),
+            "slots": (["free/r*-*", "step-*/r*.safetensors"], MOST_SLOTS),
+            "parities": (["free/agent-*", "step-*/parity-*.bin"], MOST_STEPS),
             "snapshots": (["step-*"], MOST_STEPS),
             "hidden files": ([".*", "*/.*"], MOST_HIDDEN),
         }

@@ -25,7 +25,7 @@ def leaks(base: Path, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "most", "leak"),
     [
-        ("free/r00000-{}.slot", MOST_SLOTS, "slots"),
+        ("free/rank-00000-{}", MOST_SLOTS, "slots"),
         ("step-00000001/r{:05d}-0.safetensors", MOST_SLOTS, "slots"),
         ("step-{:08d}/manifest.json", MOST_STEPS, "snapshots"),
         ("step-00000001/.entry.json.{}", MOST_HIDDEN, "hidden files"),

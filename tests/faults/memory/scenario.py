@@ -31,7 +31,7 @@ SLOTS = 3  # per rank: two for committed snapshots, one to write
 _SAVE = "[0-9a-f]{16}"
 _DATA = rf"r\d{{5}}-{_SAVE}\.safetensors"
 _HOME = re.compile(r"agent\.[a-z.]+|metrics\.token|node|[a-z]+\.lock|runs|roots")
-_SLOT = re.compile(r"r\d{5}-[0-9a-f]{8}\.slot|[0-9a-f]{8}\.spare")
+_SLOT = re.compile(r"(rank-\d{5}|agent)-[0-9a-f]{8}")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _ENDED = re.compile(rf"{_SAVE}\.json")
 _SNAPSHOT = re.compile(
@@ -214,7 +214,7 @@ def slots(shm: Path) -> dict[str, int]:
     """Return the number of slots of each rank on each node, free or in use."""
     counts: dict[str, int] = {}
     for home in shm.glob("*/shardwise-*"):
-        free = [path.name[:6] for path in home.glob("runs/*/free/*.slot")]
+        free = [f"r{path.name[5:10]}" for path in home.glob("runs/*/free/rank-*")]
         parts = home.glob("runs/*/step-*/rank-*.json")
         used = [f"r{path.stem[5:]}" for path in parts if _data_of(path).exists()]
         for rank in (*free, *used):

@@ -56,15 +56,15 @@ def save_protected(cluster: Cluster) -> None:
 
 def slots(shm: Path) -> set[tuple[str, int]]:
     """On which node which ranks have memory, free or in use, also for others."""
-    free = shm.glob("*/*/runs/*/free/*.slot")
+    free = shm.glob("*/*/runs/*/free/r*-*")
     used = shm.glob("*/*/runs/*/step-*/rank-*.json")
-    found = [(path, path.name[1:6]) for path in free] + [(path, path.stem[5:]) for path in used]
+    found = [(path, path.name[5:10]) for path in free] + [(path, path.stem[5:]) for path in used]
     return {(path.relative_to(shm).parts[0], int(rank)) for path, rank in found}
 
 
 def free(shm: Path) -> dict[str, int]:
     """The free slots, as files."""
-    return {each.name: each.stat().st_ino for each in shm.glob("*/*/runs/*/free/*.slot")}
+    return {each.name: each.stat().st_ino for each in shm.glob("*/*/runs/*/free/r*-*")}
 
 
 @pytest.mark.parametrize("options", mostly_long([{}, {"copies": 1}], [{"copies": 1}]))
@@ -83,9 +83,9 @@ def test_a_world_that_shrinks_gives_memory_back_when_it_opens(
 ) -> None:
     cluster = Cluster(root=root, shm=shm, nodes=1, every=1)
     train_and_end(cluster)
-    until(lambda: any(name.startswith("r00001") for name in free(shm)))
+    until(lambda: any(name.startswith("rank-00001") for name in free(shm)))
     gang.run(go_on, cluster, STEPS, world=1)
-    assert not any(name.startswith("r00001") for name in free(shm))
+    assert not any(name.startswith("rank-00001") for name in free(shm))
     gang.run(go_on, cluster, 3 * STEPS, world=1)
     until(lambda: slots(shm) == {("node0", 0)})
 
@@ -95,7 +95,7 @@ def test_ranks_that_come_back_find_their_memory(gang: Gang, root: Path, shm: Pat
     train_and_end(cluster)
     time.sleep(1.5)  # the agent looks around while nobody lives here
     before = free(shm)
-    assert {name[:6] for name in before} == {"r00000", "r00001"}
+    assert {name[:10] for name in before} == {"rank-00000", "rank-00001"}
     gang.run(go_on, cluster, STEPS, world=2)
     assert before.items() <= free(shm).items()
 

@@ -143,7 +143,7 @@ def train_past_a_stopped_agent(cluster: Cluster) -> tuple[list[str], list[str]]:
         if step in (2, 9) and dist.get_rank() == 0:
             signal_agents(cluster.shm, signal.SIGSTOP if step == 2 else signal.SIGCONT)
         if step == 10:  # the agent has caught up
-            slot = f"*/*/runs/*/free/r{dist.get_rank():05}-*.slot"
+            slot = f"*/*/runs/*/free/rank-{dist.get_rank():05}-*"
             until(lambda: list(cluster.shm.glob(slot)))  # noqa: B023
         dist.barrier()
         try:

@@ -42,7 +42,7 @@ from itertools import islice
 
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory.home import Run, SnapshotDirectory
-from shardwise.parts.memory.records import DATA_SUFFIXES, RESCUE, STAGES, AgentInfo
+from shardwise.parts.memory.records import RESCUE, STAGES, AgentInfo, is_data
 from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UNTIL_UNFOLLOWED, UPKEEP_PERIOD
 from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_this_node
 
@@ -265,7 +265,7 @@ def _is_of_use(snapshot: SnapshotView) -> bool:
     Other nodes can call this node, also after the run has ended. Records alone are of no use.
     """
     has_work = any(state is StageState.RUNNING for state in snapshot.stages.values())
-    has_data = any(name.endswith(DATA_SUFFIXES) for name in snapshot.names)
+    has_data = any(map(is_data, snapshot.names))
     return has_work or has_data or snapshot.leads
 
 

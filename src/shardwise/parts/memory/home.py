@@ -5,8 +5,7 @@
   roots/<run>.json                    what the agent does in the root: mirror it, remove old steps
   runs/<run>/run.json                 the root and the nodes of the run
   runs/<run>/trainers/                locks that the ranks hold while they live
-  runs/<run>/free/                    free files: slots of rank 3 (`r00003-<id>.slot`) and of its
-                                      ring (`k00003-<id>.slot`), and spares of the agent
+  runs/<run>/free/                    free files; see `pool.py`
   runs/<run>/ended/<save>.json        the state of a save that is no longer in memory
   runs/<run>/step-00000010-<save>/    a snapshot; `records.py` describes its records
     r00003-<save>.safetensors         a data file of a rank of this node
@@ -195,7 +194,7 @@ class Run:
 
     @property
     def free_directory(self) -> Path:
-        """The directory of the free slots."""
+        """The directory of the free files; see `pool.py`."""
         return self.path / FREE_DIRECTORY
 
     @property

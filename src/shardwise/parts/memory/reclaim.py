@@ -1,10 +1,10 @@
-"""Frees memory: slots return to the pool of free slots, and other files are deleted.
+"""Frees memory: data files return to the pool of free files, and other files are deleted.
 
 `decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
 an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
 
 First, the directory of the snapshot is renamed. From then on, the snapshot does not exist. If the
-process is then killed, `finish_freeing` returns the slots in the renamed directory to the pool.
+process is then killed, `finish_freeing` returns the files in the renamed directory to the pool.
 
 Functions `free…` return False if a snapshot is in use. Functions `discard…` mark snapshots as
 abandoned, and wait until the agent releases them.
@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -26,20 +26,15 @@ from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
 from shardwise.parts.memory.decide import find_superseded, is_superseded
 from shardwise.parts.memory.files import lock_directory, read_record, regular_files
-from shardwise.parts.memory.home import (
-    FREED_PREFIX,
-    Home,
-    Run,
-    SnapshotDirectory,
-)
+from shardwise.parts.memory.home import FREED_PREFIX, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.options import Memory
-from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive
+from shardwise.parts.memory.pool import AGENT, Pool, owners_of_files
+from shardwise.parts.memory.rank_liveness import has_trainers, ranks_here
 from shardwise.parts.memory.records import STATE, RankPart, is_rank_record, rank_in_name
 from shardwise.parts.memory.times import FREE_TIMEOUT, LOOK_PERIOD, POLL_PAUSE
 from shardwise.parts.tiers.options import StorageTask
 
-SLOT_SUFFIX, SPARE_SUFFIX = ".slot", ".spare"
 REMOVED_RUN_PREFIX = "vacant-"
 MOST_ENDED = 64
 Lock = AbstractContextManager[object]
@@ -81,48 +76,22 @@ def finish_freeing(run: Run) -> None:
 
 
 def _return_files(run: Run, freed: Path) -> None:
-    """Return slots and the agent's files to the pool, and delete other files.
+    """Return the data files to the pool, and delete other files.
 
-    The records of ranks go last, because they say whose slots the files are.
+    The records of ranks go last, because they say whose files these are.
     """
-    run.free_directory.mkdir(exist_ok=True)
+    pool, owners = Pool(run.free_directory), owners_of_files(freed)
     with suppress(FileNotFoundError):
-        names = set(os.listdir(freed))
-        owners = _owners_of_slots(freed, names)
-        for name in sorted(names, key=lambda name: (is_rank_record(name), name)):
+        for name in sorted(os.listdir(freed), key=lambda name: (is_rank_record(name), name)):
             path = freed / name
             with suppress(FileNotFoundError):
                 if name in owners:
-                    path.rename(run.free_directory / f"{owners[name]}-{_new_id()}{SLOT_SUFFIX}")
-                elif name.endswith(records.DATA_SUFFIXES):
-                    path.rename(run.free_directory / f"{_new_id()}{SPARE_SUFFIX}")
+                    pool.give(owners[name], path)
                 elif path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink()
         freed.rmdir()
-
-
-def _owners_of_slots(directory: Path, names: set[str]) -> dict[str, str]:
-    """Return the owner of each file of a snapshot that was a slot of a rank of this node."""
-    owners = {}
-    for record in filter(is_rank_record, names):
-        part = None
-        with suppress(StoreError):  # its slots become spares, and the rank allocates others
-            part = read_record(directory / record, RankPart)
-        if part is not None:
-            rank = rank_in_name(record)
-            if part.file is not None:
-                owners[part.file.name] = f"r{rank:05d}"
-            for made in part.made:
-                claimed = (made.name, f".{made.name}")
-                for name in (made.file,) if made.file in names else claimed:
-                    owners[name] = f"k{rank:05d}"
-    return owners
-
-
-def _new_id() -> str:
-    return secrets.token_hex(4)
 
 
 def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
@@ -133,15 +102,14 @@ def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
     if not free(place, lock=lock):
         place.abandon()
         return not place.path.exists()
-    run = place.run
-    places = run.snapshots()
+    run, places = place.run, place.run.snapshots()
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
+        made = max(list(owners_of_files(each.path).values()).count(AGENT) for each in places)
         # Ranks that staged a file of the newest snapshot may return to this node.
-        expected = {rank_in_name(name) for name in newest.list_names() if is_rank_record(name)}
-        delete_free_slots(run, lambda rank: rank in expected or is_rank_alive(run, rank))
-    made = [len(_files_of_agent(each)) for each in places]
-    delete_smallest_spares(run, max(made, default=0))
+        ranks = {rank_in_name(name) for name in newest.list_names() if is_rank_record(name)}
+        ranks |= {rank for rank, is_alive, _ in ranks_here(run, 0) if is_alive}
+        Pool(run.free_directory).shrink(ranks, made)
     return True
 
 
@@ -153,7 +121,7 @@ def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
     place.abandon()
     if not free(place, lock=lock):
         return not place.path.exists()
-    delete_free_slots(place.run, lambda rank: False)
+    Pool(place.run.free_directory).shrink()
     return True
 
 
@@ -213,7 +181,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
 def forget_copies(run: Run, rank: int) -> None:
     """Remove what is left of the copies that an earlier process of this rank began.
 
-    An agent may still read a slot whose copy it followed, so that slot is not used again.
+    An agent may still read a file whose copy it follows, so that file is not used again.
     """
     for place in run.snapshots():
         path = place.path / records.rank_record(rank)
@@ -221,8 +189,7 @@ def forget_copies(run: Run, rank: int) -> None:
             part = read_record(path, RankPart)
             if part is None or part.file is None or part.failure or place.has(part.file.name):
                 continue
-            if part.copied:
-                (run.free_directory / part.slot).unlink(missing_ok=True)
+            place.temporary_path(part.file.name).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
 
 
@@ -276,8 +243,7 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
     with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
         if locked and has_trainers(run):
-            delete_free_slots(run, lambda rank: False)
-            delete_smallest_spares(run, 0)
+            Pool(run.free_directory).shrink()
         elif locked:
             _remove_run(home, run)
         elif run.path.exists():
@@ -285,13 +251,6 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
                 f"run {run.name}: its snapshots were removed, but a trainer has just started, so "
                 "that its free slots remain: stop the training first, and try again"
             )
-
-
-def _files_of_agent(place: SnapshotDirectory) -> list[str]:
-    """Return the names of the copies and parity that the agent made, and not a rank."""
-    names = set(place.list_names())
-    slots = _owners_of_slots(place.path, names)
-    return [name for name in names - slots.keys() if name.endswith(records.DATA_SUFFIXES)]
 
 
 def _trim_ended(directory: Path) -> None:
@@ -318,46 +277,6 @@ def _refuse_trainers(run: Run, force: bool) -> None:
         )
 
 
-def delete_free_slots(run: Run, is_kept: Callable[[int], bool]) -> None:
-    """Delete the free slots of all ranks for which `is_kept` returns False."""
-    for name in regular_files(run.free_directory):
-        if name.endswith(SLOT_SUFFIX) and not is_kept(rank_in_name(name)):
-            (run.free_directory / name).unlink(missing_ok=True)
-
-
-def list_spares(run: Run) -> list[tuple[int, Path]]:
-    """Return size and path of each spare file, by ascending size."""
-    files = regular_files(run.free_directory)
-    return sorted(
-        (status.st_size, run.free_directory / name)
-        for name, status in files.items()
-        if name.endswith(SPARE_SUFFIX)
-    )
-
-
-def reuse_spare(run: Run, size: int, path: Path) -> None:
-    """Move a spare file to `path`, where the agent will write a file of `size` bytes.
-
-    Choose the smallest spare file that is large enough, or else the largest. Do nothing if there is
-    no spare file, or `path` exists.
-    """
-    spares = list_spares(run)
-    large = [spare for nbytes, spare in spares if nbytes >= size]
-    small = [spare for nbytes, spare in reversed(spares) if nbytes < size]
-    for spare in (*large, *small):
-        if path.exists():
-            return
-        with suppress(FileNotFoundError):  # the whole run was removed
-            spare.rename(path)
-
-
-def delete_smallest_spares(run: Run, most: int) -> None:
-    """Delete all but the `most` largest spare files."""
-    spares = list_spares(run)
-    for _, path in spares[: max(0, len(spares) - most)]:
-        path.unlink(missing_ok=True)
-
-
 def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int) -> int:
     """Return the bytes of copies and parity that an agent stores for each rank of its node.
 
@@ -377,9 +296,9 @@ def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int)
 
 
 def bytes_stored_for_others(run: Run) -> int:
-    """Return the bytes of copies, parity and spare files on a node, not counting slots."""
-    total = sum(nbytes for nbytes, _ in list_spares(run))
+    """Return the bytes of copies, parity and free files of the agent, without those of ranks."""
+    total = sum(nbytes for nbytes, _ in Pool(run.free_directory).files(AGENT))
     for place in run.snapshots():
-        files = regular_files(place.path)
-        total += sum(files[name].st_size for name in _files_of_agent(place) if name in files)
+        files, owners = regular_files(place.path), owners_of_files(place.path)
+        total += sum(files[name].st_size for name in files if owners.get(name) == AGENT)
     return total

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shardwise.kernel.decoding import prepare_decoding
-from shardwise.kernel.manifest.manifest import MANIFEST, Count, FileEntry
+from shardwise.kernel.manifest.manifest import MANIFEST, Count, FileEntry, save_id_of_file
 from shardwise.parts.memory.files import FileName, SaveId, encode_record
 from shardwise.parts.tiers.options import StorageTask
 
@@ -102,12 +102,11 @@ class RingFile(msgspec.Struct, frozen=True, rename={"ranges": "of", "checksums":
 class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_keep": "slots"}):
     """A rank's part of a snapshot.
 
-    The rank writes the record before it copies its data into a free slot, and moves the slot into
-    the same directory afterwards. So the part is staged once its file is there.
+    The rank writes the record before it copies its data into a slot, and renames the slot to the
+    name of its file afterwards. So the part is staged once its file is there.
 
     Attributes:
         file: the entry of the rank's file in the manifest, without checksums; None without a file.
-        slot: the file's name as a free slot, before the rank moved it here.
         snapshots_to_keep: the number of committed snapshots to keep.
         stages: the stages that the rank requested.
         epoch: the epoch of the run at the save.
@@ -120,7 +119,6 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_
     """
 
     file: FileEntry | None
-    slot: FileName = "none"
     snapshots_to_keep: Count
     stages: tuple[Stage, ...]
     epoch: Count
@@ -129,6 +127,11 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True, rename={"snapshots_to_
     failure: str = ""
     made: tuple[RingFile, ...] = ()
     above: list[AgentInfo] = []
+
+    def __post_init__(self) -> None:
+        """Refuse the name of another kind of file, which may be outside of the directory."""
+        if self.file is not None and save_id_of_file(self.file.name) is None:
+            raise ValueError(f"{self.file.name!r} is not the name of a data file")
 
 
 @prepare_decoding
@@ -326,8 +329,13 @@ def is_rank_record(name: str) -> bool:
 
 
 def rank_in_name(name: str) -> int:
-    """Return the rank in the name of a slot, of a data file, or of a `RankPart`."""
-    return int(name.removeprefix("rank-").lstrip("rk").partition("-")[0].partition(".")[0])
+    """Return the rank in the name of a data file, or of a `RankPart`."""
+    return int(name.removeprefix("rank-").removeprefix("r").partition("-")[0].partition(".")[0])
+
+
+def is_data(name: str) -> bool:
+    """Return whether this is the name of a data file, a copy or parity that is complete."""
+    return name.endswith(DATA_SUFFIXES) and not name.startswith(".")
 
 
 def is_restored(name: str) -> bool:
@@ -335,4 +343,4 @@ def is_restored(name: str) -> bool:
 
     Copies and parity are data.
     """
-    return name.endswith(DATA_SUFFIXES) or name in (MANIFEST, PENDING)
+    return is_data(name) or name in (MANIFEST, PENDING)

@@ -54,15 +54,15 @@ class IncomingFile:
                 return
 
     def _find(self, mapped_files: MappedFiles) -> tuple[FileEntry, Buffer] | None:
-        """Return the entry and the mapping, in the snapshot or in the slot that is being filled."""
+        """Return the entry and the mapping of the file, which the rank may still be filling."""
         part = self._read_part()
         if part is None or part.file is None:
             return None
-        is_staged = self._place.has(self._name)
-        path = self._place.path / self._name
-        with suppress(FileNotFoundError):  # the rank has just moved it
-            slot = path if is_staged else self._place.run.free_directory / part.slot
-            return part.file, mapped_files.map(slot, part.file.size)
+        path, copied_to = self._place.path / self._name, self._place.temporary_path(self._name)
+        found = path if path.exists() else copied_to
+        with suppress(FileNotFoundError):  # the rank has no slot yet, or has just renamed it
+            if found == path or found.stat().st_size == part.file.size:  # the slot is large enough
+                return part.file, mapped_files.map(found, part.file.size)
         return None
 
     def wait_for(self, nbytes: int) -> None:

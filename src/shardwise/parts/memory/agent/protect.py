@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from zlib import crc32
@@ -11,16 +10,15 @@ from zlib import crc32
 import numpy as np
 
 from shardwise.kernel.deadline import Deadline
-from shardwise.kernel.engine.buffers import allocate_pages
 from shardwise.kernel.errors import CorruptionError
 from shardwise.kernel.manifest.checksums import BLOCK, BlockTable
 from shardwise.kernel.manifest.manifest import FileEntry
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import opened, read_record
+from shardwise.parts.memory.files import read_record
 from shardwise.parts.memory.home import SnapshotDirectory
+from shardwise.parts.memory.pool import AGENT, Pool, allocate
 from shardwise.parts.memory.rank_liveness import is_rank_alive
-from shardwise.parts.memory.reclaim import reuse_spare
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, RingFile
 from shardwise.parts.memory.redundancy.parity import add_checksums, encode_parity, parity_stripe
 from shardwise.parts.memory.redundancy.placement import (
@@ -140,10 +138,9 @@ class _ProtectionFiles:
         temporary = self._place.temporary_path(name)
         ring_file = self._claim_ring_file(group, index, name)
         if ring_file is None:
-            reuse_spare(self._place.run, size, temporary)
-            with opened(temporary, os.O_RDWR | os.O_CREAT) as fd:
-                os.ftruncate(fd, size)
-                allocate_pages(fd, size)
+            if not temporary.exists():
+                Pool(self._place.run.free_directory).take(AGENT, size, temporary)
+            allocate(temporary, size)
         yield self._mappings.map(temporary, size), ring_file
         temporary.rename(self._place.path / name)
 

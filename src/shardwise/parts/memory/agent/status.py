@@ -11,14 +11,14 @@ from pathlib import Path
 
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store import open_store
-from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.root_tasks import mirror_tasks
 from shardwise.parts.memory.files import read_record
 from shardwise.parts.memory.home import Home, Run
 from shardwise.parts.memory.observe import read_snapshots
 from shardwise.parts.memory.options import Tls
+from shardwise.parts.memory.pool import RANK, Pool
 from shardwise.parts.memory.rank_liveness import has_trainers, is_training
-from shardwise.parts.memory.records import STAGES, AgentInfo
+from shardwise.parts.memory.records import STAGES, AgentInfo, is_data
 from shardwise.parts.memory.redundancy.placement import groups_of_node, plan_protection
 from shardwise.parts.memory.remote.lost_agents import why_no_answer
 from shardwise.parts.memory.spawn import running_agent
@@ -231,7 +231,7 @@ def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
     views = read_snapshots(run)
     snapshots = [_snapshot_status(each, node, now) for each in views]
-    free = [_file_size(path) for path in run.free_directory.glob("*.slot")]
+    free = Pool(run.free_directory).files(RANK)
     return RunStatus(
         run=run.name,
         root=run.root(),
@@ -239,7 +239,7 @@ def _run_status(run: Run, node: str) -> RunStatus:
         bytes=sum(map(_file_size, run.path.rglob("*"))),
         slots_used=sum(len(each.staged) for each in views),
         slots_free=len(free),
-        bytes_free=sum(free),
+        bytes_free=sum(nbytes for nbytes, _ in free),
         lag={stage: _lag_of_stage(snapshots, stage) for stage in STAGES},
         snapshots=snapshots,
     )
@@ -247,9 +247,7 @@ def _run_status(run: Run, node: str) -> RunStatus:
 
 def _snapshot_status(view: SnapshotView, node: str, now: float) -> SnapshotStatus:
     own = {each.file.name for each in view.staged if each.file is not None}
-    data = {
-        n: _file_size(view.place.path / n) for n in view.names if n.endswith(records.DATA_SUFFIXES)
-    }
+    data = {name: _file_size(view.place.path / name) for name in filter(is_data, view.names)}
     protectors = _protectors(view, node)
     protect = _stage_status(view, "protect", now)
     if protect.state == "done" and not protectors:  # the run has neither copies nor parity

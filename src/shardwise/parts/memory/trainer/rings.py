@@ -9,7 +9,7 @@ checksums of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from shardwise.kernel.manifest.checksums import BLOCK, block_checksums
 from shardwise.kernel.manifest.manifest import FileEntry, data_file
 from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.pool import rank_owner
 from shardwise.parts.memory.records import RingFile
 from shardwise.parts.memory.redundancy.parity import encode_parity, parity_stripe
 from shardwise.parts.memory.redundancy.placement import (
@@ -39,15 +40,16 @@ from shardwise.parts.memory.redundancy.placement import (
 )
 from shardwise.parts.memory.trainer.agents import Membership
 from shardwise.parts.memory.trainer.copying import Fill, copy_range
-from shardwise.parts.memory.trainer.slots import Slot
 
 _PLACEHOLDER_SAVE_ID = "0" * 16
 _Held = tuple[bytes, tuple[int, int, int, int] | None]
 """The holding key of a rank; and the sizes in the entry of its file, or None if it writes none."""
 
 
-AddFile = Callable[[Slot, RingFile], None]
-"""Records a copy or parity that a rank has made, and moves it from its slot to the snapshot."""
+TakeSlot = Callable[[str, int], Buffer]
+"""Returns the memory of a free slot for the file of a snapshot with this name and size."""
+AddFile = Callable[[RingFile], None]
+"""Records a copy or parity that a rank has made, and completes its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,7 @@ def bytes_to_read(ring: Ring) -> int:
 def protect_ring(
     ring: Ring,
     fill_of: Callable[[FileEntry], Fill],
-    take_slot: Callable[[int, Collection[str]], Slot],
+    take_slot: TakeSlot,
     add: AddFile,
     pool: ThreadPoolExecutor,
     threads: int,
@@ -290,8 +292,7 @@ def protect_ring(
         ring: the ring.
         fill_of: returns a function that copies ranges of another rank's file from this rank's
             replica, by offsets in the file.
-        take_slot: returns a free slot of the given size, but none of the given names.
-        add: moves a filled slot to the snapshot.
+        take_slot, add: see `TakeSlot` and `AddFile`.
         pool: the thread pool that copies.
         threads: the number of its threads.
 
@@ -301,16 +302,17 @@ def protect_ring(
     if ring.group.parity:
         _make_parity(ring, fill_of, take_slot, add, threads)
     for number, file in enumerate(ring.files_to_copy):
-        slot = take_slot(file.size, ())
+        name = _file_name(ring, number)
+        out = take_slot(name, file.size)
         low, high = range_in_replica(file)
-        copy_range(fill_of(file), low, high, slot.buffer, pool)
-        add(slot, RingFile(_file_name(ring, number), file.name, {file.name: (low, high)}))
+        copy_range(fill_of(file), low, high, out, pool)
+        add(RingFile(name, file.name, {file.name: (low, high)}))
 
 
 def _make_parity(
     ring: Ring,
     fill_of: Callable[[FileEntry], Fill],
-    take_slot: Callable[[int, Collection[str]], Slot],
+    take_slot: TakeSlot,
     add: AddFile,
     threads: int,
 ) -> None:
@@ -322,30 +324,29 @@ def _make_parity(
         readers[file].read(offset, out)
         return out
 
-    taken: list[str] = []
     for number in range(group.parity):
-        slot = take_slot(parity_file_size(group.chunk), taken)
-        taken.append(slot.name)
+        name = _file_name(ring, number)
+        slot = take_slot(name, parity_file_size(group.chunk))
 
-        def write(low: int, section: Buffer, out: Buffer = slot.buffer) -> None:
+        def write(low: int, section: Buffer, out: Buffer = slot) -> None:
             out[low : low + len(section)] = section
 
         encode_parity(group, index, number, read_range, write, threads=threads)
         ranges = {}
         checksums = {}
         for f, member in enumerate(parity_stripe(group, index, number).data):
-            name = ring.files[member].name
-            reader = readers[name]
+            file = ring.files[member].name
+            reader = readers[file]
             low, high = reader.available_part(f * group.chunk, (f + 1) * group.chunk)
-            ranges[name] = low, high
-            checksums[name] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
+            ranges[file] = low, high
+            checksums[file] = reader.checksums[low // BLOCK : high // BLOCK].tobytes()
         final = parity_file_name(ring.save_id, group, number)
-        add(slot, RingFile(_file_name(ring, number), final, ranges, checksums))
+        add(RingFile(name, final, ranges, checksums))
 
 
 def _file_name(ring: Ring, number: int) -> str:
     """Return the name of a file of this rank until the agent renames it."""
-    return f"rank-{ring.files[ring.index].rank:05d}.made-{number}.bin"
+    return f"{rank_owner(ring.files[ring.index].rank)}.made-{number}.bin"
 
 
 class _ReplicaReader:

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import secrets
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.kernel.deadline import Deadline
-from shardwise.kernel.engine.buffers import allocate_pages, map_pages
+from shardwise.kernel.engine.buffers import map_pages
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.store.store import Buffer
-from shardwise.parts.memory.files import opened, regular_files
+from shardwise.parts.memory.files import opened
 from shardwise.parts.memory.home import Run
-from shardwise.parts.memory.records import RankPart, rank_record
-from shardwise.parts.memory.states import RecordCache
+from shardwise.parts.memory.pool import Pool, allocate, owners_of_files, round_to_pages
 from shardwise.parts.memory.times import DELETION_TIMEOUT
 from shardwise.parts.memory.trainer.device import CopyStreams
 
 HEADROOM = 1 << 20  # bytes; headers and plain values vary a little from save to save
-PAGE_SIZE = mmap.PAGESIZE
-STAT_BLOCK = 512  # the unit of st_blocks, in bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A free slot that a caller fills.
-
-    Attributes:
-        name: the name of the file while it is free.
-        path: the path of the file.
-        buffer: the mapped file.
-    """
-
-    name: str
-    path: Path
-    buffer: Buffer
 
 
 @dataclass(slots=True)
@@ -69,34 +48,23 @@ class _Mapping:
 
 
 class Slots:
-    """The slots of one rank on one node.
+    """The slots of one rank on one node: files that become its files of snapshots.
 
-    A slot becomes the data file of a snapshot. When the snapshot is reclaimed, the file is moved
-    back to the directory of free slots.
+    When a snapshot is freed, its files return to the pool of free files.
 
     Args:
         run: the directories of the run on this node.
-        rank: the rank.
-        for_others: whether the slots are for copies and parity of other nodes' files.
+        owner: the owner of the files in the pool: the rank, or its ring.
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
 
     def __init__(
-        self,
-        run: Run,
-        rank: int,
-        count: int,
-        page_locker: CopyStreams | None = None,
-        *,
-        for_others: bool = False,
+        self, run: Run, owner: str, count: int, page_locker: CopyStreams | None = None
     ) -> None:
         self._run = run
-        self._directory = run.free_directory
-        self._record = rank_record(rank)
-        self._for_others = for_others
-        self._prefix = f"{'k' if for_others else 'r'}{rank:05d}-"
-        self._records = RecordCache()
+        self._pool = Pool(run.free_directory)
+        self._owner = owner
         self._count = count
         self._page_locker = page_locker
         self._mappings: dict[int, _Mapping] = {}
@@ -113,128 +81,88 @@ class Slots:
             StoreError: the memory file system is too small. The message says how many bytes are
                 missing, and what to do.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
         size = slot_size(nbytes)
-        free = self._free_slots()
-        new = [self._new_name() for _ in range(self._missing_count())]
-        small = [name for name, status in free.items() if _usable_size(status) < nbytes]
+        free = self._pool.files(self._owner)
+        small = [(allocated, path) for allocated, path in free if allocated < nbytes]
+        new = [(0, self._pool.new_path(self._owner)) for _ in range(self._missing_count())]
         # A small slot keeps the pages that it has: only the missing ones are allocated.
-        allocated = sum(min(size, free[name].st_blocks * STAT_BLOCK) for name in small)
-        needed = size * (len(small) + len(new)) - allocated
+        needed = sum(size - allocated for allocated, _ in (*small, *new))
         if not self._has_space(needed + leave_free):
             raise self._make_error_of_too_little_memory(size, needed, leave_free)
-        for name in (*free, *new):
-            if name in small or name in new:
-                self._allocate(self._directory / name, size)
-            self._map(self._directory / name, device_bytes)
+        for _, path in (*small, *new):
+            self._allocate(path, size)
+        for _, path in (*free, *new):
+            self._map(path, device_bytes)
         if not self._has_space(leave_free):  # other ranks have allocated their slots meanwhile
             raise self._make_error_of_too_little_memory(size, 0, leave_free)
         return needed
 
     def has_free(self) -> bool:
         """Return whether a slot is free, or can be allocated."""
-        return bool(self._free_slots()) or self._missing_count() > 0
+        return bool(self._pool.files(self._owner)) or self._missing_count() > 0
 
-    def take(
-        self, nbytes: int, *, excluding: Collection[str] = (), device_bytes: int = 0
-    ) -> Slot | None:
-        """Return a free slot, resized to this many bytes; None if no slot is free.
-
-        The file stays in the directory of free slots until the caller has filled it and moves it to
-        the snapshot. If the trainer is killed before the move, the slot is still free.
+    def take(self, path: Path, nbytes: int, *, device_bytes: int = 0) -> Buffer | None:
+        """Move a free slot to `path`, and return its memory; None if no slot is free.
 
         Args:
-            nbytes: the size of the file.
-            excluding: the names of slots that are already being filled.
+            nbytes: the size that the file gets.
             device_bytes: how many of the first bytes of the slot a device copies to.
 
         Raises:
             StoreError: the memory file system is full.
         """
-        sizes = {
-            name: _usable_size(status)
-            for name, status in self._free_slots().items()
-            if name not in excluding
-        }
-        if not sizes and self._missing_count() > 0:
-            # A slot is lost, as its record was damaged; or the rank had nothing to save before.
-            self._directory.mkdir(parents=True, exist_ok=True)
-            sizes[self._new_name()] = 0
-        if not sizes:
+        if not self._pool.take(self._owner, nbytes, path) and self._missing_count() <= 0:
             return None
-        largest = max(sizes, key=lambda name: sizes[name])
-        path = self._directory / largest
-        if sizes[largest] < nbytes:
-            self._allocate(path, _round_to_pages(nbytes))
+        size = round_to_pages(nbytes)
+        try:
+            self._allocate(path, size)
+        except StoreError:
+            self.give(path)
+            raise
         mapping = self._map(path, device_bytes)
         os.truncate(path, nbytes)
-        mapping.mapped_bytes = min(mapping.mapped_bytes, _round_to_pages(nbytes))
-        return Slot(largest, path, mapping.buffer[:nbytes])
+        mapping.mapped_bytes = min(mapping.mapped_bytes, size)
+        return mapping.buffer[:nbytes]
 
-    def remove(self) -> None:
-        """Delete the free slots."""
-        for name in self._free_slots():
-            (self._directory / name).unlink(missing_ok=True)
+    def give(self, path: Path) -> None:
+        """Return a slot that was not filled, if it exists."""
+        with suppress(FileNotFoundError):
+            self._pool.give(self._owner, path)
 
     def close(self) -> None:
         """Unmap all slots. The files stay."""
         for inode in list(self._mappings):
             self._unmap(inode)
 
-    def _free_slots(self) -> dict[str, os.stat_result]:
-        """Return the free slots, sorted by name."""
-        files = regular_files(self._directory)
-        return {name: files[name] for name in sorted(files) if name.startswith(self._prefix)}
+    def _missing_count(self) -> int:
+        """Return how many slots must be allocated. It may be negative."""
+        # Look in the order in which a slot moves, so that one that moves is not overlooked.
+        directories = [each.path for each in self._run.snapshots()]
+        used = sum(map(self._used_in, directories))
+        used += sum(map(self._used_in, self._run.freed_directories()))
+        return self._count - used - len(self._pool.files(self._owner))
 
     def _used_in(self, directory: Path) -> int:
         """Return how many slots are files of a snapshot, or of one that is being freed."""
-        with suppress(FileNotFoundError):  # reclaimed meanwhile
-            names = os.listdir(directory)
-            part = self._records.read(directory / self._record, RankPart)
-            if isinstance(part, RankPart):
-                own = [] if part.file is None else [{part.file.name}]
-                made = [{each.file, each.name, f".{each.name}"} for each in part.made]
-                return sum(
-                    not each.isdisjoint(names) for each in (made if self._for_others else own)
-                )
-        return 0
-
-    def _missing_count(self) -> int:
-        """Return how many slots must be allocated. It may be negative."""
-        # Count in the order in which a slot moves, so that one that moves is not overlooked.
-        snapshots = sum(self._used_in(each.path) for each in self._run.snapshots())
-        freed = sum(map(self._used_in, self._run.freed_directories()))
-        return self._count - snapshots - freed - len(self._free_slots())
-
-    def _new_name(self) -> str:
-        return f"{self._prefix}{secrets.token_hex(4)}.slot"
+        return list(owners_of_files(directory).values()).count(self._owner)
 
     def _has_space(self, nbytes: int) -> bool:
         """Return whether this many bytes are free; wait briefly for files that agents delete."""
-        stat = os.statvfs(self._directory)
+        stat = os.statvfs(self._run.path)
         can_ever_fit = nbytes <= stat.f_blocks * stat.f_frsize
         deadline = Deadline(DELETION_TIMEOUT if can_ever_fit else 0.0)
         return any(nbytes <= self._available_bytes() for _ in deadline.attempts())
 
     def _available_bytes(self) -> int:
-        stat = os.statvfs(self._directory)
+        stat = os.statvfs(self._run.path)
         return stat.f_bavail * stat.f_frsize
 
     def _allocate(self, path: Path, size: int) -> None:
-        """Allocate the pages of a file, so that later writes neither fail nor wait for them.
-
-        If there are too few pages, the file is unchanged.
-        """
-        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
-            before = os.fstat(fd).st_size
-            try:
-                os.ftruncate(fd, size)
-                allocate_pages(fd, size)
-            except OSError as error:
-                os.ftruncate(fd, before)
-                if not before:
-                    path.unlink(missing_ok=True)
-                raise self._make_error_of_too_little_memory(size, size - before) from error
+        try:
+            allocate(path, size)
+        except OSError as error:
+            before = path.stat().st_size if path.exists() else 0
+            raise self._make_error_of_too_little_memory(size, size - before) from error
 
     def _map(self, path: Path, device_bytes: int) -> _Mapping:
         """Map a file unless it is mapped already, and page-lock the memory if a device uses it."""
@@ -245,7 +173,7 @@ class Slots:
             if mapping is None or len(mapping.buffer) < size or mapping.mapped_bytes < device_bytes:
                 self._unmap(inode)
                 buffer = map_pages(fd, 0, size, writable=True, populate=True)
-                mapping = self._mappings[inode] = _Mapping(buffer, _round_to_pages(size))
+                mapping = self._mappings[inode] = _Mapping(buffer, round_to_pages(size))
         if device_bytes and self._page_locker is not None:
             mapping.lock(self._page_locker)
         return mapping
@@ -259,7 +187,7 @@ class Slots:
     ) -> StoreError:
         others = f"the data that its node stores for others needs {leave_free:,} more, and "
         return StoreError(
-            f"{self._directory} has {self._available_bytes():,} bytes left; "
+            f"{self._run.path} has {self._available_bytes():,} bytes left; "
             f"{others if leave_free else ''}"
             f"{self._count} slots of {size:,} bytes for this rank need {needed:,} more: make the "
             "file system larger (in containers --shm-size, otherwise mount -o remount,size=…), use "
@@ -270,14 +198,4 @@ class Slots:
 
 def slot_size(nbytes: int) -> int:
     """Return the bytes that `Slots.prepare` allocates to a slot for a file of `nbytes` bytes."""
-    return _round_to_pages(nbytes + HEADROOM)
-
-
-def _usable_size(status: os.stat_result) -> int:
-    """Return the size of a slot; 0 if some of its pages were never allocated."""
-    is_allocated = status.st_blocks * STAT_BLOCK >= status.st_size
-    return status.st_size if is_allocated else 0
-
-
-def _round_to_pages(size: int) -> int:
-    return -(-size // PAGE_SIZE) * PAGE_SIZE
+    return round_to_pages(nbytes + HEADROOM)

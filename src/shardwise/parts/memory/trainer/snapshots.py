@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ from shardwise.parts.memory.agent.root_tasks import set_root_task
 from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.node_tree import tree_of_nodes
 from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.pool import Pool
 from shardwise.parts.memory.progress import make_watcher
 from shardwise.parts.memory.rank_liveness import RankLock, forget_lost_ranks
 from shardwise.parts.memory.reclaim import (
-    delete_free_slots,
     discard_superseded,
     forget_copies,
     refuse_older_step,
@@ -112,8 +113,9 @@ class Snapshots:
         forget_lost_ranks(self.run)
         self.run.record_info(str(self.root), self.membership.nodes)
         remove_other_runs(self.home, self.run, str(self.root))
-        node_of = self.membership.node_of
-        delete_free_slots(self.run, lambda rank: node_of[rank : rank + 1] == [self.node])
+        nodes = enumerate(self.membership.node_of)
+        ranks = [rank for rank, node in nodes if node == self.node]
+        Pool(self.run.free_directory).shrink(ranks, sys.maxsize)
 
     def offer(self, step: int, *, durable: bool) -> bytes:
         """Return what this rank tells the others before a save of a step; `accept` takes it.
@@ -331,8 +333,6 @@ class Snapshots:
         """Delete everything of the run from memory. All ranks call this together."""
         with Round(self._group, "deleting snapshots"):
             self._discard(None)
-        with Round(self._group, "deleting slots"):
-            self._staging.remove()
         if self.is_first_of_node:
             shutil.rmtree(self.run.path, ignore_errors=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +18,12 @@ from shardwise.kernel.engine.planning import PlannedSave
 from shardwise.kernel.engine.write_file import FileSource
 from shardwise.kernel.errors import ShardwiseError, StoreError
 from shardwise.kernel.manifest.manifest import FileEntry
+from shardwise.kernel.store.store import Buffer
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.options import Memory
+from shardwise.parts.memory.pool import rank_owner, ring_owner
 from shardwise.parts.memory.reclaim import (
     bytes_needed_for_others,
     bytes_stored_for_others,
@@ -33,7 +35,7 @@ from shardwise.parts.memory.trainer.copying import CopyProgress, Fill, Slack, co
 from shardwise.parts.memory.trainer.device import CopyStreams, TorchAccelerator
 from shardwise.parts.memory.trainer.node_watch import NodeWatch
 from shardwise.parts.memory.trainer.rings import Ring, bytes_to_read, protect_ring
-from shardwise.parts.memory.trainer.slots import Slot, Slots
+from shardwise.parts.memory.trainer.slots import Slots
 
 THREADS = 4
 THREADS_WITH_OVERLAP = 1
@@ -131,9 +133,9 @@ class Staging:
         self._copying: CopyProgress | None = None
         self._failure = ""
         slots = options.slots + 1
-        self._own_slots = Slots(run, rank, slots, self._streams)
+        self._own_slots = Slots(run, rank_owner(rank), slots, self._streams)
         ring_slots = slots * max(options.copies, options.parity)
-        self._ring_slots = Slots(run, rank, ring_slots, self._streams, for_others=True)
+        self._ring_slots = Slots(run, ring_owner(rank), ring_slots, self._streams)
         self.is_prepared = False  # whether slots were allocated
 
     def prepare(self, source: FileSource | None, ring: Ring | None) -> int:
@@ -227,11 +229,6 @@ class Staging:
         if self._copying is not None:
             self._copying.wait(timeout)
 
-    def remove(self) -> None:
-        """Delete the free slots."""
-        self._own_slots.remove()
-        self._ring_slots.remove()
-
     def close(self) -> None:
         """Stop copying and unmap the slots. The files stay."""
         if self._copying is not None:
@@ -276,10 +273,9 @@ class Staging:
             write_record(part.place.path / self._record_name, self._make_record(part))
             self._write_pending(part)
 
-    def _make_record(self, part: SnapshotPart, slot: str = "none", failure: str = "") -> RankPart:
+    def _make_record(self, part: SnapshotPart, failure: str = "") -> RankPart:
         return RankPart(
             file=None if part.source is None else part.source.entry,
-            slot=slot,
             snapshots_to_keep=self._options.slots,
             stages=part.stages,
             epoch=part.epoch,
@@ -314,7 +310,7 @@ class Staging:
         """Make the leader's agent fail the commit now, instead of waiting for this rank's file."""
         path = part.place.path / self._record_name
         try:
-            write_record(path, self._make_record(part, failure=failure))
+            write_record(path, self._make_record(part, failure))
             self._write_pending(part)
         except OSError as error:  # then the commit times out
             log.warning("cannot record for the agents that %s: %s", failure, error)
@@ -322,21 +318,31 @@ class Staging:
                 path.unlink(missing_ok=True)
 
     def _copy_to_slot(self, part: SnapshotPart, source: FileSource, copying: CopyProgress) -> None:
-        """Copy this rank's file into a slot, and move the slot into the snapshot.
+        """Copy this rank's file into a slot, which then gets the name of the file.
 
         Agents write a durable save to storage while it is copied, so they get it at once.
         """
-        place, size = part.place, source.entry.size
-        slot = self._wait_for_slot(self._own_slots, size, _bytes_from_devices(source))
-        record, path = self._make_record(part, slot.name), place.path / self._record_name
-        # If this process is killed before the slot is moved, the slot is still free.
-        write_record(path, record)
-        passing = self._begin_to_write_pending(part) if part.is_durable else None
-        self._copy(part, source, slot, copying, _progress_recorder(path, record))
-        if passing is not None:
-            passing.result()
-        os.utime(slot.path)  # the time of the snapshot
-        slot.path.rename(place.path / source.entry.name)
+        place, name, size = part.place, source.entry.name, source.entry.size
+        record, path = self._make_record(part), place.path / self._record_name
+        write_record(path, record)  # first: it says whose slot the file is
+        # A copy that the training waits for would share the processors with the agent's writes. And
+        # what devices copy is complete only after the last wait.
+        is_followed = part.is_durable and self._options.overlap and not source.devices
+        on_progress = _progress_recorder(path, record) if is_followed else lambda copied: None
+        slots, temporary = self._own_slots, place.temporary_path(name)
+        try:
+            slot = self._wait_for_slot(slots, temporary, size, _bytes_from_devices(source))
+            passing = self._begin_to_write_pending(part) if part.is_durable else None
+            self._copy(part, source, slot, copying, on_progress)
+            if passing is not None:
+                passing.result()
+            os.utime(temporary)  # the time of the snapshot
+            temporary.rename(place.path / name)
+        except BaseException:
+            if is_followed:  # an agent may still read it
+                temporary.unlink(missing_ok=True)
+            slots.give(temporary)
+            raise
         if part.is_durable:
             self._home.wake()
         else:
@@ -354,30 +360,23 @@ class Staging:
         self,
         part: SnapshotPart,
         source: FileSource,
-        slot: Slot,
+        slot: Buffer,
         copying: CopyProgress,
-        record_progress: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> None:
         """Copy this rank's file into a slot, all but the checksums, which the agent computes."""
-        # A copy that the training waits for would share the processors with the agent's writes. And
-        # what devices copy is complete only after the last wait.
-        is_followed = part.is_durable and self._options.overlap and not source.devices
-        is_complete = False
         try:
             copy_range(
                 copying.pace_fill(self._streams.make_fill(source, wait=False)),
                 0,
                 source.entry.checksums_at,
-                slot.buffer,
+                slot,
                 self._pool,
                 from_devices=bool(source.devices),
-                on_progress=record_progress if is_followed else lambda copied: None,
+                on_progress=on_progress,
             )
-            is_complete = True
         finally:
             self._streams.record_copies()
-            if is_followed and not is_complete:  # an agent may still read it
-                slot.path.unlink(missing_ok=True)
         if part.ring is None:
             copying.all_queued.set()
         self._streams.wait_for_copies()
@@ -393,27 +392,26 @@ class Staging:
             )
             return lambda low, high, out: fill(low - start, high - start, out)
 
-        def take_slot(nbytes: int, excluding: Collection[str]) -> Slot:
-            device_bytes = self._bytes_to_lock(nbytes, ring)
-            return self._wait_for_slot(self._ring_slots, nbytes, device_bytes, excluding)
+        place = part.place
+        record, path = self._make_record(part), place.path / self._record_name
 
-        record, path = self._make_record(part), part.place.path / self._record_name
+        def take_slot(name: str, nbytes: int) -> Buffer:
+            temporary, device_bytes = place.temporary_path(name), self._bytes_to_lock(nbytes, ring)
+            return self._wait_for_slot(self._ring_slots, temporary, nbytes, device_bytes)
 
-        def add(slot: Slot, made: RingFile) -> None:
+        def add(made: RingFile) -> None:
             nonlocal record
             record = msgspec.structs.replace(record, made=(*record.made, made))
-            write_record(path, record)  # first, as for the rank's own file
-            slot.path.rename(part.place.path / made.file)
+            write_record(path, record)
+            place.temporary_path(made.file).rename(place.path / made.file)
 
         protect_ring(ring, fill_of, take_slot, add, self._pool, self._threads)
 
-    def _wait_for_slot(
-        self, slots: Slots, nbytes: int, device_bytes: int, excluding: Collection[str] = ()
-    ) -> Slot:
+    def _wait_for_slot(self, slots: Slots, path: Path, nbytes: int, device_bytes: int) -> Buffer:
         deadline = Deadline(self._options.wait)
         check_nodes = None if self.watch is None else self.watch.make_throttled_check()
         for _ in deadline.attempts(pause=POLL_PAUSE, longest_pause=LONGEST_POLL_PAUSE):
-            slot = slots.take(nbytes, excluding=excluding, device_bytes=device_bytes)
+            slot = slots.take(path, nbytes, device_bytes=device_bytes)
             if slot is not None:
                 return slot
             if check_nodes is not None:
