@@ -19,7 +19,7 @@ from shardwise.parts.memory.agent.actions import Follower
 from shardwise.parts.memory.agent.protect import claim_ring_file
 from shardwise.parts.memory.decide import Action, decide_run
 from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
+from shardwise.parts.memory.home import PERSIST_MARKER, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import free
@@ -168,6 +168,26 @@ def test_the_stages_of_a_save(
     )
     assert found.state_of("rescue") is (StageState.DONE if called else StageState.NOT_REQUESTED)
     assert found.must_be_persisted == (leads and durable)
+
+
+@pytest.mark.parametrize("leader", ["here", "there"])
+def test_the_last_save_of_a_run_is_persisted_although_it_was_for_memory_only(
+    begun: SnapshotDirectory, leader: str
+) -> None:
+    """Each node keeps its part until then, and the one that leads it persists it."""
+    write_record(begun.path / records.PENDING, pending_of(leader))
+    before = read_snapshot(begun, "here")
+    assert not before.is_durable
+    assert before.state_of("persist") is StageState.NOT_REQUESTED
+    (begun.path / PERSIST_MARKER).touch()
+    found = read_snapshot(begun, "here")
+    assert found.is_durable
+    assert found.must_be_persisted == (leader == "here")
+    assert "persist" in found.open_stages
+    expected = StageState.RUNNING if leader == "here" else StageState.WAITING
+    assert found.state_of("persist") is expected
+    SaveStates().end(begun, {"persist": StageOutcome()})
+    assert "persist" not in read_snapshot(begun, "here").open_stages
 
 
 def test_a_save_is_led_once_the_ranks_of_the_node_have_copied(begun: SnapshotDirectory) -> None:

@@ -28,6 +28,7 @@ from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.pool import ring_owner
 from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
 from shardwise.parts.memory.records import RankPart, RingFile, StageOutcome
@@ -184,7 +185,7 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     for place in left.snapshots():
         parts = place.parts()
         assert not any(part.copied for part in parts)
-        assert len(place.staged_files()) == sum(part.file is not None for part in parts)
+        assert len(read_snapshot(place).staged) == sum(part.file is not None for part in parts)
     discard(left.snapshots())
     work(directory, run, *range(11, 11 + SLOTS))
     discard(left.snapshots())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.parts.memory.home import ABANDONED_MARKER, RUN_RECORD
+from shardwise.parts.memory.home import ABANDONED_MARKER, PERSIST_MARKER, RUN_RECORD
 from shardwise.parts.memory.records import MOST_FAN_OUT
 from shardwise.parts.memory.trainer import snapshots
 from tests.tools.agents import until
@@ -35,7 +35,7 @@ _SLOT = re.compile(r"(rank-\d{5}|agent)-[0-9a-f]{8}")
 _TRAINER = re.compile(r"[a-z]?\d+(\.lock)?")
 _ENDED = re.compile(rf"{_SAVE}\.json")
 _SNAPSHOT = re.compile(
-    rf"(manifest|pending|save)\.json|rank-\d{{5}}\.json|{ABANDONED_MARKER}|{_DATA}"
+    rf"(manifest|pending|save)\.json|rank-\d{{5}}\.json|{ABANDONED_MARKER}|{PERSIST_MARKER}|{_DATA}"
     rf"|parity-{_SAVE}(-\d+)+\.bin"
 )
 

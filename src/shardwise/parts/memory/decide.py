@@ -324,7 +324,7 @@ def _is_being_persisted(snapshot: SnapshotView, nodes: Collection[str]) -> bool:
     return (
         snapshot.is_committed
         and pending is not None
-        and pending.durable
+        and snapshot.is_durable
         and pending.leader in nodes
         and not snapshot.state_of("persist").has_ended
     )

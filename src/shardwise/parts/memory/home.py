@@ -10,6 +10,7 @@
   runs/<run>/step-00000010-<save>/    a snapshot; `records.py` describes its records
     r00003-<save>.safetensors         a data file of a rank of this node
     abandoned                         nobody needs the snapshot: it is freed whatever its stages are
+    persist                           the snapshot was for memory only, and is to be persisted now
   runs/<run>/freed-<id>/              a snapshot that is being freed
 """
 
@@ -66,7 +67,7 @@ RUN_RECORD = "run.json"
 MOST_EARLIER_NODES = 16
 ENDED_DIRECTORY = "ended"
 FREED_PREFIX = "freed-"
-ABANDONED_MARKER = "abandoned"
+ABANDONED_MARKER, PERSIST_MARKER = "abandoned", "persist"
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 SNAPSHOT_NAME = re.compile(r"(step-[0-9]+)-([0-9a-f]{16})")
 SnapshotName = Annotated[str, msgspec.Meta(pattern=rf"\A{SNAPSHOT_NAME.pattern}\Z")]
@@ -333,11 +334,6 @@ class SnapshotDirectory:
         """Return the readable records of this node's ranks."""
         names = filter(is_rank_record, self.list_names(".json"))
         return [each for name in names if (each := self._read(name, RankPart))]
-
-    def staged_files(self) -> list[str]:
-        """Return the names of the data files that ranks of this node have staged."""
-        files = [part.file.name for part in self.parts() if part.file is not None]
-        return [name for name in files if self.has(name)]
 
     def _read(self, name: str, record_type: type[T]) -> T | None:
         """Return a record. A damaged record is logged, and counts as missing."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory import records
-from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
+from shardwise.parts.memory.home import PERSIST_MARKER, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.rank_liveness import has_trainers, is_rank_alive, lost_ranks
 from shardwise.parts.memory.records import PENDING, PendingManifest, RankPart, SaveState
 from shardwise.parts.memory.states import RecordCache, read_state
@@ -225,13 +225,15 @@ class _SnapshotReader:
     ) -> dict[str, StageState]:
         """Return the stages of all nodes."""
         requested = {stage for each in parts for stage in each.stages}
-        waiting = requested | ({"commit", "protect"} if pending is not None else set())
+        is_last = PERSIST_MARKER in self.names
+        durable = is_last or (pending is not None and pending.durable)
+        waiting = requested | ({"persist"} if is_last else set())
+        waiting |= {"commit", "protect"} if pending is not None else set()
         commit = state.outcomes.get("commit")
         is_committed = commit is not None and not commit.failure
         if pending is None and leads:  # it is damaged, so this node ends the stages
             running = {"commit", *requested}
         else:
-            durable = pending is not None and pending.durable
             running = {"commit"} if leads and not is_copying else set()
             running |= {"protect"} if leads and is_committed else set()
             running |= {"persist"} if (leads and durable) or (pending and state.rescue) else set()

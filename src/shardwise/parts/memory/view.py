@@ -14,7 +14,7 @@ from enum import Enum
 
 from shardwise.kernel.manifest.manifest import MANIFEST
 from shardwise.parts.lineage import Lineage
-from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
+from shardwise.parts.memory.home import ABANDONED_MARKER, PERSIST_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.records import AgentInfo, PendingManifest, RankPart, SaveState
 
 
@@ -120,14 +120,16 @@ class SnapshotView:
         staged = self.staged
         parts = [each for each in self.parts if not each.file or each.failure or each in staged]
         requested = {stage for each in parts for stage in each.stages}
-        running = {"persist"} if self.state_of("persist") is StageState.RUNNING else set[str]()
-        return frozenset(s for s in requested | running if not self.state_of(s).has_ended)
+        if PERSIST_MARKER in self.names or self.state_of("persist") is StageState.RUNNING:
+            requested.add("persist")
+        return frozenset(stage for stage in requested if not self.state_of(stage).has_ended)
 
     @property
     def is_durable(self) -> bool:
         """Whether ranks wait until storage has the save."""
         is_pending = self.pending is not None and self.pending.durable
-        return is_pending or any("persist" in part.stages for part in self.parts)
+        is_requested = any("persist" in part.stages for part in self.parts)
+        return is_pending or is_requested or PERSIST_MARKER in self.names
 
     @property
     def must_be_persisted(self) -> bool:

@@ -8,16 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StoreError
 from shardwise.kernel.events import Event
 from shardwise.parts.memory import records
-from shardwise.parts.memory.files import read_record, write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.home import PERSIST_MARKER, Home, SnapshotDirectory
 from shardwise.parts.memory.options import Memory
-from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
+from shardwise.parts.memory.records import SaveState, StageOutcome
 from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.states import RecordCache, read_state
 from shardwise.parts.memory.times import NOTICE_PERIOD, POLL_PAUSE, RETRY_PERIOD
@@ -342,41 +339,23 @@ class PendingSaves:
         """Return whether the last save is of this step, so that `persist_last` can persist it."""
         return bool(self._saves) and self._saves[-1].place.step == step
 
-    def persist_last(self, *, deletes_older: bool, leads: bool) -> None:
+    def persist_last(self, *, deletes_older: bool) -> None:
         """Wait until the last save is committed, and request that it be persisted.
 
         Args:
-            deletes_older: whether to delete older checkpoints afterwards.
-            leads: whether this rank's node leads the save. If it does, this rank asks its agent.
+            deletes_older: whether to wait until older checkpoints are deleted afterwards.
 
         Raises:
-            StoreError: the save was not committed.
+            StoreError: the save was not committed, or was freed.
         """
         last = self._saves[-1]
         last.wait_for("commit", None)
-        if last.copying is not None:
-            last.copying.wait(last.options.wait)  # then only this thread writes the record
-        stages = records.STAGES
-        name = records.rank_record(last.rank)
-        _change(last.place, name, RankPart, {"stages": stages})
-        if leads:
-            _change(last.place, records.PENDING, PendingManifest, {"durable": True})
-        self._saves[-1] = replace(last, stages=stages, deletes_older=deletes_older)
+        try:
+            (last.place.path / PERSIST_MARKER).touch()
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"step {last.place.step} cannot be persisted: {last.place.path} was freed; save "
+                "the step again"
+            ) from error
+        self._saves[-1] = replace(last, stages=records.STAGES, deletes_older=deletes_older)
         self._noted.discard(last.save_id)
-
-
-def _change(
-    place: SnapshotDirectory, name: str, kind: type[msgspec.Struct], fields: dict[str, object]
-) -> None:
-    """Change fields of a record of this rank.
-
-    Raises:
-        StoreError: there is no such record, or it is damaged.
-    """
-    record = read_record(place.path / name, kind)
-    if record is None:
-        raise StoreError(
-            f"step {place.step} cannot be persisted: {place.path / name} is gone, because the "
-            "snapshot was freed; save the step again"
-        )
-    write_record(place.path / name, msgspec.structs.replace(record, **fields))

@@ -173,10 +173,9 @@ def _find_complete_saves(snapshots: Snapshots, group: Group) -> set[str]:
     """Return the ids of the saves that all nodes have staged, so that agents will commit them."""
     with Round(group, "asking what was staged") as all_ranks:
         own: dict[str, tuple[int, int]] = {}
-        for place in snapshots.run.snapshots() if snapshots.is_first_of_node else []:
-            pending = place.read_pending()
-            expected = 0 if pending is None else len(pending.files)
-            own[place.save_id] = len(place.staged_files()), expected
+        for each in read_run_view(snapshots.run).snapshots if snapshots.is_first_of_node else ():
+            expected = 0 if each.pending is None else len(each.pending.files)
+            own[each.place.save_id] = len(each.staged), expected
         return all_ranks.all_reduce(
             own, dict[str, tuple[int, int]], _add_counts, _complete_saves, set[str]
         )

@@ -298,7 +298,6 @@ class Snapshots:
         Returns:
             Whether the last snapshot is of this step.
         """
-        leads = self._group.rank == 0
         with Round(self._group, "looking for the last snapshot") as all_ranks:
             self.fence()
             is_last = self._pending.is_last_of_step(step)
@@ -306,7 +305,7 @@ class Snapshots:
         if not is_last:
             return False
         with Round(self._group, "persisting the last snapshot"):
-            self._pending.persist_last(deletes_older=leads and removes_old, leads=leads)
+            self._pending.persist_last(deletes_older=removes_old and self._group.rank == 0)
             self.home.wake()
         return True
 
