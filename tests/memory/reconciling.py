@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardwise.kernel.deadline import Deadline
+from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import decide
-from shardwise.parts.memory.agent.actions import Follower, free, look_up_root
+from shardwise.parts.memory.agent.actions import Follower, look_up_root
 from shardwise.parts.memory.agent.agent import Agent
 from shardwise.parts.memory.agent.process import make_agent
 from shardwise.parts.memory.decide import decide_run
 from shardwise.parts.memory.files import listen_to_bell
-from shardwise.parts.memory.home import Home, Run
+from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer, read_run_view
-from shardwise.parts.memory.reclaim import remove_if_unused
+from shardwise.parts.memory.reclaim import discard_superseded, free, remove_if_unused
 from shardwise.parts.memory.records import RESCUE
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates
@@ -26,6 +27,29 @@ def free_decided(run: Run) -> bool:
     found = [each for each in decide_run(read_run_view(run), 0.0) if each.kind == decide.FREE]
     freed = [free(each, SaveStates()) for each in found if isinstance(each, decide.Action)]
     return bool(freed) and all(freed)
+
+
+def free_now(place: SnapshotDirectory) -> None:
+    """Free a snapshot that nobody uses."""
+    assert free(decide.Action(decide.FREE, place, decide.REPLACED), SaveStates())
+
+
+def free_abandoned(run: Run) -> None:
+    """Free what trainers have marked as abandoned."""
+    for place in run.snapshots():
+        if place.has(ABANDONED_MARKER):
+            assert free(decide.Action(decide.FREE, place, decide.ABANDONED), SaveStates())
+
+
+def home_of(run: Run) -> Home:
+    """The home of the node that a run is on."""
+    return Home(run.path.parents[2])
+
+
+def resume(run: Run, step: int | None, lineage: Lineage, nodes: list[str], slots: int) -> None:
+    """What a run no longer needs is freed when it is resumed from a step."""
+    discard_superseded(home_of(run), run, step, lineage, nodes, slots)
+    free_abandoned(run)
 
 
 def _free_unlocked(action: decide.Action) -> None:

@@ -27,14 +27,13 @@ from shardwise.parts.memory.identity import read_or_create_node_name
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.pool import rank_owner
 from shardwise.parts.memory.rank_liveness import RankLock
-from shardwise.parts.memory.reclaim import discard_superseded
 from shardwise.parts.memory.records import PendingManifest, RankPart, SaveState, StageOutcome
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates, request_rescue
 from shardwise.parts.memory.times import DAY, UNTIL_FREED_IF_STORED, UPKEEP_PERIOD
 from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.options import StorageTask
-from tests.memory.reconciling import Attendant, free_decided
+from tests.memory.reconciling import Attendant, free_decided, resume
 from tests.memory.test_given_back import train
 from tests.memory.test_snapshots import shm
 from tests.tools.agents import until
@@ -129,7 +128,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
     leave(run, 49, ended=("commit",))
     leave(run, 50, committed=False)
     assert not has_free(run)
-    discard_superseded(run, 50, went(48), [HERE], 2)
+    resume(run, 50, went(48), [HERE], 2)
     assert steps(run) == [48]
     assert has_free(run)
 
@@ -137,7 +136,7 @@ def test_what_a_node_missed_while_it_was_idle_takes_no_slot(run: Run) -> None:
 def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) -> None:
     for step in (47, 48, 49):
         leave(run, step, ended=("commit",))
-    discard_superseded(run, 49, went(), [HERE], 2)
+    resume(run, 49, went(), [HERE], 2)
     assert steps(run) == [49]
     assert has_free(run)
 
@@ -145,7 +144,7 @@ def test_what_waits_for_a_leader_that_is_gone_takes_no_slot_forever(run: Run) ->
 def test_as_many_as_there_are_slots_stay(run: Run) -> None:
     for step in (46, 47, 48):
         leave(run, step, ended=("commit", "protect"))
-    discard_superseded(run, 48, went(), [HERE], 2)
+    resume(run, 48, went(), [HERE], 2)
     assert steps(run) == [47, 48]
 
 
@@ -154,7 +153,7 @@ def test_what_is_still_being_rescued_holds_no_slot(run: Run) -> None:
     leave(run, 46, ended=("commit", "protect"))
     leave(run, 47, ended=("commit", "protect"))
     request_rescue(SaveStates(), place_of(run, 47), GONE)
-    discard_superseded(run, 48, went(), [HERE], 2)
+    resume(run, 48, went(), [HERE], 2)
     assert steps(run) == [46]
 
 
@@ -162,7 +161,7 @@ def test_what_the_run_goes_on_from_stays_though_no_manifest_came(run: Run) -> No
     leave(run, 3, ended=("commit", "protect"))
     leave(run, 4, ended=("commit", "protect"))
     leave(run, 5, committed=False)
-    discard_superseded(run, 5, went(), [HERE], 2)
+    resume(run, 5, went(), [HERE], 2)
     assert steps(run) == [4, 5]
 
 
@@ -170,11 +169,11 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
     leave(run, 40, durable=True, leader=HERE, ended=("commit",))
     leave(run, 44, ended=("commit", "protect"))
     leave(run, 45)
-    discard_superseded(run, 45, went(), [HERE], 2)
+    resume(run, 45, went(), [HERE], 2)
     assert steps(run) == [40, 45]
     leave(run, 41, durable=True, leader=HERE, ended=("commit",))
     leave(run, 42, durable=True, leader=GONE, ended=("commit",))
-    discard_superseded(run, 45, went(), [HERE], 2)
+    resume(run, 45, went(), [HERE], 2)
     assert steps(run) == [40, 41, 45]
 
 
@@ -182,7 +181,7 @@ def test_what_is_being_persisted_stays_as_long_as_its_leader_is_there(run: Run) 
 def test_what_is_newer_goes(run: Run, step: int | None) -> None:
     for each in (1, 2, 3, 4):
         leave(run, each, ended=("commit", "protect"))
-    discard_superseded(run, step, went(), [HERE], 3)
+    resume(run, step, went(), [HERE], 3)
     assert steps(run) == ([] if step is None else [1, 2])
 
 
@@ -209,7 +208,7 @@ def test_a_step_that_was_saved_again_is_not_abandoned(run: Run) -> None:
     part = RankPart(file=file, snapshots_to_keep=2, stages=(), epoch=1)
     write_record(again.path / records.rank_record(0), part)
     assert not is_superseded(read_snapshot(again), went(6))
-    discard_superseded(run, 7, went(6), [HERE], 2)
+    resume(run, 7, went(6), [HERE], 2)
     assert run.snapshots() == [again]
 
 

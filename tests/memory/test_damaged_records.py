@@ -22,7 +22,6 @@ from shardwise.parts.memory.agent.root_tasks import (
 )
 from shardwise.parts.memory.files import decode_record, encode_record
 from shardwise.parts.memory.home import Home, SnapshotDirectory
-from shardwise.parts.memory.reclaim import free
 from shardwise.parts.memory.records import (
     AgentInfo,
     Failing,
@@ -42,6 +41,7 @@ from shardwise.parts.memory.remote.lost_agents import AgentWatch
 from shardwise.parts.memory.spawn import running_agent
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import MirrorRequest, StorageTask
+from tests.memory.reconciling import free_now
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, serve
 from tests.memory.test_snapshots import shm
@@ -239,7 +239,7 @@ def test_what_an_agent_that_was_killed_left_does_not_hide_outcomes(tmp_path: Pat
         place = SnapshotDirectory(run, step, save_id)
         place.path.mkdir(parents=True)
         states.end(place, {"commit": OUTCOME})
-    assert free(place, lock=states.lock)
+    free_now(place)
     (place.ended_path.parent / ".aaaaaaaaaaaaaaaa.json.0badf00d").touch()
     with serve(Home(tmp_path).path, states=states) as served:
         client = AgentClient(AgentInfo("a", f"http://127.0.0.1:{served.port}", TOKEN))

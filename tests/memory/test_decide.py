@@ -15,6 +15,7 @@ from shardwise.kernel.manifest.manifest import MANIFEST, FileEntry
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import decide
 from shardwise.parts.memory.decide import (
+    ABANDONED,
     FINISH_FREEING,
     FOLLOW,
     FREE,
@@ -112,7 +113,10 @@ def test_only_stages_that_run_have_an_action(stage: str, state: StageState) -> N
 def test_nothing_becomes_of_a_snapshot_that_is_abandoned(stage: str) -> None:
     found = snapshot(1, **{stage: StageState.RUNNING})
     found = replace(found, names=found.names | {ABANDONED_MARKER})
-    assert decide_run(run_of(found, lost_ranks=(0,)), 0.0) == []
+    for seconds in (None, 0.0):
+        run = run_of(found, lost_ranks=(0,), unattended_since=seconds)
+        expected = [Action(FREE, found.place, why=ABANDONED)]
+        assert [each for each in decide_run(run, 0.0) if each.kind != FREE_RUN] == expected
 
 
 DONE, WAITING = StageState.DONE, StageState.WAITING
@@ -340,7 +344,7 @@ def test_nodes_above_are_asked_only_while_a_stage_is_open(
     expected = [RunAction(FOLLOW, RUN, newest=one.place.name)] * (above and (copying or not ends))
     assert decide_run(run_of(one), 0.0) == expected
     left = replace(one, names=one.names | {ABANDONED_MARKER})
-    assert decide_run(run_of(left), 0.0) == []
+    assert [each.kind for each in decide_run(run_of(left), 0.0)] == [FREE]
 
 
 def test_nodes_above_are_not_asked_once_a_run_has_had_no_trainer_for_long() -> None:

@@ -21,7 +21,6 @@ from shardwise.parts.lineage import Lineage, Resumption
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory
-from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import AgentInfo, PendingManifest
 from shardwise.parts.memory.redundancy.parity import encode_parity
 from shardwise.parts.memory.redundancy.placement import Member, ProtectionGroup, chunk_size
@@ -36,6 +35,7 @@ from shardwise.parts.memory.replies import Replies
 from shardwise.parts.memory.times import FIRST_CONNECT_TIMEOUT, LONGEST_WAIT, READ_TIMEOUT
 from shardwise.parts.memory.trainer import node_watch
 from shardwise.parts.tiers.options import StorageTask
+from tests.memory.reconciling import free_now
 from tests.memory.test_client import dripping
 from tests.memory.test_server import RUN, TOKEN, Served, serve, served
 from tests.tools.agents import until
@@ -146,7 +146,7 @@ def test_who_has_discarded_a_snapshot_is_not_waited_for(
         if how == "abandoned":
             served.place.abandon()
         else:
-            free_unattended(served.place, served.states.lock)
+            free_now(served.place)
 
     served.fill("x", b"")
     if how == "freed":

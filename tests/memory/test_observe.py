@@ -22,7 +22,6 @@ from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import PERSIST_MARKER, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
 from shardwise.parts.memory.rank_liveness import RankLock
-from shardwise.parts.memory.reclaim import free
 from shardwise.parts.memory.records import (
     AgentInfo,
     PendingManifest,
@@ -35,7 +34,7 @@ from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import RecordCache, SaveStates, read_state
 from shardwise.parts.memory.view import RunView, StageState, on_this_node
 from shardwise.parts.tiers.options import StorageTask
-from tests.memory.reconciling import agent_in_threads
+from tests.memory.reconciling import agent_in_threads, free_now
 from tests.memory.test_nodes import unreachable
 from tests.memory.test_server import TOKEN
 from tests.memory.test_snapshots import shm
@@ -248,7 +247,7 @@ def test_a_snapshot_may_be_freed_while_it_is_read(
 
     def named_just_before(self: SnapshotDirectory, suffix: str = "") -> list[str]:
         found = named(self, suffix)
-        assert free(self)
+        free_now(self)
         return found
 
     with monkeypatch.context() as patched:
@@ -326,7 +325,7 @@ def test_a_damaged_state_is_a_failure_of_all_stages(
     assert read_state(place) == SaveState()
     write_record(place.path / records.STATE, DAMAGES[0])
     if is_freed:
-        assert free(place)
+        free_now(place)
         assert not place.path.exists()
     outcomes = read_state(place).outcomes
     assert outcomes.keys() == {*records.STAGES, records.REMOVE_OLD}

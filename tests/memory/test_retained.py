@@ -21,8 +21,7 @@ from shardwise.kernel.errors import StoreError, StoreUnavailableError
 from shardwise.kernel.manifest.manifest import MANIFEST, decode_manifest, lock_file, step_directory
 from shardwise.kernel.store.local import LocalStore
 from shardwise.parts.lineage import Lineage, new_run_id
-from shardwise.parts.memory import records
-from shardwise.parts.memory.agent import actions
+from shardwise.parts.memory import reclaim, records
 from shardwise.parts.memory.agent.root_tasks import OpenedStores, RootTasks, set_root_task
 from shardwise.parts.memory.decide import (
     FREE,
@@ -34,13 +33,13 @@ from shardwise.parts.memory.decide import (
 )
 from shardwise.parts.memory.home import Home, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer
-from shardwise.parts.memory.reclaim import discard_superseded, free
 from shardwise.parts.memory.records import StageOutcome
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer import pending_saves
 from shardwise.parts.memory.trainer.pending_saves import PendingSave, PendingSaves
 from shardwise.parts.tiers.options import StorageTask
 from tests.faults.memory.scenario import Cluster, begin
+from tests.memory.reconciling import free_now, resume
 from tests.memory.test_snapshots import shm
 from tests.tools.gang import Gang
 
@@ -305,7 +304,7 @@ def test_a_snapshot_that_is_retired_leaves_what_is_still_to_be_removed(
     """Its memory is free at once; and whoever waits for the removal goes on to do so."""
     (place.path / f"r00000-{SAVE}.safetensors").touch()
     stages = stages_of(place)
-    assert free(place, 0.0)
+    free_now(place)
     assert not place.path.exists()
     assert due(place) == [ROOT_TASK]
     assert stages.outcome(records.REMOVE_OLD) is None
@@ -321,7 +320,7 @@ def test_a_failure_is_told_though_the_snapshot_is_retired(
 ) -> None:
     shutil.rmtree(tmp_path / "root" / step_directory(1))
     save_what_cannot_go(tmp_path / "root" / step_directory(1))
-    assert free(place, 0.0)
+    free_now(place)
     remove_old(place)
     with pytest.raises(StoreError, match=r"step 3: the stage 'retain' of .* failed: .*Is"):
         stages_of(place).check_no_stage_failed()
@@ -334,7 +333,7 @@ def test_what_the_run_has_left_behind_removes_nothing_more(
     delete = LocalStore.delete
 
     def goes_back(store: LocalStore, name: str) -> None:
-        discard_superseded(place.run, 2, Lineage(place.run.name), ["here"], 2)
+        resume(place.run, 2, Lineage(place.run.name), ["here"], 2)
         delete(store, name)
 
     monkeypatch.setattr(LocalStore, "delete", goes_back)
@@ -348,7 +347,7 @@ def test_a_restore_of_the_step_ends_the_wait_for_what_is_to_be_removed(
     tmp_path: Path, place: SnapshotDirectory
 ) -> None:
     """The task in the root goes with a restore, before an agent has begun with it."""
-    discard_superseded(place.run, 3, Lineage(place.run.name), ["here"], 2)
+    resume(place.run, 3, Lineage(place.run.name), ["here"], 2)
     remove_old(place)
     assert place.path.exists()
     assert len(in_storage(tmp_path)) == 3
@@ -408,7 +407,7 @@ def test_a_save_that_newer_ones_have_replaced_is_not_waited_for(tmp_path: Path, 
         logs_failures=True,
     )
     assert stages.outcome("protect") is None
-    assert free(place)
+    free_now(place)
     assert stages.wait_for("protect", 10.0).failure == ""
     with pytest.raises(StoreError, match="a newer snapshot replaced this one"):
         stages.wait_for("persist", 10.0)
@@ -425,7 +424,7 @@ def test_a_rank_that_waits_for_what_is_freed_uncommitted_gets_an_error(shm: Path
     place.path.mkdir(parents=True)
     save = PendingSave(home, sw.Memory(wait=10.0), 0, place, ("commit",), logs_failures=False)
     assert save.outcome("commit") is None
-    assert actions.free(Action(FREE, place, UNCOMMITTABLE), SaveStates())
+    assert reclaim.free(Action(FREE, place, UNCOMMITTABLE), SaveStates())
     assert not place.path.exists()
     with pytest.raises(StoreError, match=r"step 1: the stage 'commit' of .* takes too long"):
         save.wait_for("commit", 10.0)
@@ -436,7 +435,7 @@ def test_a_commit_that_has_failed_before_is_freed_with_its_own_failure(shm: Path
     place.path.mkdir(parents=True)
     states, failed = SaveStates(), StageOutcome(failure="a node is lost")
     states.end(place, {"commit": failed})
-    assert actions.free(Action(FREE, place, UNCOMMITTABLE), states)
+    assert reclaim.free(Action(FREE, place, UNCOMMITTABLE), states)
     assert read_state(place).outcomes == {"commit": failed}
 
 

@@ -29,7 +29,6 @@ from shardwise.parts.memory.agent.server import create_app, serve_connections
 from shardwise.parts.memory.files import decode_record, encode_record, read_record, write_record
 from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.identity import make_run_token
-from shardwise.parts.memory.reclaim import free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
     STAGES,
@@ -46,6 +45,7 @@ from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.tiers.options import StorageTask
 from tests.breadth import examples
 from tests.memory.certificates import Authority
+from tests.memory.reconciling import free_now
 from tests.tools.agents import until
 
 RUN = "0123456789abcdef"
@@ -446,7 +446,7 @@ def test_whoever_has_discarded_the_snapshot_says_so(served: Served) -> None:
     os.unlink(served.step / "abandoned")
     assert served.ask("POST", f"{CALL}?top=a")[0] == 202
     write_record(served.step / "save.json", SaveState())
-    free_unattended(served.place, served.states.lock)
+    free_now(served.place)
     assert served.ask("POST", f"{CALL}?top=a&wait=20")[0] == 410
 
 
@@ -501,7 +501,7 @@ def test_outcomes_are_told_at_once_when_they_change(served: Served) -> None:
         assert time.monotonic() - start < 15  # of the 20 that it would wait
     assert found.version != first.version
     assert found.saves == {SAVE: {"commit": done}}
-    free_unattended(served.place, served.states.lock)
+    free_now(served.place)
     served.states.tell()
     assert ask(found.version, 0.0).saves == {SAVE: {"commit": done}}
     other = "/runs/" + "0" * 16 + "/outcomes"

@@ -15,32 +15,35 @@ import pytest
 import shardwise as sw
 from shardwise.kernel.engine.buffers import HUGE_PAGE
 from shardwise.kernel.manifest.manifest import FileEntry
-from shardwise.parts.lineage import new_run_id
-from shardwise.parts.memory import records
+from shardwise.parts.lineage import Lineage, new_run_id
+from shardwise.parts.memory import reclaim, records
 from shardwise.parts.memory import states as states_module
-from shardwise.parts.memory.agent import actions
-from shardwise.parts.memory.decide import FREE, NO_TRAINER, REPLACED, Action
+from shardwise.parts.memory.decide import ABANDONED, FREE, NO_TRAINER, REPLACED, Action, decide_run
 from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import (
+    AGENT_LOCK,
     ENDED_DIRECTORY,
     Home,
     Run,
     SnapshotDirectory,
+    list_snapshots,
+    newest_step_here,
 )
+from shardwise.parts.memory.observe import read_run_view
 from shardwise.parts.memory.pool import AGENT, PAGE_SIZE, Pool, rank_owner, ring_owner
 from shardwise.parts.memory.reclaim import (
     bytes_needed_for_others,
     bytes_stored_for_others,
     discard,
     finish_freeing,
-    free,
+    refuse_older_step,
 )
 from shardwise.parts.memory.records import PendingManifest, RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer.slots import Slots
 from shardwise.parts.tiers.copying import FileCopier
 from shardwise.parts.tiers.options import StorageTask
-from tests.memory.reconciling import free_decided
+from tests.memory.reconciling import free_abandoned, free_decided, free_now, home_of
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def test_a_slot_is_the_same_memory_again(run: Run) -> None:
     again = place_of(run, 2)
     target = record(again, part_of(again, rank=3), 3)
     assert slots.take(target, 10_000) is None
-    assert free(place)
+    free_now(place)
     second = slots.take(target, 12_000)
     assert second is not None
     assert os.stat(target).st_ino == inode
@@ -284,10 +287,36 @@ def test_what_is_newer_is_discarded(run: Run) -> None:
     places = [place_of(run, step) for step in (1, 2, 3)]
     for place in places:
         place.manifest_path.write_text("{}")
-    discard(places[1:])
-    assert run.snapshots() == places[:1]
-    discard(run.snapshots())
-    assert run.snapshots() == []
+    for rest in (places[:1], []):
+        discard(home_of(run), [each for each in run.snapshots() if each not in rest])
+        assert run.snapshots() != rest, "only the agent frees it"
+        free_abandoned(run)
+        assert run.snapshots() == rest
+
+
+def test_a_restore_does_not_depend_on_an_agent_that_hangs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is discarded stays until the agent goes on, and nobody restores it meanwhile."""
+    monkeypatch.setattr(reclaim, "SHORT_PATIENCE", 0.2)
+    monkeypatch.setattr(reclaim, "FREE_TIMEOUT", 0.5)
+    home, kept, left = home_of(run), leave_committed(run, 1, "commit"), leave_committed(run, 2)
+    run.record_info("root", [])
+    assert newest_step_here(str(home.path.parent), "root") == 2
+    with home.lock(AGENT_LOCK) as is_held:
+        assert is_held
+        with left.hold(shared=True), pytest.raises(sw.StoreError, match=r"agent .* is using"):
+            discard(home, [left])
+        discard(home, [left])
+    assert run.snapshots() == [kept, left]
+    assert list(list_snapshots(home.path, run.name)) == [kept.name]
+    assert newest_step_here(str(home.path.parent), "root") == 1
+    refuse_older_step(run, 2, Lineage(run.name), "root")
+    with pytest.raises(sw.StateError, match="newer step 1"):
+        refuse_older_step(run, 0, Lineage(run.name), "root")
+    assert Action(FREE, left, ABANDONED) in decide_run(read_run_view(run), 0.0)
+    free_abandoned(run)
+    assert run.snapshots() == [kept]
 
 
 def test_a_budget_spreads_bytes_over_time() -> None:
@@ -572,7 +601,7 @@ def test_outcomes_that_another_process_deletes_meanwhile_are_no_failure(tmp_path
         return nullcontext(entries)
 
     with patch("os.scandir", scan):
-        assert free(place)
+        free_now(place)
     assert sorted(os.listdir(ended)) == ["0.json", "2.json"]
 
 
@@ -587,7 +616,7 @@ def test_outcomes_of_a_save_that_is_freed_meanwhile_are_read(
 ) -> None:
     """Whatever is read last before the agent frees it in another thread."""
     place, states = leave_committed(run, 5, "commit", "protect"), SaveStates()
-    freeing = threading.Thread(target=actions.free, args=(Action(FREE, place, why), states))
+    freeing = threading.Thread(target=reclaim.free, args=(Action(FREE, place, why), states))
     original = getattr(owner, name)
 
     def read_and_free(of: Any) -> object:

@@ -27,7 +27,7 @@ from shardwise.kernel.store.store import Buffer
 from shardwise.parts.lineage import new_run_id
 from shardwise.parts.memory import records
 from shardwise.parts.memory.files import write_record
-from shardwise.parts.memory.home import Home, SnapshotDirectory
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.pool import ring_owner
 from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
@@ -37,6 +37,7 @@ from shardwise.parts.memory.states import SaveStates, read_state
 from shardwise.parts.memory.trainer.rings import Ring, protect_ring
 from shardwise.parts.memory.trainer.slots import Slots
 from tests.breadth import mostly_long
+from tests.memory.reconciling import free_abandoned, home_of
 from tests.memory.test_staging import SIZE, Trial, content_of
 
 TENSORS = 2
@@ -177,6 +178,12 @@ def keep(directory: Path, run: str, *steps: int) -> None:
     assert slots.has_free() == (len(steps) < SLOTS)
 
 
+def free_all(run: Run) -> None:
+    """As a restore discards, and the agent frees."""
+    discard(home_of(run), run.snapshots())
+    free_abandoned(run)
+
+
 def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
     """As a restore does: forget what is not whole, and have all slots again."""
     left = Home(directory).run(run)
@@ -186,9 +193,9 @@ def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:
         parts = place.parts()
         assert not any(part.copied for part in parts)
         assert len(read_snapshot(place).staged) == sum(part.file is not None for part in parts)
-    discard(left.snapshots())
+    free_all(left)
     work(directory, run, *range(11, 11 + SLOTS))
-    discard(left.snapshots())
+    free_all(left)
     assert len(os.listdir(left.free_directory)) == SLOTS
     assert not left.freed_directories()
 
@@ -200,7 +207,7 @@ def retire(directory: Path, run: str, number: int) -> None:
     for place in places:
         SaveStates().end(place, {"commit": StageOutcome(seconds=1.0)})
     die_before_effect(number, directory)
-    discard(places)
+    free_all(places[0].run)
     assert all(read_state(place).outcomes["commit"].seconds == 1.0 for place in places)
 
 

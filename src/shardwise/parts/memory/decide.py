@@ -24,7 +24,8 @@ have an action; and RESCUE, if nobody has requested it.
 A run always keeps the newest committed snapshot, the newest protected snapshot, and the snapshots
 with open stages (see `is_pinned`). If these are fewer than its slots, the run also keeps the next
 newest snapshots, until there is one snapshot for each slot. FREE removes all other snapshots that
-are older than the newest committed snapshot, and those that can never be committed.
+are older than the newest committed snapshot, those that can never be committed, and those that a
+trainer has marked as abandoned.
 
 The snapshots of a run without trainers on this node are freed in these cases: the run's root says
 that the run was resumed from an older step; the newest snapshot is in storage too, or the root is
@@ -37,7 +38,7 @@ ROOT_TASK copies new checkpoints of a run's root to its mirror, or removes old c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from shardwise.parts.lineage import Lineage
@@ -48,6 +49,7 @@ from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_th
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
+ABANDONED = "nobody needs it any more"
 REPLACED = "replaced by newer snapshots"
 UNCOMMITTABLE = "its commit takes too long, and a newer snapshot needs its memory"
 RUN_RESUMED = "the run was resumed from an older step"
@@ -115,13 +117,15 @@ def decide_run(run: RunView, now: float) -> list[AnyAction]:
     Args:
         now: the time on the observer's clock, in seconds.
     """
-    actions: list[AnyAction] = [
+    abandoned = [each for each in run.snapshots if each.is_abandoned]
+    actions: list[AnyAction] = [Action(FREE, each.place, why=ABANDONED) for each in abandoned]
+    run = replace(run, snapshots=tuple(each for each in run.snapshots if each not in abandoned))
+    actions += (
         Action(stage, each.place, names=each.unsealed if stage == "seal" else ())
         for each in run.snapshots
-        if not each.is_abandoned
         for stage in STAGES_WITH_WORK
         if each.state_of(stage) is StageState.RUNNING
-    ]
+    )
     followed = [each.place.name for each in run.snapshots if follows(each)]
     is_attended = run.unattended_since is None or now - run.unattended_since < UNTIL_UNFOLLOWED
     if followed and is_attended and agents_above(run.snapshots):
@@ -160,7 +164,7 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
     Yield nothing if the save is persisted anyway, or if its rescue was requested before.
     """
     newest = run.newest_committed
-    if newest is None or newest.is_abandoned:
+    if newest is None:
         return
     pending = newest.pending
     is_wanted = pending is not None and pending.rescue and not newest.is_durable
@@ -222,10 +226,8 @@ def is_pinned(run: RunView, snapshot: SnapshotView) -> bool:
     A stage that has not ended keeps its snapshot in memory. It does so until the same stage has
     ended for a newer snapshot: then nobody needs the older one. If this node leads a save, it keeps
     the snapshot until the save is persisted. It does so even if newer saves are persisted before,
-    and even if the save has no data files. Abandoned snapshots are not pinned.
+    and even if the save has no data files.
     """
-    if snapshot.is_abandoned:
-        return False
     if snapshot.must_be_persisted:
         return True
     newer = [each for each in run.snapshots if each.age_key > snapshot.age_key]
@@ -307,6 +309,7 @@ def find_superseded(
         each
         for each in reversed(run.snapshots)
         if step is not None and each.step <= step and not is_superseded(each, lineage)
+        if not each.is_abandoned
     ]
     of_step = [each for each in valid if each.step == step]
     # Without a manifest, another node may have it, and this node a part of the snapshot.

@@ -433,7 +433,7 @@ def newest_step_here(directory: str, root: str) -> int | None:
         for run in Home(directory).runs()
         if (run.root() or "").partition("?")[0] == place
         for snapshot in run.snapshots()
-        if snapshot.is_committed()
+        if snapshot.is_committed() and not snapshot.has(ABANDONED_MARKER)
     )
     return max(steps, default=None)
 
@@ -461,7 +461,7 @@ def open_below(home: Path, *names: str, make: bool = False) -> Iterator[int]:
 def list_snapshots(home: Path, run: str) -> FilesOfSnapshots:
     """Return name and size of the regular files of each snapshot of a run.
 
-    Hidden files, which are being written, are left out.
+    Hidden files, which are being written, are left out, and abandoned snapshots.
     """
     found: FilesOfSnapshots = {}
     try:
@@ -472,7 +472,9 @@ def list_snapshots(home: Path, run: str) -> FilesOfSnapshots:
     for name in names:
         if Run(home / "runs" / run).snapshot(name) is not None:
             with suppress(FileNotFoundError, NotADirectoryError):
-                found[name] = _list_files(home, run, name)
+                files = _list_files(home, run, name)
+                if ABANDONED_MARKER not in files:
+                    found[name] = files
     return found
 
 

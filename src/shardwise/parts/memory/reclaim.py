@@ -1,13 +1,14 @@
 """Frees memory: data files return to the pool of free files, and other files are deleted.
 
-`decide.py` chooses the snapshots to free. Agents and trainers free them with these functions, under
-an exclusive lock of the snapshot's directory, so that no snapshot is freed while it is in use.
+Only the agent of a node frees snapshots, under an exclusive lock of the snapshot's directory, so
+that no snapshot is freed while it is in use. `decide.py` chooses them. A trainer marks the
+snapshots that it no longer needs as abandoned (`discard`), and waits until the agent has freed
+them.
 
 First, the directory of the snapshot is renamed. From then on, the snapshot does not exist. If the
-process is then killed, `finish_freeing` returns the files in the renamed directory to the pool.
+agent is then killed, `finish_freeing` returns the files in the renamed directory to the pool.
 
-Functions `free…` return False if a snapshot is in use. Functions `discard…` mark snapshots as
-abandoned, and wait until the agent releases them.
+Functions `free…` return False if a snapshot is in use.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from shardwise.kernel.deadline import Deadline
 from shardwise.kernel.errors import StateError, StoreError
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
-from shardwise.parts.memory.decide import find_superseded, is_superseded
+from shardwise.parts.memory.decide import (
+    ABANDONED,
+    REPLACED,
+    UNCOMMITTABLE,
+    Action,
+    find_superseded,
+    is_superseded,
+)
 from shardwise.parts.memory.files import lock_directory, read_record, regular_files
 from shardwise.parts.memory.home import FREED_PREFIX, Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_run_view, read_snapshot
@@ -32,22 +40,44 @@ from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.pool import AGENT, Pool, owners_of_files
 from shardwise.parts.memory.rank_liveness import has_trainers, ranks_here
 from shardwise.parts.memory.records import STATE, RankPart, is_rank_record, rank_in_name
-from shardwise.parts.memory.times import FREE_TIMEOUT, LOOK_PERIOD, POLL_PAUSE
+from shardwise.parts.memory.states import SaveStates
+from shardwise.parts.memory.times import FREE_TIMEOUT, LOOK_PERIOD, POLL_PAUSE, SHORT_PATIENCE
 from shardwise.parts.tiers.options import StorageTask
 
 REMOVED_RUN_PREFIX = "vacant-"
 MOST_ENDED = 64
-Lock = AbstractContextManager[object]
-"""What an agent holds while a snapshot leaves its directory: the lock of the states of saves."""
 log = logging.getLogger("shardwise")
 
 
-def free(place: SnapshotDirectory, timeout: float = LOOK_PERIOD, lock: Lock | None = None) -> bool:
-    """Free a snapshot; return False if it is still in use after `timeout` seconds."""
-    for _ in Deadline(timeout).attempts(pause=POLL_PAUSE):
+def free(action: Action, states: SaveStates) -> bool:
+    """Free a snapshot, unless it was committed meanwhile. Return False if it is in use.
+
+    Then it is marked as abandoned, which ends its actions.
+    """
+    place, why = action.place, action.why
+    if why == UNCOMMITTABLE and not states.fail_commit(place, why):
+        return True
+    if not free_snapshot(place, states.lock):
+        place.abandon()
+        return not place.path.exists()
+    if why in (ABANDONED, REPLACED, UNCOMMITTABLE):
+        _shrink_pool(place.run)
+    else:
+        Pool(place.run.free_directory).shrink()
+        log.info("run %s: freed step %d: %s", place.run.name, place.step, why)
+    return True
+
+
+def free_snapshot(place: SnapshotDirectory, lock: AbstractContextManager[object]) -> bool:
+    """Free a snapshot; return False if it is in use.
+
+    Args:
+        lock: the lock of the states of saves, held while the snapshot leaves its directory.
+    """
+    for _ in Deadline(LOOK_PERIOD).attempts(pause=POLL_PAUSE):
         with place.hold(shared=False) as held:
             if held:
-                with lock or nullcontext():
+                with lock:
                     freed = _leave_directory(place)
                 _return_files(place.run, freed)
                 return True
@@ -94,15 +124,9 @@ def _return_files(run: Run, freed: Path) -> None:
         freed.rmdir()
 
 
-def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
-    """Free a replaced snapshot, and slots that are no longer needed.
-
-    Return False if the snapshot is in use. Then it is marked as abandoned, which ends its actions.
-    """
-    if not free(place, lock=lock):
-        place.abandon()
-        return not place.path.exists()
-    run, places = place.run, place.run.snapshots()
+def _shrink_pool(run: Run) -> None:
+    """Delete the free files that the next saves do not need."""
+    places = run.snapshots()
     newest = next((each for each in reversed(places) if each.is_committed()), None)
     if newest is not None:
         made = max(list(owners_of_files(each.path).values()).count(AGENT) for each in places)
@@ -110,46 +134,51 @@ def free_replaced(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
         ranks = {rank_in_name(name) for name in newest.list_names() if is_rank_record(name)}
         ranks |= {rank for rank, is_alive, _ in ranks_here(run, 0) if is_alive}
         Pool(run.free_directory).shrink(ranks, made)
-    return True
 
 
-def free_unattended(place: SnapshotDirectory, lock: Lock | None = None) -> bool:
-    """Free a snapshot of a run without trainers on this node, and all free slots of the run.
+def discard(home: Home, places: Sequence[SnapshotDirectory]) -> None:
+    """Mark snapshots as abandoned, and wait until the agent has freed them.
 
-    Mark it as abandoned first, which ends its actions. Return False if it is in use.
-    """
-    place.abandon()
-    if not free(place, lock=lock):
-        return not place.path.exists()
-    Pool(place.run.free_directory).shrink()
-    return True
-
-
-def discard(places: Sequence[SnapshotDirectory]) -> None:
-    """Mark snapshots as abandoned, and free them, even if stages are open.
+    If no agent runs, or it hangs, the snapshots stay until an agent looks at them. They are out of
+    use already: an agent does nothing with an abandoned snapshot but free it.
 
     Raises:
         StoreError: the agent does not release a snapshot.
     """
     for place in places:
         place.abandon()
+    home.wake()
+    patience = Deadline(SHORT_PATIENCE if home.has_agent() else 0.0)
     for place in places:
-        if not free(place, FREE_TIMEOUT) and place.path.exists():
+        if not any(_is_out_of_use(place, patience) for _ in Deadline(FREE_TIMEOUT).attempts()):
             raise StoreError(
                 f"timed out after {FREE_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
                 "the agent of this node is using the snapshot; see its log, and try again"
             )
 
 
+def _is_out_of_use(place: SnapshotDirectory, patience: Deadline) -> bool:
+    """Return whether a snapshot is freed; after `patience`, whether nobody uses it is enough."""
+    if patience.has_passed():
+        with place.hold(shared=False) as is_unused:
+            return is_unused or not place.path.exists()
+    return not place.path.exists()
+
+
 def discard_superseded(
-    run: Run, step: int | None, lineage: Lineage, nodes: Collection[str], slots: int
+    home: Home,
+    run: Run,
+    step: int | None,
+    lineage: Lineage,
+    nodes: Collection[str],
+    slots: int,
 ) -> None:
-    """After a restore, free the snapshots that the run no longer needs (see `find_superseded`).
+    """After a restore, discard the snapshots that the run no longer needs (see `find_superseded`).
 
     Raises:
         StoreError: the agent does not release a snapshot.
     """
-    discard(find_superseded(read_run_view(run), step, lineage, nodes, slots))
+    discard(home, find_superseded(read_run_view(run), step, lineage, nodes, slots))
     task = None
     with suppress(StoreError):
         task = read_record(run.task_path, StorageTask)
@@ -167,7 +196,9 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
     """
     snapshots = [read_snapshot(each) for each in run.snapshots() if each.step > step]
     newer = [
-        each.step for each in snapshots if each.is_committed and not is_superseded(each, lineage)
+        each.step
+        for each in snapshots
+        if each.is_committed and not each.is_abandoned and not is_superseded(each, lineage)
     ]
     if newer:
         raise StateError(
@@ -221,11 +252,10 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
     for other in home.runs():
         if other != run and other.root() == root and not has_trainers(other):
             try:
-                discard(other.snapshots())
+                discard(home, other.snapshots())
+                remove_if_unused(home, other)
             except StoreError as error:
                 log.warning("cannot remove run %s of the same root: %s", other.name, error)
-                continue
-            shutil.rmtree(other.path, ignore_errors=True)
 
 
 def clear_run(home: Home, run: Run, *, force: bool) -> None:
@@ -239,7 +269,7 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
         StoreError: a trainer is alive, or the agent does not release a snapshot.
     """
     _refuse_trainers(run, force)
-    discard(run.snapshots())
+    discard(home, run.snapshots())
     with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
         if locked and has_trainers(run):

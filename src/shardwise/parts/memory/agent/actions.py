@@ -23,8 +23,6 @@ from shardwise.parts.memory.agent.incoming import IncomingFile, rank_record_of
 from shardwise.parts.memory.agent.protect import protect_others
 from shardwise.parts.memory.agent.root_tasks import OpenedStores
 from shardwise.parts.memory.decide import (
-    REPLACED,
-    UNCOMMITTABLE,
     Action,
     RunAction,
     agents_above,
@@ -35,7 +33,6 @@ from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.rank_liveness import has_trainers
-from shardwise.parts.memory.reclaim import free_replaced, free_unattended
 from shardwise.parts.memory.records import (
     PENDING,
     RESCUE,
@@ -456,18 +453,6 @@ def _find_entry(place: SnapshotDirectory, data_file: str, cache: RecordCache) ->
     if part is not None and part.failure:
         raise StoreError(part.failure)
     return None
-
-
-def free(action: Action, states: SaveStates) -> bool:
-    """Free a snapshot, unless it was committed meanwhile; return False if it is in use."""
-    if action.why == UNCOMMITTABLE and not states.fail_commit(action.place, action.why):
-        return True
-    if action.why in (REPLACED, UNCOMMITTABLE):
-        return free_replaced(action.place, states.lock)
-    if is_free := free_unattended(action.place, states.lock):
-        step = action.place.step
-        log.info("run %s: freed step %d: %s", action.place.run.name, step, action.why)
-    return is_free
 
 
 def look_up_root(action: RunAction, observer: Observer) -> None:

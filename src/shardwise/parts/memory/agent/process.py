@@ -20,7 +20,7 @@ import msgspec
 
 from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory import decide
-from shardwise.parts.memory.agent.actions import Follower, free, look_up_root
+from shardwise.parts.memory.agent.actions import Follower, look_up_root
 from shardwise.parts.memory.agent.agent import Agent, Performer
 from shardwise.parts.memory.agent.lead import Leader
 from shardwise.parts.memory.agent.metrics import read_metrics
@@ -38,7 +38,7 @@ from shardwise.parts.memory.identity import (
 )
 from shardwise.parts.memory.observe import Observer
 from shardwise.parts.memory.options import Tls
-from shardwise.parts.memory.reclaim import finish_freeing, finish_removals, remove_if_unused
+from shardwise.parts.memory.reclaim import finish_freeing, finish_removals, free, remove_if_unused
 from shardwise.parts.memory.records import RESCUE, STAGES, AgentInfo, schema
 from shardwise.parts.memory.registry import Registration
 from shardwise.parts.memory.seal import MappedFiles

@@ -225,7 +225,9 @@ class Snapshots:
     def _discard(self, step: int | None) -> None:
         if self.is_first_of_node:
             membership, slots = self.membership, self._options.slots
-            discard_superseded(self.run, step, membership.lineage, membership.node_of, slots)
+            discard_superseded(
+                self.home, self.run, step, membership.lineage, membership.node_of, slots
+            )
 
     def close(self, *, wait: bool, failed: bool) -> None:
         """Release the slots.
