@@ -14,17 +14,19 @@ from shardwise.parts.memory.agent.agent import Agent
 from shardwise.parts.memory.agent.process import make_agent
 from shardwise.parts.memory.decide import decide_run
 from shardwise.parts.memory.files import listen_to_bell
-from shardwise.parts.memory.home import ABANDONED_MARKER, Home, Run, SnapshotDirectory
-from shardwise.parts.memory.observe import Observer, read_run_view
+from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
+from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.reclaim import discard_superseded, free, remove_if_unused
 from shardwise.parts.memory.records import RESCUE
 from shardwise.parts.memory.seal import MappedFiles
 from shardwise.parts.memory.states import SaveStates
+from shardwise.parts.memory.view import RunView
 
 
 def free_decided(run: Run) -> bool:
     """Free what newer snapshots have replaced; return whether there was some, and it is free."""
-    found = [each for each in decide_run(read_run_view(run), 0.0) if each.kind == decide.FREE]
+    view = RunView(run=run, snapshots=read_snapshots(run.snapshots(abandoned=True)))
+    found = [each for each in decide_run(view, 0.0) if each.kind == decide.FREE]
     freed = [free(each, SaveStates()) for each in found if isinstance(each, decide.Action)]
     return bool(freed) and all(freed)
 
@@ -36,8 +38,8 @@ def free_now(place: SnapshotDirectory) -> None:
 
 def free_abandoned(run: Run) -> None:
     """Free what trainers have marked as abandoned."""
-    for place in run.snapshots():
-        if place.has(ABANDONED_MARKER):
+    for place in run.snapshots(abandoned=True):
+        if place.is_abandoned():
             assert free(decide.Action(decide.FREE, place, decide.ABANDONED), SaveStates())
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -293,6 +294,21 @@ def test_what_was_done_meanwhile_is_not_done_again(place: SnapshotDirectory) -> 
     assert trial.agent.perform(action)
     assert trial.times == 0
     assert not trial.agent.due_actions()
+
+
+def test_what_is_abandoned_between_the_decision_and_the_lock_is_left_alone(
+    place: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent was stopped meanwhile. A restore no longer waits for it, as nobody had the lock."""
+    trial, hold = Trial(place), SnapshotDirectory.hold
+
+    def abandon_and_hold(self: SnapshotDirectory, **options: bool) -> Any:
+        self.abandon()
+        return hold(self, **options)
+
+    monkeypatch.setattr(SnapshotDirectory, "hold", abandon_and_hold)
+    assert trial.round() == [False]
+    assert trial.times == 0
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +20,6 @@ from shardwise.kernel.manifest.manifest import FileEntry, data_file, step_direct
 from shardwise.kernel.store import LocalStore, WritableFile
 from shardwise.parts.memory import records
 from shardwise.parts.memory.agent.actions import Follower
-from shardwise.parts.memory.agent.incoming import IncomingFile
 from shardwise.parts.memory.decide import Action
 from shardwise.parts.memory.files import read_record, write_record
 from shardwise.parts.memory.home import SnapshotDirectory
@@ -340,21 +338,6 @@ def test_a_copy_that_failed_leaves_its_slot_to_who_reads_it(copy: Copy) -> None:
     assert copying.wait(BOUND)
     assert not slot.exists()
     assert copy.trial.staging.has_free()
-    lock.release()
-
-
-def test_a_slot_that_is_larger_than_its_file_is_not_read_yet(copy: Copy) -> None:
-    """The rank has taken it, and makes it smaller."""
-    copy.place.path.mkdir(parents=True)
-    entry = FileEntry(FILE, 0, 10, 0, 0, 0, 0)
-    part = RankPart(file=entry, snapshots_to_keep=2, stages=("commit",), epoch=0)
-    write_record(copy.place.path / records.rank_record(0), part)
-    copy.place.temporary_path(FILE).write_bytes(bytes(4096))
-    lock = RankLock(copy.trial.run, 0)
-    cutting = threading.Timer(0.1, os.truncate, [copy.place.temporary_path(FILE), 10])
-    cutting.start()
-    assert len(IncomingFile(copy.place, FILE, 10.0, MappedFiles()).data) == 10
-    cutting.join()
     lock.release()
 
 

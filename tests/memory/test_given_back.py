@@ -67,7 +67,7 @@ def test_a_user_clears_runs_that_have_ended(
 
         forced = run_command("agent", "clear", "--dir", shm, "--all", "--force", "--json")
         assert forced.document["cleared"] == [two]
-        assert not list(shm.glob("**/*.slot"))
+        assert not list(shm.glob("**/free/*"))
         assert not list(shm.glob("**/*.safetensors"))
         cp.close(wait=False)
 

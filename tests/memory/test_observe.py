@@ -97,7 +97,7 @@ def test_a_rank_that_has_failed_to_copy_is_not_waited_for(begun: SnapshotDirecto
 
 
 def test_a_record_without_its_file_is_nothing_to_do(begun: SnapshotDirectory) -> None:
-    """The trainer was killed before it moved the file to its place."""
+    """The trainer was killed before the file was complete."""
     (begun.path / FILES[0]).unlink()
     found = read_snapshot(begun)
     assert found.state_of("seal") is StageState.NOT_REQUESTED

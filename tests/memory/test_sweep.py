@@ -30,6 +30,7 @@ from shardwise.parts.memory.files import write_record
 from shardwise.parts.memory.home import Home, Run, SnapshotDirectory
 from shardwise.parts.memory.observe import read_snapshot
 from shardwise.parts.memory.pool import ring_owner
+from shardwise.parts.memory.rank_liveness import RankLock
 from shardwise.parts.memory.reclaim import discard, finish_freeing, forget_copies
 from shardwise.parts.memory.records import RankPart, RingFile, StageOutcome
 from shardwise.parts.memory.redundancy.placement import make_ring_group
@@ -42,7 +43,7 @@ from tests.memory.test_staging import SIZE, Trial, content_of
 
 TENSORS = 2
 SLOTS = 3  # two that are kept, and one that is written
-SLOT_SUFFIX = TENSORS * SIZE + (1 << 20)
+SLOT_SIZE = TENSORS * SIZE + (1 << 20)
 NOTES = 256 << 10
 KEPT = 3 * BLOCK
 CHANGES = {"os.rename", "os.truncate", "os.remove", "os.mkdir", "os.rmdir", "os.link"}
@@ -55,7 +56,7 @@ def exact(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a file system")
     directory = tmp_path / "shm"
     directory.mkdir()
-    size = SLOTS * (SLOT_SUFFIX + 8192) + NOTES
+    size = SLOTS * (SLOT_SIZE + 8192) + NOTES
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)],
         capture_output=True,
@@ -180,8 +181,10 @@ def keep(directory: Path, run: str, *steps: int) -> None:
 
 def free_all(run: Run) -> None:
     """As a restore discards, and the agent frees."""
+    lock = RankLock(run, 0)
     discard(home_of(run), run.snapshots())
     free_abandoned(run)
+    lock.release()
 
 
 def go_on(directory: Path, run: str, work: Callable[..., None]) -> None:

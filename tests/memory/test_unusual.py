@@ -164,7 +164,7 @@ def test_of_several_checkpointers_of_a_root_the_last_one_saves(tmp_path: Path, s
         assert handle is not None
         handle.result(20.0)
     assert second.steps() == [1, 2]
-    assert not list(shm.glob("**/*.slot"))
+    assert not list(shm.glob("**/free/*"))
 
 
 def test_steps_go_back_only_by_restoring(tmp_path: Path, shm: Path) -> None:

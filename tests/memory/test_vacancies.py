@@ -40,7 +40,7 @@ def begun(home: Home) -> Run:
     run = home.run(new_run_id())
     RankLock(run, 0).release_as_lost()
     run.free_directory.mkdir()
-    (run.free_directory / "r00000-0.slot").write_bytes(b"memory")
+    (run.free_directory / "rank-00000-0").write_bytes(b"memory")
     return run
 
 
@@ -57,7 +57,7 @@ def test_a_run_without_trainers_and_snapshots_is_removed(home: Home) -> None:
     (place.path / f"r00000-{place.save_id}.safetensors").touch()
     Attendant(home).after(10.0)
     assert home.runs() == [kept]
-    assert (kept.free_directory / "r00000-0.slot").exists()
+    assert (kept.free_directory / "rank-00000-0").exists()
     assert not run.path.exists()
     assert not list(home.path.glob("vacant-*"))
 
@@ -68,7 +68,7 @@ def test_a_trainer_that_starts_again_soon_finds_its_memory(home: Home) -> None:
     agent.look()
     lock = RankLock(run, 0)
     agent.after(20.0)
-    assert (run.free_directory / "r00000-0.slot").exists()
+    assert (run.free_directory / "rank-00000-0").exists()
     lock.release_as_lost()
     agent.look()  # it is vacant again from now on
     assert run.path.exists()
@@ -96,7 +96,7 @@ def test_trainers_that_come_just_then_have_their_places(
     assert is_rank_alive(run, 0)
     assert is_rank_alive(run, 1)
     assert run.path.stat().st_ino == inode
-    assert (run.free_directory / "r00000-0.slot").exists()
+    assert (run.free_directory / "rank-00000-0").exists()
     assert not list(home.path.glob("vacant-*"))
 
 

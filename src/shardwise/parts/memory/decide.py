@@ -150,7 +150,7 @@ def follows(snapshot: SnapshotView) -> bool:
         snapshot.state_of, snapshot.open_stages
     )
     is_open = is_unclear or (waits and bool(snapshot.above))
-    return is_open and not snapshot.leads and not snapshot.is_abandoned
+    return is_open and not snapshot.leads
 
 
 def agents_above(snapshots: Sequence[SnapshotView]) -> list[AgentInfo]:
@@ -309,7 +309,6 @@ def find_superseded(
         each
         for each in reversed(run.snapshots)
         if step is not None and each.step <= step and not is_superseded(each, lineage)
-        if not each.is_abandoned
     ]
     of_step = [each for each in valid if each.step == step]
     # Without a manifest, another node may have it, and this node a part of the snapshot.

@@ -231,11 +231,16 @@ class Run:
         newest = [*earlier[-MOST_EARLIER_NODES:], *current.values()]
         write_record(self.path / RUN_RECORD, RunInfo(root, newest))
 
-    def snapshots(self) -> list[SnapshotDirectory]:
-        """Return the directories of the snapshots, by ascending step."""
+    def snapshots(self, *, abandoned: bool = False) -> list[SnapshotDirectory]:
+        """Return the directories of the snapshots, by ascending step.
+
+        Args:
+            abandoned: whether to include those that are marked as abandoned.
+        """
         with suppress(FileNotFoundError):
-            found = [self.snapshot(name) for name in _list_directories(self.path)]
-            return sorted(filter(None, found), key=lambda each: (each.step, each.save_id))
+            names = map(self.snapshot, _list_directories(self.path))
+            found = [each for each in names if each and (abandoned or not each.is_abandoned())]
+            return sorted(found, key=lambda each: (each.step, each.save_id))
         return []
 
     def snapshot(self, name: str) -> SnapshotDirectory | None:
@@ -354,13 +359,17 @@ class SnapshotDirectory:
         with suppress(FileNotFoundError):
             (self.path / ABANDONED_MARKER).touch()
 
+    def is_abandoned(self) -> bool:
+        """Return whether the snapshot is marked as abandoned. Then it counts as gone."""
+        return self.has(ABANDONED_MARKER)
+
     def refuse_abandoned(self) -> None:
         """Raise if the snapshot is abandoned.
 
         Raises:
             StoreError: the snapshot is abandoned.
         """
-        if self.has(ABANDONED_MARKER):
+        if self.is_abandoned():
             raise StoreError(
                 f"step {self.step} is abandoned: newer snapshots have replaced it, or run "
                 f"{self.run.name} was resumed from another step, so this node discards "
@@ -433,7 +442,7 @@ def newest_step_here(directory: str, root: str) -> int | None:
         for run in Home(directory).runs()
         if (run.root() or "").partition("?")[0] == place
         for snapshot in run.snapshots()
-        if snapshot.is_committed() and not snapshot.has(ABANDONED_MARKER)
+        if snapshot.is_committed()
     )
     return max(steps, default=None)
 
@@ -461,7 +470,7 @@ def open_below(home: Path, *names: str, make: bool = False) -> Iterator[int]:
 def list_snapshots(home: Path, run: str) -> FilesOfSnapshots:
     """Return name and size of the regular files of each snapshot of a run.
 
-    Hidden files, which are being written, are left out, and abandoned snapshots.
+    Abandoned snapshots are left out, and hidden files, which are incomplete.
     """
     found: FilesOfSnapshots = {}
     try:

@@ -71,7 +71,8 @@ class Observer:
         with self._lock:
             now = self.clock()
             is_attended = has_trainers(run)
-            snapshots = read_snapshots(run, self._node, self._cache, self._requested)
+            places = run.snapshots(abandoned=True)
+            snapshots = read_snapshots(places, self._node, self._cache, self._requested)
             unattended = self._unattended_since
             if is_attended:
                 unattended.pop(run.name, None)
@@ -105,20 +106,20 @@ def read_run_view(run: Run, cache: RecordCache | None = None) -> RunView:
         cache: a cache for this run alone, if it is read repeatedly.
     """
     cache = cache or RecordCache()
-    snapshots = read_snapshots(run, "", cache)
+    snapshots = read_snapshots(run.snapshots(), "", cache)
     cache.forget_unused()
     return RunView(run=run, snapshots=snapshots)
 
 
 def read_snapshots(
-    run: Run,
+    places: Iterable[SnapshotDirectory],
     node: str = "",
     cache: RecordCache | None = None,
     requested: Requested = lambda place: (),
 ) -> tuple[SnapshotView, ...]:
-    """Read the snapshots of a run, oldest first."""
+    """Read snapshots of a run, oldest first."""
     cache = cache or RecordCache()
-    found = (read_snapshot(place, node, cache, requested(place)) for place in run.snapshots())
+    found = (read_snapshot(place, node, cache, requested(place)) for place in places)
     return tuple(sorted(found, key=lambda each: each.age_key))
 
 
@@ -150,7 +151,7 @@ def copying_ranks(
     """
     files = [part.file for part in parts if part.file is not None and not part.failure]
     copying = [file for file in files if file.name not in names]
-    # Look for the process first: if the rank then ends, it has already moved its file.
+    # Look for the process first: if the rank then ends, it has already renamed its file.
     alive = {file: is_rank_alive(place.run, file.rank) for file in copying}
     return {
         file.rank: is_alive

@@ -3,8 +3,8 @@
 The pages of a file are allocated once, because that takes longer than to copy data into them. The
 name of a free file says who may take it: `rank-00003-<id>` becomes the data file of rank 3,
 `ring-00003-<id>` a copy or parity that rank 3 makes for other nodes, and `agent-<id>` one that the
-agent makes. Whoever takes a file moves it into the directory of a snapshot, under the hidden name
-`.<name>` until it is complete. When the snapshot is freed, the file returns to the pool.
+agent makes. Whoever takes a file moves it into the directory of a snapshot. Until it is complete,
+its name there begins with a dot. When the snapshot is freed, the file returns to the pool.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shardwise.kernel.errors import StoreError
 from shardwise.parts.memory.files import opened, read_record, regular_files
 from shardwise.parts.memory.records import DATA_SUFFIXES, RankPart, is_rank_record, rank_in_name
 
-RANK, RING, AGENT = "rank", "ring", "agent"
-"""The kinds of owners of free files."""
+RANK, AGENT = "rank", "agent"
 PAGE_SIZE = mmap.PAGESIZE
 STAT_BLOCK = 512  # the unit of st_blocks, in bytes
 
@@ -35,7 +34,7 @@ def rank_owner(rank: int) -> str:
 
 def ring_owner(rank: int) -> str:
     """Return the owner of the files in which a rank makes copies or parity for other nodes."""
-    return f"{RING}-{rank:05d}"
+    return f"ring-{rank:05d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +56,41 @@ class Pool:
             if name.startswith(f"{owner}-") or not owner
         )
 
-    def take(self, owner: str, nbytes: int, path: Path) -> bool:
-        """Move a free file to `path`, and return whether there is one.
+    def in_order(self, owner: str, nbytes: int) -> list[Path]:
+        """Return the free files of an owner, the best for `nbytes` bytes first.
 
         This is the smallest file that is large enough, or else the largest: `allocate` enlarges it.
         """
         files = self.files(owner)
-        for _, each in (*(each for each in files if each[0] >= nbytes), *reversed(files)):
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
+        large = [path for allocated, path in files if allocated >= nbytes]
+        small = [path for allocated, path in files if allocated < nbytes]
+        return [*large, *reversed(small)]
+
+    def take(self, owner: str, nbytes: int, path: Path) -> None:
+        """Move the best free file of an owner to `path`, if there is one. Threads may do so."""
+        for each in self.in_order(owner, nbytes):
+            with suppress(FileNotFoundError):  # another thread has taken it
                 each.rename(path)
-                return True
-        return False
+                return
 
     def give(self, owner: str, path: Path) -> None:
         """Move a file to the pool."""
         path.rename(self.new_path(owner))
 
     def new_path(self, owner: str) -> Path:
-        """Return a new path in the pool, whose directory is created."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Return a new path in the pool, whose directory is created in that of the run."""
+        self.directory.mkdir(exist_ok=True)
         return self.directory / f"{owner}-{secrets.token_hex(4)}"
 
-    def shrink(self, ranks: Collection[int] = (), most: int = 0) -> None:
-        """Delete the files of all ranks but these, and all but the `most` largest of the agent."""
+    def shrink(self, ranks: Collection[int] = (), most: int | None = 0) -> None:
+        """Keep the files of `ranks`, and the `most` largest of the agent. Delete all others.
+
+        Args:
+            most: None to keep all files of the agent.
+        """
         paths = [path for _, path in self.files()]
         of_agent = self.files(AGENT)
-        kept = of_agent[max(0, len(of_agent) - most) :]
+        kept = of_agent[0 if most is None else max(0, len(of_agent) - most) :]
         for rank in ranks:
             kept += self.files(rank_owner(rank)) + self.files(ring_owner(rank))
         for path in {*paths} - {path for _, path in kept}:
@@ -93,7 +101,7 @@ def allocate(path: Path, size: int) -> None:
     """Give a file this size, and all its pages, so that writes neither fail nor wait for them.
 
     Raises:
-        OSError: there are too few pages. The file is unchanged.
+        OSError: there are too few pages. The file is unchanged; a new one is deleted.
     """
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         before = os.fstat(fd).st_size
@@ -116,8 +124,9 @@ def round_to_pages(size: int) -> int:
 def owners_of_files(directory: Path) -> dict[str, str]:
     """Return the owner of each data file, copy and parity in the directory of a snapshot.
 
-    Files that are being written are included. The records of ranks say whose files they are. If a
-    record is damaged, its files belong to the agent from now on, and the rank allocates others.
+    Files that are being written are included. The records of ranks say whose files they are. If the
+    record of a rank is damaged, nobody knows this: the agent gets the files, and the rank allocates
+    new ones.
     """
     names: set[str] = set()
     with suppress(FileNotFoundError, NotADirectoryError):  # freed meanwhile

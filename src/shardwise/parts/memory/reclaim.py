@@ -26,7 +26,6 @@ from shardwise.kernel.errors import StateError, StoreError
 from shardwise.parts.lineage import Lineage
 from shardwise.parts.memory import records
 from shardwise.parts.memory.decide import (
-    ABANDONED,
     REPLACED,
     UNCOMMITTABLE,
     Action,
@@ -50,9 +49,9 @@ log = logging.getLogger("shardwise")
 
 
 def free(action: Action, states: SaveStates) -> bool:
-    """Free a snapshot, unless it was committed meanwhile. Return False if it is in use.
+    """Free a snapshot. Return False if it is in use: it is then marked as abandoned.
 
-    Then it is marked as abandoned, which ends its actions.
+    A snapshot that can never be committed stays if it was committed meanwhile.
     """
     place, why = action.place, action.why
     if why == UNCOMMITTABLE and not states.fail_commit(place, why):
@@ -60,7 +59,7 @@ def free(action: Action, states: SaveStates) -> bool:
     if not free_snapshot(place, states.lock):
         place.abandon()
         return not place.path.exists()
-    if why in (ABANDONED, REPLACED, UNCOMMITTABLE):
+    if why in (REPLACED, UNCOMMITTABLE) or has_trainers(place.run):
         _shrink_pool(place.run)
     else:
         Pool(place.run.free_directory).shrink()
@@ -139,8 +138,8 @@ def _shrink_pool(run: Run) -> None:
 def discard(home: Home, places: Sequence[SnapshotDirectory]) -> None:
     """Mark snapshots as abandoned, and wait until the agent has freed them.
 
-    If no agent runs, or it hangs, the snapshots stay until an agent looks at them. They are out of
-    use already: an agent does nothing with an abandoned snapshot but free it.
+    If no agent runs, or it hangs, they are freed as soon as an agent runs. This does no harm,
+    because nobody does anything with a marked snapshot but free it.
 
     Raises:
         StoreError: the agent does not release a snapshot.
@@ -155,14 +154,16 @@ def discard(home: Home, places: Sequence[SnapshotDirectory]) -> None:
                 f"timed out after {FREE_TIMEOUT:.0f} s waiting for the lock of {place.path}: "
                 "the agent of this node is using the snapshot; see its log, and try again"
             )
+    if left := [place.name for place in places if place.path.exists()]:
+        log.warning("no agent answers in %s, so %s are freed when one runs", home, ", ".join(left))
 
 
 def _is_out_of_use(place: SnapshotDirectory, patience: Deadline) -> bool:
-    """Return whether a snapshot is freed; after `patience`, whether nobody uses it is enough."""
+    """Return whether a snapshot is freed. After `patience`, it is enough that nobody uses it."""
     if patience.has_passed():
         with place.hold(shared=False) as is_unused:
             return is_unused or not place.path.exists()
-    return not place.path.exists()
+    return not place.path.exists() and not place.run.freed_directories()
 
 
 def discard_superseded(
@@ -196,9 +197,7 @@ def refuse_older_step(run: Run, step: int, lineage: Lineage, root: object) -> No
     """
     snapshots = [read_snapshot(each) for each in run.snapshots() if each.step > step]
     newer = [
-        each.step
-        for each in snapshots
-        if each.is_committed and not each.is_abandoned and not is_superseded(each, lineage)
+        each.step for each in snapshots if each.is_committed and not is_superseded(each, lineage)
     ]
     if newer:
         raise StateError(
@@ -234,8 +233,8 @@ def remove_if_unused(home: Home, run: Run) -> None:
     """
     run.refuse_other_version()
     with lock_directory(run.path, shared=False) as locked:
-        if locked and not run.snapshots() and not has_trainers(run):
-            _remove_run(home, run)
+        if locked and not run.snapshots(abandoned=True) and not has_trainers(run):
+            remove_run(home, run)
 
 
 def finish_removals(home: Home) -> None:
@@ -252,7 +251,7 @@ def remove_other_runs(home: Home, run: Run, root: str) -> None:
     for other in home.runs():
         if other != run and other.root() == root and not has_trainers(other):
             try:
-                discard(home, other.snapshots())
+                discard(home, other.snapshots(abandoned=True))
                 remove_if_unused(home, other)
             except StoreError as error:
                 log.warning("cannot remove run %s of the same root: %s", other.name, error)
@@ -269,17 +268,17 @@ def clear_run(home: Home, run: Run, *, force: bool) -> None:
         StoreError: a trainer is alive, or the agent does not release a snapshot.
     """
     _refuse_trainers(run, force)
-    discard(home, run.snapshots())
+    discard(home, run.snapshots(abandoned=True))
     with lock_directory(run.path, shared=False) as locked:
         _refuse_trainers(run, force)
         if locked and has_trainers(run):
             Pool(run.free_directory).shrink()
         elif locked:
-            _remove_run(home, run)
+            remove_run(home, run)
         elif run.path.exists():
             raise StoreError(
                 f"run {run.name}: its snapshots were removed, but a trainer has just started, so "
-                "that its free slots remain: stop the training first, and try again"
+                "that its free files remain: stop the training first, and try again"
             )
 
 
@@ -292,10 +291,11 @@ def _trim_ended(directory: Path) -> None:
             (directory / name).unlink()
 
 
-def _remove_run(home: Home, run: Run) -> None:
+def remove_run(home: Home, run: Run) -> None:
     """Rename the run's directory before removing it, so that a trainer can create it again."""
     renamed = home.path / f"{REMOVED_RUN_PREFIX}{secrets.token_hex(4)}"
-    run.path.rename(renamed)
+    with suppress(FileNotFoundError):
+        run.path.rename(renamed)
     shutil.rmtree(renamed, ignore_errors=True)
 
 
@@ -328,7 +328,7 @@ def bytes_needed_for_others(bytes_per_rank: int, options: Memory, *, nodes: int)
 def bytes_stored_for_others(run: Run) -> int:
     """Return the bytes of copies, parity and free files of the agent, without those of ranks."""
     total = sum(nbytes for nbytes, _ in Pool(run.free_directory).files(AGENT))
-    for place in run.snapshots():
+    for place in run.snapshots(abandoned=True):
         files, owners = regular_files(place.path), owners_of_files(place.path)
         total += sum(files[name].st_size for name in files if owners.get(name) == AGENT)
     return total

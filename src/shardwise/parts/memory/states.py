@@ -87,7 +87,9 @@ def read_state(place: SnapshotDirectory, cache: RecordCache | None = None) -> Sa
 
 def places_with_states(run: Run) -> list[SnapshotDirectory]:
     """Return the snapshots of a run, and the last ones that were freed; these have step 0."""
-    snapshots = run.snapshots()  # first: a snapshot that is freed meanwhile is in both lists
+    snapshots = run.snapshots(
+        abandoned=True
+    )  # first: a snapshot that is freed meanwhile is in both lists
     names = regular_files(run.path / ENDED_DIRECTORY)
     ended = [SnapshotDirectory(run, 0, match[1]) for match in map(_ENDED.fullmatch, names) if match]
     return [*ended, *snapshots]

@@ -29,7 +29,7 @@ from shardwise.parts.memory.decide import (
     follows,
 )
 from shardwise.parts.memory.files import LARGEST_RECORD, decode_record, read_record, write_record
-from shardwise.parts.memory.home import ABANDONED_MARKER, Run, SnapshotDirectory
+from shardwise.parts.memory.home import Run, SnapshotDirectory
 from shardwise.parts.memory.observe import Observer, read_snapshots
 from shardwise.parts.memory.options import Tls
 from shardwise.parts.memory.rank_liveness import has_trainers
@@ -285,7 +285,7 @@ class Follower:
         pause = RETRY_PAUSE
         try:
             while not self.stopping.is_set():
-                snapshots = read_snapshots(run, self.node, cache)
+                snapshots = read_snapshots(run.snapshots(), self.node, cache)
                 followed = [each for each in snapshots if follows(each)]
                 attended_at = time.monotonic() if has_trainers(run) else attended_at
                 if not followed or time.monotonic() - attended_at > UNTIL_UNFOLLOWED:
@@ -405,7 +405,7 @@ def try_stage(
         is_outage = isinstance(error, StoreUnavailableError)
         if is_outage and states.retry(place, stage, str(error), DAY):
             raise
-        level = logging.INFO if place.has(ABANDONED_MARKER) else logging.ERROR
+        level = logging.INFO if place.is_abandoned() else logging.ERROR
         is_expected = isinstance(error, (ShardwiseError, OSError))
         failure = f"{type(error).__name__}: {error}"
         log.log(level, "%s", failure, exc_info=not is_expected)

@@ -128,7 +128,7 @@ class Agent:
             else:
                 # While the lock is held, the snapshot cannot be freed.
                 with action.place.hold(shared=True) as held:
-                    if not held:
+                    if not held or action.place.is_abandoned():
                         return False
                     self._performers[action.kind](action)
         except Exception as error:  # any error: the agent logs it, and tries again

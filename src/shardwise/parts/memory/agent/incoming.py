@@ -59,10 +59,9 @@ class IncomingFile:
         if part is None or part.file is None:
             return None
         path, copied_to = self._place.path / self._name, self._place.temporary_path(self._name)
-        found = path if path.exists() else copied_to
         with suppress(FileNotFoundError):  # the rank has no slot yet, or has just renamed it
-            if found == path or found.stat().st_size == part.file.size:  # the slot is large enough
-                return part.file, mapped_files.map(found, part.file.size)
+            found = path if path.exists() else copied_to
+            return part.file, mapped_files.map(found, part.file.size)
         return None
 
     def wait_for(self, nbytes: int) -> None:

@@ -229,7 +229,7 @@ def read_mirrors(home: Home) -> Iterator[MirrorStatus]:
 
 def _run_status(run: Run, node: str) -> RunStatus:
     now = time.time()
-    views = read_snapshots(run)
+    views = read_snapshots(run.snapshots())
     snapshots = [_snapshot_status(each, node, now) for each in views]
     free = Pool(run.free_directory).files(RANK)
     return RunStatus(

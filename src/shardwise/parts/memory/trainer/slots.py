@@ -54,7 +54,8 @@ class Slots:
 
     Args:
         run: the directories of the run on this node.
-        owner: the owner of the files in the pool: the rank, or its ring.
+        owner: the owner of the free files: `rank-00003` for the data of rank 3, `ring-00003` for
+            what it makes for other nodes.
         count: the number of slots, including those in use.
         page_locker: page-locks slots that devices copy to.
     """
@@ -82,6 +83,7 @@ class Slots:
                 missing, and what to do.
         """
         size = slot_size(nbytes)
+        self._pool.directory.mkdir(parents=True, exist_ok=True)
         free = self._pool.files(self._owner)
         small = [(allocated, path) for allocated, path in free if allocated < nbytes]
         new = [(0, self._pool.new_path(self._owner)) for _ in range(self._missing_count())]
@@ -104,24 +106,30 @@ class Slots:
     def take(self, path: Path, nbytes: int, *, device_bytes: int = 0) -> Buffer | None:
         """Move a free slot to `path`, and return its memory; None if no slot is free.
 
+        The agent may map the file at once, so it gets its size before.
+
         Args:
             nbytes: the size that the file gets.
             device_bytes: how many of the first bytes of the slot a device copies to.
 
         Raises:
-            StoreError: the memory file system is full.
+            StoreError: the memory file system is full, or the snapshot was freed.
         """
-        if not self._pool.take(self._owner, nbytes, path) and self._missing_count() <= 0:
+        slot = next(iter(self._pool.in_order(self._owner, nbytes)), None)
+        if slot is None and self._missing_count() > 0:
+            # A slot is lost, as its record was damaged; or the rank had nothing to save before.
+            slot = self._pool.new_path(self._owner)
+        if slot is None:
             return None
         size = round_to_pages(nbytes)
-        try:
-            self._allocate(path, size)
-        except StoreError:
-            self.give(path)
-            raise
-        mapping = self._map(path, device_bytes)
-        os.truncate(path, nbytes)
+        self._allocate(slot, size)
+        mapping = self._map(slot, device_bytes)
+        os.truncate(slot, nbytes)
         mapping.mapped_bytes = min(mapping.mapped_bytes, size)
+        try:
+            slot.rename(path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path.parent} was freed before it was filled: save again") from error
         return mapping.buffer[:nbytes]
 
     def give(self, path: Path) -> None:
@@ -136,9 +144,10 @@ class Slots:
 
     def _missing_count(self) -> int:
         """Return how many slots must be allocated. It may be negative."""
-        # Look in the order in which a slot moves, so that one that moves is not overlooked.
-        directories = [each.path for each in self._run.snapshots()]
-        used = sum(map(self._used_in, directories))
+        # A slot moves from a snapshot to a directory that is being freed, and then to the pool. In
+        # this order, one that moves meanwhile may be counted twice, but is never missed.
+        snapshots = self._run.snapshots(abandoned=True)
+        used = sum(self._used_in(each.path) for each in snapshots)
         used += sum(map(self._used_in, self._run.freed_directories()))
         return self._count - used - len(self._pool.files(self._owner))
 

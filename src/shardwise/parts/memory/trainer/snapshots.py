@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,6 +31,7 @@ from shardwise.parts.memory.reclaim import (
     forget_copies,
     refuse_older_step,
     remove_other_runs,
+    remove_run,
 )
 from shardwise.parts.memory.records import MOST_FAN_OUT, STAGES, AgentInfo, PendingManifest
 from shardwise.parts.memory.spawn import ensure_agent, running_agent
@@ -115,7 +114,7 @@ class Snapshots:
         remove_other_runs(self.home, self.run, str(self.root))
         nodes = enumerate(self.membership.node_of)
         ranks = [rank for rank, node in nodes if node == self.node]
-        Pool(self.run.free_directory).shrink(ranks, sys.maxsize)
+        Pool(self.run.free_directory).shrink(ranks, None)
 
     def offer(self, step: int, *, durable: bool) -> bytes:
         """Return what this rank tells the others before a save of a step; `accept` takes it.
@@ -335,7 +334,7 @@ class Snapshots:
         with Round(self._group, "deleting snapshots"):
             self._discard(None)
         if self.is_first_of_node:
-            shutil.rmtree(self.run.path, ignore_errors=True)
+            remove_run(self.home, self.run)
 
     def _raise_failures(self) -> None:
         self._staging.raise_failure()
