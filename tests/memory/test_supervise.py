@@ -332,6 +332,7 @@ def test_an_agent_that_another_process_never_finishes_starting_is_not_waited_for
 ) -> None:
     """That process is stopped, and keeps its lock."""
     home = Home(tmp_path)
+    monkeypatch.setattr(spawn, "START_TIMEOUT", 0.0)
     monkeypatch.setattr(spawn, "LOCK_TIMEOUT", 0.05)
     with (
         home.lock("start.lock"),

@@ -21,9 +21,8 @@ from shardwise.parts.memory.identity import LOOPBACK, resolve_interface, served_
 from shardwise.parts.memory.options import Memory
 from shardwise.parts.memory.rank_liveness import has_trainers
 from shardwise.parts.memory.records import AgentInfo, schema
-from shardwise.parts.memory.times import START_TIMEOUT
+from shardwise.parts.memory.times import LOCK_TIMEOUT, START_TIMEOUT
 
-LOCK_TIMEOUT = START_TIMEOUT + 10.0  # longer than another process takes to start the agent
 START_LOCK = "start.lock"  # one rank of the node at a time starts the agent
 LARGEST_LOG = 1 << 20
 
@@ -39,10 +38,11 @@ def ensure_agent(home: Home, options: Memory) -> AgentInfo:
             agent does not match the options.
     """
     address = None if options.interface is None else resolve_interface(options.interface)
-    with home.lock(START_LOCK, timeout=LOCK_TIMEOUT) as is_held:
+    patience = START_TIMEOUT + LOCK_TIMEOUT  # longer than another process takes to start it
+    with home.lock(START_LOCK, timeout=patience) as is_held:
         if not is_held:
             raise StoreError(
-                f"another process has been starting the agent of {home} for {LOCK_TIMEOUT:.0f} s: "
+                f"another process has been starting the agent of {home} for {patience:.0f} s: "
                 f"end that process if it is suspended (it holds {home.path / START_LOCK}), and try "
                 "again"
             )

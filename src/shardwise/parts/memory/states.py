@@ -27,7 +27,7 @@ from shardwise.parts.memory.records import (
     SaveState,
     StageOutcome,
 )
-from shardwise.parts.memory.times import GONE_AFTER
+from shardwise.parts.memory.times import SHORT_PATIENCE
 
 _ENDED = re.compile(r"([0-9a-f]{16})\.json")
 T = TypeVar("T")
@@ -87,9 +87,8 @@ def read_state(place: SnapshotDirectory, cache: RecordCache | None = None) -> Sa
 
 def places_with_states(run: Run) -> list[SnapshotDirectory]:
     """Return the snapshots of a run, and the last ones that were freed; these have step 0."""
-    snapshots = run.snapshots(
-        abandoned=True
-    )  # first: a snapshot that is freed meanwhile is in both lists
+    # First: a snapshot that is freed meanwhile is in both lists.
+    snapshots = run.snapshots(abandoned=True)
     names = regular_files(run.path / ENDED_DIRECTORY)
     ended = [SnapshotDirectory(run, 0, match[1]) for match in map(_ENDED.fullmatch, names) if match]
     return [*ended, *snapshots]
@@ -122,7 +121,7 @@ class SaveStates:
         return [
             Failing(run, None, now - at, why)
             for run, at in heard_at.items()
-            if now - at > GONE_AFTER
+            if now - at > SHORT_PATIENCE
         ]
 
     def change(self, place: SnapshotDirectory, change: Callable[[SaveState], SaveState]) -> None:

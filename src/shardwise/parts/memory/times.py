@@ -30,7 +30,7 @@ LONGEST_REPLY_WAIT = 5.0  # a call to a node, until it is repeated
 OUTCOMES_WAIT = 1.0  # a request for outcomes, until it is repeated
 NODE_LOST_AFTER = 1.2  # no connection to a node: long enough for a lost packet to be sent again
 SHORT_PATIENCE = 5.0  # where waiting longer costs more than going on without: see its uses
-GONE_AFTER = 10.0  # no agent on this node; no news of the node that leads a save
+GONE_AFTER = 10.0  # no agent on this node; no news of a save from the node that leads it
 
 # Agents that start and end.
 START_TIMEOUT = 60.0  # to import torch on a busy machine

@@ -117,14 +117,14 @@ class AgentWatch:
 
         An agent that leads a save ends it, successfully or not, and passes the pending manifest to
         the others. Without it, no agent ends the save: rank 0 has ended, or could not even record
-        its failure.
+        its failure. If the agent that leads does not answer, the agent here says so earlier.
         """
         place, own = self._place, self._rank
         is_staged = place.has(data_file(own, place.save_id))
         is_copying = place.has(records.rank_record(own)) and not is_staged
         if place.has(records.PENDING) or (is_copying and now - self._start < FORGET_AFTER):
             self._save_seen_at = now
-        elif now - self._save_seen_at > 2 * self._options.wait + 1:
+        elif now - self._save_seen_at > max(2 * self._options.wait + 1, GONE_AFTER):
             raise StoreError(
                 f"rank 0 has not passed this save to its agent for {now - self._save_seen_at:.0f} "
                 "s: it could not copy its data, or has ended, or the snapshot was removed; see the "
