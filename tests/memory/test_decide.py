@@ -166,6 +166,18 @@ def test_one_whose_commit_takes_long_goes_while_a_rank_waits_for_its_slot(
     assert freed(run_of(replace(first, seconds_staged=seconds), third)) == []
 
 
+def test_one_whose_commit_has_failed_goes_once_all_ranks_of_the_node_have_begun_another() -> None:
+    """Otherwise, no rank would ever get a slot again: the older ones stay as they are committed."""
+    kept = [snapshot(step, slots=2, **PROTECTED) for step in (1, 2)]
+    failed = snapshot(3, commit=StageState.FAILED, protect=StageState.FAILED, committed=False)
+    begun = snapshot(4, commit=WAITING, protect=WAITING, committed=False, has_file=False)
+    assert freed(run_of(*kept, failed)) == []
+    assert freed(run_of(*kept, failed, begun)) == [3]
+    two_ranks = replace(failed, parts=failed.parts * 2)
+    assert freed(run_of(*kept, two_ranks, begun)) == []
+    assert freed(run_of(*kept, two_ranks, replace(begun, parts=begun.parts * 2))) == [3]
+
+
 def test_what_was_promised_to_storage_stays_until_it_is_there() -> None:
     asked = ("commit", "protect", "persist")
     newer = [snapshot(n, asked=asked, persist=DONE, **PROTECTED) for n in (2, 3, 4)]

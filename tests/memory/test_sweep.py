@@ -152,6 +152,8 @@ def keep(directory: Path, run: str, *steps: int) -> None:
             [(str(each.rank), "", each.name, each.size) for each in files], copies=1, parity=0
         )
         place.path.mkdir()
+        part = RankPart(file=None, snapshots_to_keep=2, stages=("commit",), epoch=0)
+        write_record(place.path / records.rank_record(0), part)
         added: list[RingFile] = []
 
         def take(name: str, nbytes: int, place: SnapshotDirectory = place) -> Buffer:

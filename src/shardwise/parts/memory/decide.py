@@ -175,26 +175,31 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 def _free_replaced(run: RunView) -> Iterator[Action]:
     """Yield actions that free the snapshots that newer ones have replaced, or will replace."""
     newest, kept = run.newest_committed, kept_snapshots(run)
-    staged = [each for each in run.snapshots if each.staged]
-    for each in run.snapshots:
+    for index, each in enumerate(run.snapshots):
         is_older = newest is not None and each.age_key < newest.age_key
         if is_older and each.place not in kept and not is_pinned(run, each):
             yield Action(FREE, each.place, why=REPLACED)
-        elif each in staged[:-1] and is_uncommittable(each, staged[-1]):
+        elif is_uncommittable(each, run.snapshots[index + 1 :]):
             yield Action(FREE, each.place, why=UNCOMMITTABLE)
 
 
-def is_uncommittable(snapshot: SnapshotView, newest: SnapshotView) -> bool:
-    """Return whether a snapshot will never be committed, because its commit has failed.
+def is_uncommittable(snapshot: SnapshotView, newer: Sequence[SnapshotView]) -> bool:
+    """Return whether a snapshot will never be committed, and newer ones need its memory.
+
+    If its commit has failed, it stays until all ranks of this node have begun a newer save. Before,
+    a rank may still copy.
 
     A commit that takes too long counts as failed: it has not ended although the newest snapshot was
     staged long ago. A snapshot that must be persisted may take any time.
     """
     if snapshot.is_committed or snapshot.must_be_persisted:
         return False
-    wait = max(part.wait for part in snapshot.staged)
-    is_late = newest.seconds_staged > 2 * wait + 1 and not snapshot.is_durable
-    return is_late or snapshot.state_of("commit") is StageState.FAILED
+    if snapshot.state_of("commit") is StageState.FAILED:
+        return any(len(each.parts) >= len(snapshot.parts) for each in newer)
+    staged = [each for each in newer if each.staged]
+    if not snapshot.staged or not staged or snapshot.is_durable:
+        return False
+    return staged[-1].seconds_staged > 2 * max(part.wait for part in snapshot.staged) + 1
 
 
 def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:
