@@ -166,6 +166,23 @@ def test_one_whose_commit_takes_long_goes_while_a_rank_waits_for_its_slot(
     assert freed(run_of(replace(first, seconds_staged=seconds), third)) == []
 
 
+@pytest.mark.parametrize(
+    ("seconds", "slots", "expected"), [(120.0, 2, []), (122.0, 2, [3]), (122.0, 3, [])]
+)
+def test_the_newest_goes_only_if_its_commit_takes_long_and_all_slots_are_in_use(
+    seconds: float, slots: int, expected: list[int]
+) -> None:
+    """The node that leads it has never heard of it, and ranks wait for its slot."""
+    kept = [snapshot(step, slots=slots, **PROTECTED) for step in (1, 2)]
+    late = snapshot(3, slots=slots, commit=WAITING, protect=WAITING, committed=False)
+    late = replace(late, seconds_staged=seconds)
+    begun = snapshot(4, commit=WAITING, protect=WAITING, committed=False, has_file=False)
+    assert freed(run_of(*kept, late)) == []
+    assert freed(run_of(*kept, late, begun)) == expected
+    two_ranks = replace(late, parts=late.parts * 2)
+    assert freed(run_of(*kept, two_ranks, begun)) == []
+
+
 def test_one_whose_commit_has_failed_goes_once_all_ranks_of_the_node_have_begun_another() -> None:
     """Otherwise, no rank would ever get a slot again: the older ones stay as they are committed."""
     kept = [snapshot(step, slots=2, **PROTECTED) for step in (1, 2)]

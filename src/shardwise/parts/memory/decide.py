@@ -175,31 +175,37 @@ def _rescue_newest(run: RunView, why: str) -> Iterator[Action]:
 def _free_replaced(run: RunView) -> Iterator[Action]:
     """Yield actions that free the snapshots that newer ones have replaced, or will replace."""
     newest, kept = run.newest_committed, kept_snapshots(run)
-    for index, each in enumerate(run.snapshots):
+    for each in run.snapshots:
         is_older = newest is not None and each.age_key < newest.age_key
         if is_older and each.place not in kept and not is_pinned(run, each):
             yield Action(FREE, each.place, why=REPLACED)
-        elif is_uncommittable(each, run.snapshots[index + 1 :]):
+        elif is_uncommittable(run, each):
             yield Action(FREE, each.place, why=UNCOMMITTABLE)
 
 
-def is_uncommittable(snapshot: SnapshotView, newer: Sequence[SnapshotView]) -> bool:
+def is_uncommittable(run: RunView, snapshot: SnapshotView) -> bool:
     """Return whether a snapshot will never be committed, and newer ones need its memory.
 
     If its commit has failed, it stays until all ranks of this node have begun a newer save. Before,
     a rank may still copy.
 
     A commit that takes too long counts as failed: it has not ended although the newest snapshot was
-    staged long ago. A snapshot that must be persisted may take any time.
+    staged long ago. The newest snapshot itself goes only if all slots are in use, and all ranks
+    have begun a newer save, so that they wait for its slot. A snapshot that must be persisted may
+    take any time.
     """
     if snapshot.is_committed or snapshot.must_be_persisted:
         return False
+    newer = [each for each in run.snapshots if each.age_key > snapshot.age_key]
+    is_begun = any(len(each.parts) >= len(snapshot.parts) for each in newer)
     if snapshot.state_of("commit") is StageState.FAILED:
-        return any(len(each.parts) >= len(snapshot.parts) for each in newer)
-    staged = [each for each in newer if each.staged]
-    if not snapshot.staged or not staged or snapshot.is_durable:
+        return is_begun
+    staged = [each for each in run.snapshots if each.staged]
+    if snapshot not in staged or snapshot.is_durable:
         return False
-    return staged[-1].seconds_staged > 2 * max(part.wait for part in snapshot.staged) + 1
+    part = snapshot.staged[0]
+    is_needed = staged[-1] != snapshot or (is_begun and len(staged) > part.snapshots_to_keep)
+    return is_needed and staged[-1].seconds_staged > 2 * part.wait + 1
 
 
 def kept_snapshots(run: RunView) -> set[SnapshotDirectory]:

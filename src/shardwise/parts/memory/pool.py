@@ -88,12 +88,11 @@ class Pool:
         Args:
             most: None to keep all files of the agent.
         """
-        paths = [path for _, path in self.files()]
-        of_agent = self.files(AGENT)
-        kept = of_agent[0 if most is None else max(0, len(of_agent) - most) :]
-        for rank in ranks:
-            kept += self.files(rank_owner(rank)) + self.files(ring_owner(rank))
-        for path in {*paths} - {path for _, path in kept}:
+        paths = {path for _, path in self.files()}
+        of_agent = [path for _, path in self.files(AGENT)]
+        kept = {*of_agent[0 if most is None else max(0, len(of_agent) - most) :]}
+        owners = [owner for rank in ranks for owner in (rank_owner(rank), ring_owner(rank))]
+        for path in paths - kept - {path for owner in owners for _, path in self.files(owner)}:
             path.unlink(missing_ok=True)
 
 
@@ -133,16 +132,15 @@ def owners_of_files(directory: Path) -> dict[str, str]:
         names.update(os.listdir(directory))
     owners = {name: AGENT for name in names if name.endswith(DATA_SUFFIXES)}
     for record in filter(is_rank_record, names):
-        rank, part = rank_in_name(record), None
+        rank = rank_in_name(record)
         with suppress(StoreError):
-            part = read_record(directory / record, RankPart)
-        if part is not None:
-            own = set() if part.file is None else _before_and_after(part.file.name)
-            begun = {name for name in owners if name.lstrip(".").startswith(f"{rank_owner(rank)}.")}
-            made = [each for each in part.made if _before_and_after(each.file).isdisjoint(begun)]
-            claimed = set().union(*(_before_and_after(each.name) for each in made))
-            owners |= dict.fromkeys(own & names, rank_owner(rank))
-            owners |= dict.fromkeys(begun | (claimed & names), ring_owner(rank))
+            if part := read_record(directory / record, RankPart):
+                own = set() if part.file is None else _before_and_after(part.file.name)
+                begun = {n for n in owners if n.lstrip(".").startswith(f"{rank_owner(rank)}.")}
+                made = [m for m in part.made if _before_and_after(m.file).isdisjoint(begun)]
+                claimed = set().union(*(_before_and_after(each.name) for each in made))
+                owners |= dict.fromkeys(own & names, rank_owner(rank))
+                owners |= dict.fromkeys(begun | (claimed & names), ring_owner(rank))
     return owners
 
 
