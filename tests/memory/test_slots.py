@@ -332,6 +332,23 @@ def test_the_memory_of_what_was_discarded_is_back_before_a_restore_continues(run
     assert sizes_of(run, rank_owner(0)) == [10]
 
 
+def test_a_slot_has_its_size_before_it_is_in_the_snapshot(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that follows the copy maps the file as soon as it is there."""
+    slots, truncate = slots_of(run, 1), os.truncate
+    slots.prepare(50_000)
+    target = place_of(run, 1).temporary_path("r")
+
+    def cut(path: Path, size: int) -> None:
+        assert not target.exists()
+        truncate(path, size)
+
+    monkeypatch.setattr(os, "truncate", cut)
+    assert slots.take(target, 10_000) is not None
+    assert target.stat().st_size == 10_000
+
+
 def test_a_slot_for_a_snapshot_that_was_freed_says_so(run: Run) -> None:
     slots = slots_of(run, 1)
     slots.prepare(1000)

@@ -49,7 +49,7 @@ from shardwise.parts.memory.view import RunView, SnapshotView, StageState, on_th
 
 TRAINER_LOST = "a trainer was lost"
 RUN_ENDED = "the run has ended"
-ABANDONED = "nobody needs it any more"
+ABANDONED = "the run no longer needs it"
 REPLACED = "replaced by newer snapshots"
 UNCOMMITTABLE = "its commit takes too long, and a newer snapshot needs its memory"
 RUN_RESUMED = "the run was resumed from an older step"

@@ -9,7 +9,7 @@
   runs/<run>/ended/<save>.json        the state of a save that is no longer in memory
   runs/<run>/step-00000010-<save>/    a snapshot; `records.py` describes its records
     r00003-<save>.safetensors         a data file of a rank of this node
-    abandoned                         nobody needs the snapshot: it is freed whatever its stages are
+    abandoned                         the run no longer needs the snapshot: the agent frees it
     persist                           the snapshot was for memory only, and is to be persisted now
   runs/<run>/freed-<id>/              a snapshot that is being freed
 """

@@ -90,7 +90,7 @@ class Pool:
         """
         paths = {path for _, path in self.files()}
         of_agent = [path for _, path in self.files(AGENT)]
-        kept = {*of_agent[0 if most is None else max(0, len(of_agent) - most) :]}
+        kept = set(of_agent[-most:] if most else of_agent if most is None else ())
         owners = [owner for rank in ranks for owner in (rank_owner(rank), ring_owner(rank))]
         for path in paths - kept - {path for owner in owners for _, path in self.files(owner)}:
             path.unlink(missing_ok=True)
